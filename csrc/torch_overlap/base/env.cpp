@@ -1,0 +1,125 @@
+#include "torch_overlap/base/env.h"
+
+#include <array>
+#include <cmath>
+#include <cstdlib>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
+
+namespace torch_overlap {
+namespace {
+
+std::optional<std::string> text(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+std::optional<int> number(const char* name) {
+  if (auto value = text(name)) return static_cast<int>(parse_int(*value, name));
+  return std::nullopt;
+}
+
+// The variables in which one family of launchers tells a process who it is.
+struct Launcher {
+  const char* family;
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+};
+
+// In the order in which they are asked: an explicit setting, then MPI and friends (whose variables
+// are set only below their own launcher), then torchrun, then SLURM, whose variables are also set in
+// a batch script that calls torchrun.
+constexpr std::array<Launcher, 7> kLaunchers{{
+    {"torchcomm", "TORCHCOMM_RANK", "TORCHCOMM_SIZE", "LOCAL_RANK"},
+    {"mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+    {"mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"},
+    {"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+    {"pals", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    {"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+}};
+
+void read_rank_and_size(Env& env, const std::string& method) {
+  for (const Launcher& launcher : kLaunchers) {
+    const bool asked = method == "auto" || method == launcher.family ||
+                       std::string(launcher.family) == "torchcomm";
+    if (!asked) continue;
+    auto rank = number(launcher.rank);
+    auto size = number(launcher.size);
+    if (!rank && !size) continue;
+    TORCH_OVERLAP_CHECK(rank && size, kValue, "new_comm: expected both ", launcher.rank, " and ",
+                        launcher.size, " in the environment, got only ",
+                        rank ? launcher.rank : launcher.size);
+    TORCH_OVERLAP_CHECK(*size > 0 && *rank >= 0 && *rank < *size, kValue, "new_comm: expected ",
+                        launcher.rank, " in [0, ", launcher.size, "), got ", *rank, " of ", *size);
+    env.rank = rank;
+    env.size = size;
+    env.local_rank = number(launcher.local_rank);
+    env.launcher = launcher.family;
+    return;
+  }
+}
+
+// "gpu[003-007,9],cpu1" -> "gpu003": the first host of a SLURM node list.
+std::string first_slurm_host(const std::string& list) {
+  const size_t end = list.find_first_of(",[");
+  const std::string prefix = list.substr(0, end);
+  if (end == std::string::npos || list[end] == ',') return prefix;
+  const size_t first_end = list.find_first_of(",-]", end + 1);
+  return prefix + list.substr(end + 1, first_end - end - 1);
+}
+
+}  // namespace
+
+Env Env::read() {
+  Env env;
+  if (auto value = text("TORCHCOMM_ABORT_ON_ERROR")) {
+    env.abort_on_error = parse_bool(*value, "TORCHCOMM_ABORT_ON_ERROR");
+  }
+  if (auto value = text("TORCHCOMM_TIMEOUT_SECONDS")) {
+    const double seconds = parse_double(*value, "TORCHCOMM_TIMEOUT_SECONDS");
+    TORCH_OVERLAP_CHECK(seconds > 0, kValue,
+                        "TORCHCOMM_TIMEOUT_SECONDS: expected a number > 0, got ", *value);
+    env.timeout = std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
+  }
+  const auto method =
+      to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
+  bool known = method == "auto";
+  for (const Launcher& launcher : kLaunchers) known = known || method == launcher.family;
+  TORCH_OVERLAP_CHECK(known, kValue,
+                      "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD: expected auto, torchrun, mpi, "
+                      "pmi, pals or slurm, got '",
+                      method, "'");
+  read_rank_and_size(env, method);
+
+  env.master_addr = text("MASTER_ADDR");
+  if (!env.master_addr) {
+    for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
+      if (auto list = text(name)) {
+        env.master_addr = first_slurm_host(*list);
+        break;
+      }
+    }
+  }
+  env.master_port = number("MASTER_PORT").value_or(env.master_port);
+  env.agent_store = to_lower(text("TORCHELASTIC_USE_AGENT_STORE").value_or("false")) == "true";
+  env.run_id = text("TORCHELASTIC_RUN_ID").value_or("");
+  env.restart_count = text("TORCHELASTIC_RESTART_COUNT").value_or("0");
+
+  env.gloo_hostname = text("TORCHCOMM_GLOO_HOSTNAME");
+  env.gloo_interface = text("TORCHCOMM_GLOO_INTERFACE");
+  env.unique_id_exchange =
+      to_lower(text("TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD").value_or("auto"));
+  TORCH_OVERLAP_CHECK(env.unique_id_exchange == "auto" || env.unique_id_exchange == "tcpstore",
+                      kValue,
+                      "TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD: expected auto or "
+                      "tcpstore, got '",
+                      env.unique_id_exchange, "'");
+  env.serialization = to_lower(text("TORCHCOMMS_SERIALIZATION").value_or("torch_save"));
+  return env;
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// Every environment variable that the library reads, and nothing else reads one.
+// The values are read when the object is made: `Env::read()` looks at the process as it is now, so
+// a test or a launcher may change a variable between two communicators.
+struct TORCH_OVERLAP_API Env {
+  // --- Defaults of a new communicator -----------------------------------------------------------
+  // TORCHCOMM_ABORT_ON_ERROR: end the process when an operation times out or fails. Default true.
+  bool abort_on_error = true;
+  // TORCHCOMM_TIMEOUT_SECONDS: how long an operation may take, a number > 0. Default 600.
+  std::chrono::milliseconds timeout{600'000};
+
+  // --- Who am I (see comm/bootstrap.h for the order in which launchers are asked) -----------------
+  // TORCHCOMM_RANK, TORCHCOMM_SIZE: rank and size, before every launcher's own variables.
+  // TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD: auto (default), torchrun, mpi, pmi, slurm or pals.
+  std::optional<int> rank;
+  std::optional<int> size;
+  std::optional<int> local_rank;
+  std::string launcher;  // which family of variables gave rank and size; empty if none did
+
+  // --- Where do we meet ---------------------------------------------------------------------------
+  // MASTER_ADDR, MASTER_PORT: the TCPStore; without MASTER_ADDR the first host of SLURM_STEP_NODELIST
+  // or SLURM_JOB_NODELIST. Without MASTER_PORT, 29500.
+  std::optional<std::string> master_addr;
+  int master_port = 29500;
+  // TORCHELASTIC_USE_AGENT_STORE: torchrun's agent already serves the store at MASTER_PORT.
+  bool agent_store = false;
+  // TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT: part of every key, so that a restarted job never
+  // reads what the attempt before it left in the store.
+  std::string run_id;
+  std::string restart_count;
+
+  // --- Backends -----------------------------------------------------------------------------------
+  // TORCHCOMM_GLOO_HOSTNAME, TORCHCOMM_GLOO_INTERFACE: the address that gloo listens on.
+  std::optional<std::string> gloo_hostname;
+  std::optional<std::string> gloo_interface;
+  // TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD: auto or tcpstore (both use the store).
+  std::string unique_id_exchange = "auto";
+  // TORCHCOMMS_SERIALIZATION: torch_save (default) or pickle, for object collectives.
+  std::string serialization = "torch_save";
+
+  static Env read();
+};
+
+}  // namespace torch_overlap

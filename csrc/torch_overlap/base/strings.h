@@ -1,0 +1,43 @@
+#pragma once
+
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// Streams all parts into one string.
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// "[1, 2, 3]" from any range of streamable values.
+template <typename Range>
+std::string list_string(const Range& values) {
+  std::ostringstream out;
+  out << '[';
+  const char* separator = "";
+  for (const auto& value : values) {
+    out << separator << value;
+    separator = ", ";
+  }
+  out << ']';
+  return out.str();
+}
+
+TORCH_OVERLAP_API std::string to_lower(std::string_view text);
+TORCH_OVERLAP_API std::vector<std::string> split_string(std::string_view text, char separator);
+
+// Parses 1/true/yes/y/on and 0/false/no/n/off, case-insensitively. `what` names the value in the error.
+TORCH_OVERLAP_API bool parse_bool(std::string_view text, std::string_view what);
+// Parses a whole decimal number; anything else is an Error that names `what`.
+TORCH_OVERLAP_API long long parse_int(std::string_view text, std::string_view what);
+TORCH_OVERLAP_API double parse_double(std::string_view text, std::string_view what);
+
+}  // namespace torch_overlap

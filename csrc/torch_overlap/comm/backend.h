@@ -1,0 +1,90 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/call.h"
+#include "torch_overlap/comm/options.h"
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+
+// What a backend needs to start. `store` is this communicator's alone: no other communicator, and
+// no earlier one of the same name, has written a key into it.
+struct BackendContext {
+  std::string name;
+  int rank = 0;
+  int size = 1;
+  c10::Device device{c10::kCPU};
+  c10::intrusive_ptr<c10d::Store> store;
+  ResolvedOptions options;
+};
+
+// Which part of a split this rank is in. All members of one part pass the same color and their
+// position in the list as child.rank; a rank in no part passes member = false.
+struct SplitRequest {
+  bool member = false;
+  int color = 0;
+  BackendContext child;
+};
+
+// The contract of a communication backend: order, streams, events, lifetime and timeouts of
+// operations. What an operation does is in its Primitives.
+//
+// Threads: launch() may be called from any thread; calls are ordered by a lock inside. The other
+// functions are called by the owner (TorchComm), one at a time.
+class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
+ public:
+  virtual ~Backend() = default;
+
+  // The library underneath, e.g. "2.28.9".
+  virtual std::string version() const = 0;
+
+  // Issues one validated operation. Throws if it cannot be issued; in that case nothing was sent,
+  // and the communicator stays usable. Throws the pending error if an earlier operation failed.
+  virtual WorkPtr launch(Call call) = 0;
+
+  // Collective over all ranks. Null for a rank that is not a member. The default makes the child
+  // with the backend's own factory.
+  virtual std::shared_ptr<Backend> split(const SplitRequest& request) = 0;
+
+  // Waits until all operations are done, at most the communicator's timeout, then frees everything.
+  // Throws if an operation failed or did not end. Called once.
+  virtual void finalize() = 0;
+  // Ends all operations at once, on this rank, without asking others. Never ends the process. May be
+  // called from any thread, also while another is inside launch().
+  virtual void abort() = 0;
+  virtual bool is_aborted() const = 0;
+
+  // The raw communicator of the library underneath as a number (ncclComm_t); 0 where there is none.
+  virtual int64_t native_handle() const { return 0; }
+};
+
+using BackendFactory = std::function<std::shared_ptr<Backend>(const BackendContext&)>;
+
+struct BackendEntry {
+  BackendFactory make;
+  // Device types that it takes, e.g. {kCPU, kCUDA}.
+  std::vector<c10::DeviceType> devices;
+};
+
+// The registry. Names are lower case. Registering a name twice replaces the entry.
+TORCH_OVERLAP_API void register_backend(const std::string& name, BackendEntry entry);
+// Null if there is none.
+TORCH_OVERLAP_API const BackendEntry* find_backend(const std::string& name);
+TORCH_OVERLAP_API std::vector<std::string> registered_backends();
+
+// For use at namespace scope in a backend's register.cpp.
+struct TORCH_OVERLAP_API BackendRegistration {
+  BackendRegistration(const std::string& name, BackendEntry entry) {
+    register_backend(name, std::move(entry));
+  }
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <chrono>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/options.h"
+#include "torch_overlap/comm/reduce_op.h"
+
+namespace torch_overlap {
+
+// The operations as users name them (hooks, logs and errors speak of these).
+enum class OpName : uint8_t {
+  send, recv, broadcast, all_reduce, reduce, all_gather, all_gather_v, all_gather_single,
+  reduce_scatter, reduce_scatter_v, reduce_scatter_single, all_to_all, all_to_all_single,
+  all_to_all_v_single, barrier, scatter, gather, gather_single, batch_op_issue, split, new_window,
+  finalize,
+};
+
+TORCH_OVERLAP_API std::string_view to_string(OpName name);
+
+// One tensor for each rank, in rank order. The parts may differ in size, and may be empty.
+// `flat` is defined when the parts lie one behind the other in one contiguous tensor: a backend
+// moves that in one piece. Equal parts of a flat tensor need no `parts` at all.
+struct Blocks {
+  at::Tensor flat;
+  std::vector<at::Tensor> parts;
+
+  bool empty() const { return !flat.defined() && parts.empty(); }
+  // The parts are equal in size and `flat` holds them.
+  bool is_uniform_flat() const { return flat.defined() && parts.empty(); }
+  // The part of `rank` among `size` ranks.
+  TORCH_OVERLAP_API at::Tensor part(int rank, int size) const;
+  // All parts, made from `flat` where they are not listed.
+  TORCH_OVERLAP_API std::vector<at::Tensor> all(int size) const;
+};
+
+struct P2POp {
+  enum class Type : uint8_t { SEND, RECV };
+  Type type;
+  at::Tensor tensor;
+  int peer;
+};
+
+// The nine things that backends do. Each user-level operation is one of them.
+enum class Primitive : uint8_t {
+  p2p,             // ops: all at once, in any order, none waits for another
+  broadcast,       // tensor (in place), root
+  all_reduce,      // tensor (in place), reduce_op
+  reduce,          // tensor (in place at root), reduce_op, root
+  all_gather,      // tensor -> out
+  reduce_scatter,  // in -> tensor, reduce_op
+  all_to_all,      // in -> out
+  barrier,         //
+  scatter,         // in (root only) -> tensor, root
+  gather,          // tensor -> out (root only), root
+};
+
+// One validated operation: the whole problem in one value. Tensors are contiguous (a flat one, or
+// each part), on the communicator's device, and of one dtype; sizes fit; ranks are in range.
+struct Call {
+  OpName name;
+  Primitive primitive;
+  at::Tensor tensor;
+  Blocks in;
+  Blocks out;
+  std::vector<P2POp> p2p;
+  ReduceOp reduce_op;
+  int root = -1;
+  bool async_op = false;
+  bool high_priority = false;
+  Milliseconds timeout{0};  // never 0: the operation's, else the communicator's
+  uint64_t id = 0;          // counts the operations of the process
+  std::string_view comm;    // the communicator's name, for errors; outlives the call
+
+  // Every tensor that must live until the operation is done.
+  using Tensors = c10::SmallVector<at::Tensor, 4>;
+  TORCH_OVERLAP_API Tensors tensors() const;
+  // "all_reduce #12 on 'tp'": how errors name this call.
+  TORCH_OVERLAP_API std::string describe() const;
+};
+
+}  // namespace torch_overlap

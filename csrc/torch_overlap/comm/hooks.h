@@ -1,0 +1,89 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/call.h"
+
+namespace torch_overlap {
+
+// What a pre-hook sees. `call` is null for split, new_window and finalize; `ranks` and `split_name`
+// are for split.
+struct HookEvent {
+  OpName name;
+  uint64_t id;
+  const Call* call = nullptr;
+  const std::vector<int>* ranks = nullptr;
+  const std::string* split_name = nullptr;
+};
+
+// An ordered list of callbacks that may change while it runs: a call runs the callbacks that were
+// there when it began, in the order in which they were added. Threads: any.
+template <typename Signature>
+class HookList;
+
+template <typename... Args>
+class HookList<void(Args...)> {
+ public:
+  using Hook = std::function<void(Args...)>;
+
+  uint64_t add(Hook hook) {
+    std::lock_guard lock(mutex_);
+    auto next = std::make_shared<Entries>(*entries_);
+    next->emplace_back(++last_, std::make_shared<Hook>(std::move(hook)));
+    entries_ = std::move(next);
+    active_.store(true, std::memory_order_release);
+    return last_;
+  }
+
+  // False if it is gone already.
+  bool remove(uint64_t id) {
+    std::shared_ptr<const Entries> old;  // callbacks may die here, outside the lock
+    std::lock_guard lock(mutex_);
+    old = entries_;
+    auto next = std::make_shared<Entries>();
+    for (const auto& entry : *old) {
+      if (entry.first != id) next->push_back(entry);
+    }
+    const bool removed = next->size() != old->size();
+    active_.store(!next->empty(), std::memory_order_release);
+    entries_ = std::move(next);
+    return removed;
+  }
+
+  bool empty() const { return !active_.load(std::memory_order_acquire); }
+
+  void operator()(Args... args) const {
+    if (empty()) return;
+    std::shared_ptr<const Entries> entries;
+    {
+      std::lock_guard lock(mutex_);
+      entries = entries_;
+    }
+    for (const auto& [id, hook] : *entries) (*hook)(args...);
+  }
+
+ private:
+  using Entries = std::vector<std::pair<uint64_t, std::shared_ptr<Hook>>>;
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Entries> entries_ = std::make_shared<Entries>();
+  std::atomic<bool> active_{false};
+  uint64_t last_ = 0;
+};
+
+// The hooks of one communicator. An exception in a pre-hook stops the operation before anything is
+// sent. The post-hook runs once for each pre-hook round that ended well, also when the operation
+// itself then threw (`error` is set).
+struct Hooks {
+  HookList<void(const HookEvent&)> pre;
+  HookList<void(const HookEvent&, std::exception_ptr error)> post;
+  HookList<void()> abort;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+using Hints = std::map<std::string, std::string>;
+using Milliseconds = std::chrono::milliseconds;
+
+// What every operation takes. timeout 0: the communicator's own.
+// Hints of an operation: `is_high_priority_stream` (also spelled
+// `torchcomm::ncclx::high_priority_stream`): true runs this async operation on the communicator's
+// high-priority stream. A hint that is not known is named in one warning and ignored.
+struct OpOptions {
+  Hints hints;
+  Milliseconds timeout{0};
+};
+
+// One class an operation, so that options of one are not taken for another's by accident.
+struct SendOptions : OpOptions {};
+struct RecvOptions : OpOptions {};
+struct BroadcastOptions : OpOptions {};
+struct AllReduceOptions : OpOptions {};
+struct ReduceOptions : OpOptions {};
+struct AllGatherOptions : OpOptions {};
+struct AllGatherSingleOptions : OpOptions {};
+struct ReduceScatterOptions : OpOptions {};
+struct ReduceScatterSingleOptions : OpOptions {};
+struct AllToAllOptions : OpOptions {};
+struct AllToAllSingleOptions : OpOptions {};
+struct AllToAllvSingleOptions : OpOptions {};
+struct BarrierOptions : OpOptions {};
+struct ScatterOptions : OpOptions {};
+struct GatherOptions : OpOptions {};
+struct GatherSingleOptions : OpOptions {};
+struct BatchP2POptions : OpOptions {};
+
+// Options of a communicator. A field that is not set comes from the environment (base/env.h).
+struct CommOptions {
+  std::optional<bool> abort_process_on_timeout_or_error;
+  std::optional<Milliseconds> timeout;
+  std::optional<bool> is_high_priority_stream;
+  std::optional<bool> enable_reconfigure;
+  std::optional<std::string> name;
+  Hints hints;
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+// CommOptions after arguments, options and environment were put together: nothing is open any more.
+struct ResolvedOptions {
+  bool abort_process_on_timeout_or_error = true;
+  Milliseconds timeout{600'000};
+  bool is_high_priority_stream = false;
+  bool enable_reconfigure = false;
+  Hints hints;  // the backend's own; the ones above are taken out
+};
+
+// Merges `options` over the environment. Throws on a hint whose value does not parse.
+TORCH_OVERLAP_API ResolvedOptions resolve_options(const CommOptions& options);
+
+// The per-operation hint; unset when it is not among `hints`. Warns once for each unknown hint.
+TORCH_OVERLAP_API std::optional<bool> high_priority_hint(const Hints& hints);
+
+}  // namespace torch_overlap

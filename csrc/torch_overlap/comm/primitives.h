@@ -1,0 +1,39 @@
+#pragma once
+
+#include "torch_overlap/comm/call.h"
+
+namespace torch_overlap {
+
+// What a backend does, as nine functions on validated tensors. An object of this class lives for one
+// operation (or longer): it knows the communicator, the stream or thread that it runs on, and the
+// deadline. `run` is the one switch from a Call to its function.
+//
+// Each function returns once the operation is issued (CUDA: on the stream) or done (host). Data
+// movement takes any dtype; reductions take what validate.h lets through, and those that a backend
+// cannot do natively are composed from data movement (composed.h).
+class TORCH_OVERLAP_API Primitives {
+ public:
+  Primitives(int rank, int size) : rank_(rank), size_(size) {}
+  virtual ~Primitives() = default;
+  void run(const Call& call);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  virtual void p2p(const std::vector<P2POp>& ops) = 0;
+  virtual void broadcast(const at::Tensor& tensor, int root) = 0;
+  virtual void all_reduce(const at::Tensor& tensor, const ReduceOp& op) = 0;
+  virtual void reduce(const at::Tensor& tensor, const ReduceOp& op, int root) = 0;
+  virtual void all_gather(const Blocks& out, const at::Tensor& tensor) = 0;
+  virtual void reduce_scatter(const at::Tensor& tensor, const Blocks& in, const ReduceOp& op) = 0;
+  virtual void all_to_all(const Blocks& out, const Blocks& in) = 0;
+  virtual void barrier() = 0;
+  virtual void scatter(const at::Tensor& tensor, const Blocks& in, int root) = 0;
+  virtual void gather(const Blocks& out, const at::Tensor& tensor, int root) = 0;
+
+ private:
+  int rank_;
+  int size_;
+};
+
+}  // namespace torch_overlap

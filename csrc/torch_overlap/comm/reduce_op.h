@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+enum class RedOpType : uint8_t { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM, AVG };
+
+TORCH_OVERLAP_API std::string_view to_string(RedOpType type);
+
+// How the ranks' elements become one. A value: cheap to copy, immutable, comparable.
+//
+// bool tensors reduce with logical meaning (SUM, MAX, BOR: any; PRODUCT, MIN, BAND: all; BXOR: odd
+// number of true). Complex tensors take SUM, AVG and PREMUL_SUM. AVG of integers truncates toward
+// zero. PREMUL_SUM multiplies each rank's input by that rank's own factor, then sums.
+class TORCH_OVERLAP_API ReduceOp {
+ public:
+  using Factor = std::variant<std::monostate, double, at::Tensor>;
+
+  // Any type but PREMUL_SUM, which needs a factor (kType error that says how to give one).
+  ReduceOp(RedOpType type = RedOpType::SUM);  // NOLINT: implicit, `all_reduce(x, RedOpType::MAX)`
+  static ReduceOp premul_sum(double factor);
+  // `factor`: one element, of the reduced tensor's dtype and device. Read when the operation runs.
+  static ReduceOp premul_sum(at::Tensor factor);
+  // The operators' spelling: sum avg product min max band bor bxor premul_sum.
+  static ReduceOp parse(std::string_view name, std::optional<double> factor = std::nullopt);
+
+  RedOpType type() const noexcept { return type_; }
+  const Factor& factor() const noexcept { return factor_; }
+  bool is_bitwise() const noexcept {
+    return type_ == RedOpType::BAND || type_ == RedOpType::BOR || type_ == RedOpType::BXOR;
+  }
+
+  // Equal type and equal factor; tensor factors are compared by identity, never by value.
+  friend TORCH_OVERLAP_API bool operator==(const ReduceOp& a, const ReduceOp& b);
+  size_t hash() const;
+  std::string repr() const;
+
+ private:
+  ReduceOp(RedOpType type, Factor factor) : type_(type), factor_(std::move(factor)) {}
+  RedOpType type_;
+  Factor factor_;
+};
+
+}  // namespace torch_overlap

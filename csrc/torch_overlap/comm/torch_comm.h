@@ -1,0 +1,177 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/call.h"
+#include "torch_overlap/comm/hooks.h"
+#include "torch_overlap/comm/options.h"
+#include "torch_overlap/comm/reduce_op.h"
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+
+class BatchSendRecv;
+
+// A communicator: one rank's end of a group of processes (or threads) that communicate.
+//
+// Life: new_comm() or split() makes it, collectively; finalize() ends it, collectively. After
+// finalize every operation is refused, and the native communicator lives on until the last CUDA
+// graph that captured it is gone. Destroyed without finalize, it warns and aborts.
+//
+// Streams (CUDA). async_op=false: the operation runs on the current stream, and the host does not
+// wait. async_op=true: it runs on the communicator's own stream, after everything that is on the
+// current stream now; TorchWork::wait() orders the current stream after it. All operations of one
+// communicator run in the order in which they were issued.
+// CPU: async_op=false returns when the operation is done. async_op=true runs it in the background;
+// collectives run in the order of issue, a send or recv in the order of those to or from its peer.
+//
+// Arguments are checked before anything is sent; a mistake throws Error and leaves the communicator
+// usable. Tensors must be contiguous and on the communicator's device. "Parts" of a single tensor
+// are equal consecutive pieces of its memory, in rank order.
+//
+// Threads: any thread may call any function; operations are ordered by when they take the lock. All
+// ranks must issue collectives in the same order.
+class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchComm> {
+ public:
+  using Tensor = at::Tensor;
+  using Tensors = std::vector<at::Tensor>;
+
+  // Collective. Rank and size come from the environment, or from `who`.
+  static std::shared_ptr<TorchComm> create(const std::string& backend, c10::Device device,
+                                           std::optional<std::string> name = std::nullopt,
+                                           const CommOptions& options = {},
+                                           std::optional<RankAndSize> who = std::nullopt);
+  ~TorchComm();
+  TorchComm(const TorchComm&) = delete;
+  TorchComm& operator=(const TorchComm&) = delete;
+
+  int rank() const { return context_.rank; }
+  int size() const { return context_.size; }
+  const std::string& name() const { return context_.name; }
+  c10::Device device() const { return context_.device; }
+  const std::string& backend_name() const { return backend_name_; }
+  std::string backend_version() const;
+  const ResolvedOptions& options() const { return context_.options; }
+  // The world ranks of the members: position = rank here.
+  const std::vector<int>& ranks_in_world() const { return ranks_in_world_; }
+  int64_t native_handle() const;
+
+  // --- Point to point --------------------------------------------------------------------------
+  WorkPtr send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options = {});
+  WorkPtr recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options = {});
+  // All operations at once, none waiting for another: any pattern of sends and receives that match
+  // over the ranks ends. Throws on an empty batch.
+  WorkPtr batch_send_recv(std::vector<P2POp> ops, bool async_op, const OpOptions& options = {});
+
+  // --- Collectives in place --------------------------------------------------------------------
+  WorkPtr broadcast(const Tensor& tensor, int root, bool async_op, const OpOptions& options = {});
+  // A sparse COO tensor (SUM only) becomes the coalesced sum.
+  WorkPtr all_reduce(const Tensor& tensor, const ReduceOp& op, bool async_op,
+                     const OpOptions& options = {});
+  // The root's tensor becomes the result; the other ranks' stay as they are.
+  WorkPtr reduce(const Tensor& tensor, int root, const ReduceOp& op, bool async_op,
+                 const OpOptions& options = {});
+
+  // --- Gathering: outputs[r] or part r of `output` becomes rank r's `input` ----------------------
+  WorkPtr all_gather(const Tensors& outputs, const Tensor& input, bool async_op,
+                     const OpOptions& options = {});
+  WorkPtr all_gather_single(const Tensor& output, const Tensor& input, bool async_op,
+                            const OpOptions& options = {});
+  // Sizes may differ by rank: outputs[r] has rank r's size, on every rank.
+  WorkPtr all_gather_v(const Tensors& outputs, const Tensor& input, bool async_op,
+                       const OpOptions& options = {});
+  // `outputs` is empty except at the root.
+  WorkPtr gather(const Tensors& outputs, const Tensor& input, int root, bool async_op,
+                 const OpOptions& options = {});
+  // `output` is looked at only on the root, and may be undefined elsewhere.
+  WorkPtr gather_single(const Tensor& output, const Tensor& input, int root, bool async_op,
+                        const OpOptions& options = {});
+
+  // --- Scattering: `output` becomes the reduction of all ranks' inputs[rank()] -------------------
+  WorkPtr reduce_scatter(const Tensor& output, const Tensors& inputs, const ReduceOp& op,
+                         bool async_op, const OpOptions& options = {});
+  WorkPtr reduce_scatter_single(const Tensor& output, const Tensor& input, const ReduceOp& op,
+                                bool async_op, const OpOptions& options = {});
+  WorkPtr reduce_scatter_v(const Tensor& output, const Tensors& inputs, const ReduceOp& op,
+                           bool async_op, const OpOptions& options = {});
+  // `output` becomes the root's inputs[rank()]; `inputs` is empty except at the root.
+  WorkPtr scatter(const Tensor& output, const Tensors& inputs, int root, bool async_op,
+                  const OpOptions& options = {});
+
+  // --- All to all: outputs[r] becomes rank r's inputs[rank()] ------------------------------------
+  WorkPtr all_to_all(const Tensors& outputs, const Tensors& inputs, bool async_op,
+                     const OpOptions& options = {});
+  WorkPtr all_to_all_single(const Tensor& output, const Tensor& input, bool async_op,
+                            const OpOptions& options = {});
+  // Splits count slices of dimension 0; empty splits mean equal parts.
+  WorkPtr all_to_all_v_single(const Tensor& output, const Tensor& input,
+                              const std::vector<int64_t>& output_splits,
+                              const std::vector<int64_t>& input_splits, bool async_op,
+                              const OpOptions& options = {});
+
+  // CPU: no rank returns before all have come. CUDA: the same on the stream.
+  WorkPtr barrier(bool async_op, const OpOptions& options = {});
+
+  // --- Management ------------------------------------------------------------------------------
+  // Collective over this communicator. The position in `ranks` becomes the rank in the child. Ranks
+  // of different children pass different lists in the same call. Empty list: null. A list that does
+  // not name its own rank, names one twice or out of range, or differs from its members' lists is an
+  // error on every rank. Options come from the parent, then `hints` and `timeout` over them.
+  std::shared_ptr<TorchComm> split(const std::vector<int>& ranks,
+                                   std::optional<std::string> name = std::nullopt,
+                                   const OpOptions& options = {});
+  // Collective. Waits for all operations, at most the timeout. Throws if called twice.
+  void finalize();
+  // Ends everything on this rank at once; hooks run; never ends the process.
+  void abort();
+  bool is_aborted() const;
+  bool is_finalized() const { return state_.load() == State::kFinalized; }
+
+  Hooks& hooks() { return hooks_; }
+
+ private:
+  enum class State { kActive, kFinalized, kAborted };
+
+  TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world,
+            std::shared_ptr<Backend> backend);
+  // The one way of every operation: state, options, hooks, the backend's launch.
+  WorkPtr issue(Call call, bool async_op, const OpOptions& options);
+  void require_active(OpName name) const;
+  std::string unique_child_name(const std::vector<int>& ranks);
+
+  std::string backend_name_;
+  BackendContext context_;
+  std::vector<int> ranks_in_world_;
+  std::shared_ptr<Backend> backend_;
+  Hooks hooks_;
+  std::atomic<State> state_{State::kActive};
+  std::atomic<uint64_t> splits_{0};
+};
+
+// Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.
+class TORCH_OVERLAP_API BatchSendRecv {
+ public:
+  explicit BatchSendRecv(std::shared_ptr<TorchComm> comm) : comm_(std::move(comm)) {}
+  void send(const at::Tensor& tensor, int dst);
+  void recv(const at::Tensor& tensor, int src);
+  // Issues what was added, and leaves the batch empty.
+  WorkPtr issue(bool async_op, const BatchP2POptions& options = {});
+  const std::vector<P2POp>& ops() const { return ops_; }
+
+ private:
+  std::shared_ptr<TorchComm> comm_;
+  std::vector<P2POp> ops_;
+};
+
+}  // namespace torch_overlap

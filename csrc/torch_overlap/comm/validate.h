@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/comm/call.h"
+
+namespace torch_overlap {
+
+// What an operation's arguments are checked against; the errors name the operation.
+struct Checker {
+  std::string_view op;
+  c10::Device device;
+  int rank;
+  int size;
+
+  // Defined, dense, contiguous, on the communicator's device.
+  void tensor(const at::Tensor& tensor, std::string_view what) const;
+  // Also of `like`'s dtype.
+  void tensor_like(const at::Tensor& tensor, const at::Tensor& like, std::string_view what) const;
+  // One tensor for each rank.
+  void list(const std::vector<at::Tensor>& tensors, const at::Tensor& like,
+            std::string_view what) const;
+  void rank_in_range(int rank, std::string_view what) const;
+  void numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const;
+  // The (dtype, op) pair means something, and a factor fits.
+  void reduction(const at::Tensor& tensor, const ReduceOp& op) const;
+};
+
+// Parts that are listed; finds out whether they lie one behind the other in one tensor.
+Blocks blocks_of(const std::vector<at::Tensor>& parts);
+
+}  // namespace torch_overlap

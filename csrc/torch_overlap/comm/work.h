@@ -1,0 +1,57 @@
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+enum class WorkStatus { NOT_STARTED, INPROGRESS, COMPLETED, TIMEDOUT, ERROR };
+
+TORCH_OVERLAP_API std::string_view to_string(WorkStatus status);
+
+// One operation that was issued. Made by a communicator for every operation, async or not; any
+// thread may use it, and it may outlive every tensor that it names: inputs, outputs and factors are
+// kept until the operation is done, whatever the caller drops.
+class TORCH_OVERLAP_API TorchWork {
+ public:
+  virtual ~TorchWork() = default;
+
+  // Makes the results visible to what the caller does next: on a CUDA device the current stream
+  // waits for the operation (the host does not); on a CPU device the thread blocks. Throws what went
+  // wrong: a TimeoutError names the operation, any other error is the operation's own. A CUDA
+  // operation that is still queued cannot have failed yet; its error reaches the next call.
+  //
+  // In a CUDA graph capture: adds the edge from the operation to the current stream. Legal, and
+  // needed only when the captured work reads the result; without it the operation stays a leaf of
+  // the graph, and still ends before the graph's launch does. Once that capture has ended, wait() on
+  // its works does nothing: replays are ordered by the stream that replays.
+  virtual void wait() = 0;
+  // As wait(), but on every device blocks the thread until the operation is done, for `timeout` at
+  // most (TimeoutError; the operation itself goes on and can be waited for again).
+  virtual void wait_blocking(std::optional<std::chrono::milliseconds> timeout = std::nullopt) = 0;
+
+  // Asks the device, now. True once the operation is done, well or badly. Never blocks. False for an
+  // operation in a graph: it runs at each replay.
+  virtual bool is_completed() = 0;
+  virtual WorkStatus status() = 0;
+  // Null unless status() is TIMEDOUT or ERROR.
+  virtual std::exception_ptr exception() = 0;
+
+  // Calls `callback` once when the operation is done: on the caller's thread if it is already, else
+  // on the thread that notices. Host operations only; a CUDA work has stream() instead.
+  virtual void on_completion(std::function<void(std::exception_ptr)> callback) = 0;
+  // The stream the operation runs on; empty on CPU.
+  virtual std::optional<c10::Stream> stream() const { return std::nullopt; }
+};
+
+using WorkPtr = std::shared_ptr<TorchWork>;
+
+}  // namespace torch_overlap
