@@ -1,0 +1,97 @@
+"""Builds the two libraries with CMake and puts them beside torch_overlap/__init__.py. Everything else is in pyproject.toml.
+
+The torch of the environment is the one built for, also inside pip's isolated build. Honours FORCE_CUDA (1, 0; default:
+is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE and TORCH_OVERLAP_BUILD_DIR (default build/cp<version>-cpu or
+-cuda, kept, so that the next build compiles only what changed).
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+def torch_facts() -> dict:
+    """The torch of this environment. -I: pip's isolated build hides it through PYTHONPATH."""
+    probe = subprocess.run([sys.executable, "-I", str(ROOT / "cmake" / "torch_facts.py")], capture_output=True, text=True)
+    if probe.returncode != 0:
+        sys.exit(
+            f"torch_overlap: expected torch >= 2.11 in {sys.executable}, got:\n{probe.stderr}\n"
+            "install it first (pip install torch==2.11.0), then: pip install --no-build-isolation ."
+        )
+    return json.loads(probe.stdout)
+
+
+def find_tool(name: str, folder: str) -> str:
+    """A command on the path, or that of the PyPI package of the same name; the environment's own comes first."""
+    beside_python = Path(sys.executable).parent / name
+    if beside_python.is_file():
+        return str(beside_python)
+    try:
+        candidate = Path(getattr(__import__(name), folder)) / name
+        if candidate.is_file():
+            return str(candidate)
+    except (ImportError, AttributeError):
+        pass
+    found = shutil.which(name)
+    if found is None:
+        sys.exit(f"torch_overlap: expected {name} as a command or a module, got neither; pip install {name}")
+    return found
+
+
+class CMakeBuild(build_ext):
+    """configure, build, install: into the source package (editable, --inplace) or into the wheel being made."""
+
+    def run(self) -> None:
+        facts = torch_facts()
+        cuda = os.environ.get("FORCE_CUDA", "1" if facts["gpu"] else "0") == "1"
+        tag = f"cp{sys.version_info.major}{sys.version_info.minor}-{'cuda' if cuda else 'cpu'}"
+        build_dir = Path(os.environ.get("TORCH_OVERLAP_BUILD_DIR", ROOT / "build" / tag)).resolve()
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        prefix = ROOT if in_place else Path(self.build_lib).resolve()
+        cmake = find_tool("cmake", "CMAKE_BIN_DIR")
+        jobs = os.environ.get("MAX_JOBS", "")
+
+        self.command(
+            cmake, "-S", ROOT, "-B", build_dir, "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja', 'BIN_DIR')}",
+            f"-DPython3_EXECUTABLE={sys.executable}",
+            f"-DTORCH_OVERLAP_CUDA={'ON' if cuda else 'OFF'}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
+            f"-DTORCH_OVERLAP_BUILD_TESTS={'ON' if self.inplace else 'OFF'}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        )  # fmt: skip
+        self.command(cmake, "--build", build_dir, *(["-j", jobs] if jobs else []))
+        strip = [] if in_place else ["--strip"]
+        self.command(cmake, "--install", build_dir, "--prefix", prefix, *strip)
+
+    def command(self, *argv: object) -> None:
+        try:
+            subprocess.run([str(a) for a in argv], check=True)
+        except subprocess.CalledProcessError as error:
+            sys.exit(f"torch_overlap: {shlex.join(error.cmd)} failed; its message is above")
+
+
+class CleanBuildPy(build_py):
+    """Starts a wheel from nothing: setuptools would pack what an older build left in build/lib*."""
+
+    def run(self) -> None:
+        if not getattr(self, "editable_mode", False):
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+setup(
+    ext_modules=[Extension("torch_overlap._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
+    install_requires=[f"torch=={torch_facts()['version_base']}"],
+)
