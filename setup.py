@@ -67,10 +67,9 @@ class CMakeBuild(build_ext):
             f"-DPython3_EXECUTABLE={sys.executable}",
             f"-DTORCH_OVERLAP_CUDA={'ON' if cuda else 'OFF'}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",
-            f"-DTORCH_OVERLAP_BUILD_TESTS={'ON' if self.inplace else 'OFF'}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )  # fmt: skip
-        self.command(cmake, "--build", build_dir, *(["-j", jobs] if jobs else []))
+        self.command(cmake, "--build", build_dir, *(["-j", jobs] if jobs else []), "--target", "torch_overlap", "_C")
         strip = [] if in_place else ["--strip"]
         self.command(cmake, "--install", build_dir, "--prefix", prefix, *strip)
 
