@@ -1,0 +1,49 @@
+"""Loads libtorch_overlap.so, and says clearly when this installation does not fit the torch that is running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LIBRARY = Path(__file__).parent / "libtorch_overlap.so"
+
+
+def load_library() -> None:
+    """Loads the operators and the core, after `import torch` has loaded all that they link to.
+
+    Raises:
+        ImportError: it is not built, or built for another torch.
+    """
+    import torch
+
+    try:
+        from torch_overlap import _build_info
+    except ImportError:
+        raise ImportError(
+            f"torch_overlap: expected a built package, got only its sources in {LIBRARY.parent}; "
+            "run `pip install --no-build-isolation -e .` in the checkout, or import it from another folder"
+        ) from None
+    check_version(_build_info.TORCH_VERSION, _build_info.CUDA_VERSION, torch.__version__, torch.version.cuda)
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"torch_overlap: expected {LIBRARY} to load beside torch {torch.__version__}, got: {error}; "
+            "build torch_overlap again in this environment"
+        ) from error
+
+
+def check_version(built_torch: str, built_cuda: str, torch_version: str, torch_cuda: str | None) -> None:
+    """Refuses another torch than the one built for: C++ types differ between its versions without notice.
+
+    A build without CUDA (`built_cuda` empty) takes the torch of its version for any CUDA, or none.
+    """
+    if built_torch.partition("+")[0] != str(torch_version).partition("+")[0]:
+        raise ImportError(
+            f"torch_overlap: expected torch {built_torch}, which it was built for, got torch {torch_version}; "
+            f"build torch_overlap again in this environment, or pip install torch=={built_torch.partition('+')[0]}"
+        )
+    if built_cuda and built_cuda != torch_cuda:
+        raise ImportError(
+            f"torch_overlap: expected a torch for CUDA {built_cuda}, which it was built for, got torch {torch_version} "
+            f"for CUDA {torch_cuda or '(none)'}; build torch_overlap again in this environment"
+        )

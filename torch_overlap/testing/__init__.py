@@ -1,0 +1,6 @@
+"""Tests over several ranks: `run_ranks` runs one function on every rank and brings the results back."""
+
+from torch_overlap.testing._ranks import run_ranks
+from torch_overlap.testing._report import RanksFailed
+
+__all__ = ["RanksFailed", "run_ranks"]

@@ -1,0 +1,110 @@
+"""What one rank does for one call: makes its communicator, runs the function, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch_overlap.testing._report import Outcome
+
+
+@dataclass
+class Job:
+    """One call of run_ranks, as every rank of it sees it."""
+
+    name: str
+    size: int
+    backend: str
+    device: str
+    timeout: float
+    comm: bool
+
+
+@dataclass
+class Task:
+    """One rank's share of a call. `args` is pickled: it may hold classes of the test's own module."""
+
+    job: Job
+    rank: int
+    store_port: int
+    env: dict[str, str | None]
+    path: list[str]
+    module: str
+    file: str
+    qualname: str
+    args: bytes
+
+
+@contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets variables (None: takes them out), and puts back what was there."""
+    before = {key: os.environ.get(key) for key in changes}
+    try:
+        _set(changes)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(changes: Mapping[str, str | None]) -> None:
+    for key, value in changes.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+def run_body(job: Job, rank: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...],
+             made: Callable[[Any], None] = lambda comm: None) -> Outcome:  # fmt: skip
+    """Runs `fn` as `rank` and turns whatever happens into an Outcome. `made` is told of the communicator."""
+    comm: Any = None
+    try:
+        if not job.comm:
+            return Outcome(True, fn(rank, job.size, store, *args))
+        from torch_overlap import new_comm
+
+        comm = new_comm(
+            job.backend, _device(job, rank), job.name, store=store, rank=rank, size=job.size,
+            timeout=timedelta(seconds=job.timeout / 2), abort_process_on_timeout_or_error=False,
+        )  # fmt: skip
+        made(comm)
+        value = fn(comm, *args)
+        if not comm.is_finalized() and not comm.is_aborted():
+            comm.finalize()
+        return Outcome(True, value)
+    except BaseException as error:
+        # The abort frees the other ranks, which may be waiting for this one.
+        if comm is not None and not comm.is_finalized():
+            _quietly(comm.abort)
+        if type(error).__name__ == "Skipped":
+            return Outcome(False, skipped=str(error))
+        return Outcome(False, error=traceback.format_exc())
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            _end_process_group()
+
+
+def _device(job: Job, rank: int) -> Any:
+    import torch
+
+    return torch.device(job.device if ":" in job.device or job.device == "cpu" else f"{job.device}:{rank}")
+
+
+def _end_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        _quietly(dist.destroy_process_group)
+
+
+def _quietly(end: Callable[[], object]) -> None:
+    try:
+        end()
+    except Exception:
+        traceback.print_exc()

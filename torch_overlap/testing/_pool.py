@@ -1,0 +1,165 @@
+"""The rank processes of this process. They live until it ends, or until one of them dies or hangs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any
+
+from torch_overlap.testing._body import Job, Task
+from torch_overlap.testing._report import Outcome
+
+START_SECONDS = 180.0  # importing torch on a loaded machine
+GRACE_SECONDS = 15.0  # how long the other ranks may go on after the first that failed
+LOG_BYTES = 8000
+
+
+class Worker:
+    """One process, its pipe and the file with what it prints."""
+
+    def __init__(self) -> None:
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+        ours, theirs = Pipe()
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
+        argv = [sys.executable, "-u", "-m", "torch_overlap.testing._worker", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            argv, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log
+        )
+        theirs.close()
+        self.pipe: Connection[Any, Any] = ours
+        self.ready = False
+        self.log_start = 0
+
+    def await_ready(self) -> None:
+        if self.ready:
+            return
+        try:
+            if not self.pipe.poll(START_SECONDS):
+                raise RuntimeError(f"run_ranks: a rank process did not start in {START_SECONDS:.0f} s\n{self.printed()}")
+            self.pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"run_ranks: a rank process {self.end()} at start\n{self.printed()}") from None
+        self.ready = True
+
+    def printed(self) -> str:
+        """The last lines that it printed in this call."""
+        size = os.fstat(self.log.fileno()).st_size
+        start = max(self.log_start, size - LOG_BYTES)
+        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
+
+    def stacks(self) -> str:
+        """Where its Python threads are."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        return self.printed()
+
+    def end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(10)
+            return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return "closed its pipe"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.pipe.close()
+        self.log.close()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._store: Any = None
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+    def run(self, make_task: Callable[[int, int], Task], job: Job) -> dict[int, Outcome]:
+        """Runs the task of each rank on a process of its own. Afterwards every process is idle, or a new pool begins."""
+        port = self._grow(job.size)
+        workers = self._workers[: job.size]
+        for rank, worker in enumerate(workers):
+            worker.log_start = os.fstat(worker.log.fileno()).st_size
+            worker.pipe.send(make_task(rank, port))
+        outcomes: dict[int, Outcome] = {}
+        healthy = False
+        try:
+            healthy = self._collect(workers, job, outcomes)
+        finally:
+            if not healthy:
+                self.close()
+        return outcomes
+
+    def _collect(self, workers: list[Worker], job: Job, outcomes: dict[int, Outcome]) -> bool:
+        """Fills `outcomes`; False if a rank died or did not end in time."""
+        healthy = True
+        deadline = time.monotonic() + job.timeout
+        pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pending.values():
+                    where = workers[rank].stacks()
+                    outcomes[rank] = Outcome(False, error=f"did not end; killed. Its threads, and what it printed:\n{where}")
+                return False
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    outcomes[rank] = pickle.loads(workers[rank].pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    worker = workers[rank]
+                    outcomes[rank] = Outcome(False, error=f"{worker.end()}; it printed:\n{worker.printed()}")
+                    healthy = False
+                if not outcomes[rank].ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return healthy
+
+    def _grow(self, size: int) -> int:
+        """At least `size` processes, and the port of the store that they meet at."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            # Port 0 and no wait: clients come and go with the calls.
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_SECONDS)
+            )
+        while len(self._workers) < size:
+            self._workers.append(Worker())
+        try:
+            for worker in self._workers[:size]:
+                worker.await_ready()
+        except BaseException:
+            self.close()
+            raise
+        return int(self._store.port)
+
+
+_pool: Pool | None = None
+_calls = itertools.count()
+
+
+def pool() -> Pool:
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+    return _pool
+
+
+def call_name() -> str:
+    """A name that no other call of this process has had: communicators and store keys begin with it."""
+    return f"ranks{next(_calls)}"

@@ -1,0 +1,39 @@
+"""What came back from the ranks of one call, and the one exception that tells of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """The end of one rank: a value, or the text of what went wrong."""
+
+    ok: bool
+    value: Any = None
+    error: str = ""
+    skipped: str = ""
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not end. `errors[rank]` is the rank's traceback, or what is known of its end."""
+
+    def __init__(self, what: str, errors: dict[int, str]) -> None:
+        self.errors = errors
+        ranks = ", ".join(str(rank) for rank in sorted(errors))
+        texts = "\n".join(f"---- rank {rank} ----\n{errors[rank].rstrip()}" for rank in sorted(errors))
+        super().__init__(f"{what}: {'rank' if len(errors) == 1 else 'ranks'} {ranks} failed\n{texts}")
+
+
+def values(what: str, outcomes: dict[int, Outcome]) -> list[Any]:
+    """The values in rank order; raises RanksFailed if a rank failed, and skips the test if a rank did."""
+    errors = {rank: outcome.error for rank, outcome in outcomes.items() if not outcome.ok and not outcome.skipped}
+    if errors:
+        raise RanksFailed(what, errors)
+    reasons = {outcome.skipped for outcome in outcomes.values() if outcome.skipped}
+    if reasons:
+        import pytest
+
+        pytest.skip("; ".join(sorted(reasons)))
+    return [outcomes[rank].value for rank in sorted(outcomes)]

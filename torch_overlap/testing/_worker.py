@@ -1,0 +1,85 @@
+"""A rank process: `python -m torch_overlap.testing._worker <fd>` serves calls from the pipe until it closes."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.util
+import pickle
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch_overlap.testing._body import Task, environment, run_body
+from torch_overlap.testing._report import Outcome
+
+
+_loaded: dict[str, tuple[float, ModuleType]] = {}
+
+
+def load_module(name: str, file: str) -> ModuleType:
+    """The module under the name that the parent knows it by, loaded from its file (again if the file has changed)."""
+    changed = Path(file).stat().st_mtime
+    if name in _loaded and _loaded[name][0] == changed:
+        return _loaded[name][1]
+    spec = importlib.util.spec_from_file_location("__mp_main__" if name == "__main__" else name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"run_ranks: expected a Python source file, got {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    _loaded[name] = (changed, module)
+    return module
+
+
+def run_task(task: Task) -> Outcome:
+    import torch.distributed as dist
+
+    try:
+        sys.path[:] = task.path
+        with environment(task.env):
+            module = load_module(task.module, task.file)
+            fn = reduce(getattr, task.qualname.split("."), module)
+            args = pickle.loads(task.args)
+            store: Any = dist.TCPStore(
+                "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=task.job.timeout / 2)
+            )
+            return run_body(task.job, task.rank, dist.PrefixStore(task.job.name, store), fn, args)  # type: ignore[arg-type]
+    except BaseException:
+        return Outcome(False, error=traceback.format_exc())
+
+
+def main() -> None:
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the parent asks a rank that hangs where it is
+    import torch
+
+    import torch_overlap  # noqa: F401  (imported once, before the first call)
+
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        outcome = run_task(task)
+        try:
+            data = pickle.dumps(outcome)
+        except Exception:
+            data = pickle.dumps(Outcome(False, error=traceback.format_exc()))
+        sys.stdout.flush()
+        pipe.send_bytes(data)
+
+
+if __name__ == "__main__":
+    main()
