@@ -5,8 +5,11 @@ is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE and TORCH_OVERLAP_BUIL
 -cuda, kept, so that the next build compiles only what changed).
 """
 
+import importlib
+import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,21 +34,20 @@ def torch_facts() -> dict:
     return json.loads(probe.stdout)
 
 
-def find_tool(name: str, folder: str) -> str:
-    """A command on the path, or that of the PyPI package of the same name; the environment's own comes first."""
-    beside_python = Path(sys.executable).parent / name
-    if beside_python.is_file():
-        return str(beside_python)
-    try:
-        candidate = Path(getattr(__import__(name), folder)) / name
-        if candidate.is_file():
-            return str(candidate)
-    except (ImportError, AttributeError):
-        pass
-    found = shutil.which(name)
-    if found is None:
-        sys.exit(f"torch_overlap: expected {name} as a command or a module, got neither; pip install {name}")
-    return found
+def find_tool(name: str, folder: str, minimum: tuple[int, int]) -> str:
+    """The environment's own command, that of the PyPI module of this name, or one on the path, if it is new enough."""
+    candidates = [Path(sys.executable).parent / name, Path(shutil.which(name) or "/nonexistent")]
+    if importlib.util.find_spec(name):
+        candidates.insert(1, Path(getattr(importlib.import_module(name), folder, "")) / name)
+    seen = []
+    for path in filter(Path.is_file, candidates):
+        text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"(\d+)\.(\d+)", text)
+        if version and (int(version[1]), int(version[2])) >= minimum:
+            return str(path)
+        seen.append(f"{path} ({version[0] if version else 'does not run'})")
+    wanted = f"{name} >= {minimum[0]}.{minimum[1]}"
+    sys.exit(f"torch_overlap: expected {wanted} as a command or a module, got {seen or 'none'}; pip install {name}")
 
 
 class CMakeBuild(build_ext):
@@ -58,12 +60,12 @@ class CMakeBuild(build_ext):
         build_dir = Path(os.environ.get("TORCH_OVERLAP_BUILD_DIR", ROOT / "build" / tag)).resolve()
         in_place = self.inplace or getattr(self, "editable_mode", False)
         prefix = ROOT if in_place else Path(self.build_lib).resolve()
-        cmake = find_tool("cmake", "CMAKE_BIN_DIR")
+        cmake = find_tool("cmake", "CMAKE_BIN_DIR", (3, 26))
         jobs = os.environ.get("MAX_JOBS", "")
 
         self.command(
             cmake, "-S", ROOT, "-B", build_dir, "-G", "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja', 'BIN_DIR')}",
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja', 'BIN_DIR', (1, 10))}",
             f"-DPython3_EXECUTABLE={sys.executable}",
             f"-DTORCH_OVERLAP_CUDA={'ON' if cuda else 'OFF'}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('CMAKE_BUILD_TYPE', 'Release')}",

@@ -38,6 +38,10 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   # Plain kernels: sm_80 and sm_90 code, and PTX for what is newer. Hopper kernels: torch_overlap_sm90a_sources.
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
 endif()
+if(chosen STREQUAL TORCH_FACT_cuda_wheel_nvcc)
+  # The wheel's libraries lie in lib/, where its nvcc looks in lib64/; only CMake's own test programs need them.
+  set(ENV{LIBRARY_PATH} "${TORCH_FACT_cuda_wheel_dir}/lib:$ENV{LIBRARY_PATH}")
+endif()
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
