@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,9 @@ struct BackendContext {
   c10::Device device{c10::kCPU};
   c10::intrusive_ptr<c10d::Store> store;
   ResolvedOptions options;
+  // Runs the communicator's abort hooks. A backend calls it once, just before it ends the process
+  // because of a timeout or an error; never throws.
+  std::function<void()> on_abort;
 };
 
 // Which part of a split this rank is in. All members of one part pass the same color and their
@@ -72,12 +76,14 @@ struct BackendEntry {
   BackendFactory make;
   // Device types that it takes, e.g. {kCPU, kCUDA}.
   std::vector<c10::DeviceType> devices;
+  // False: the backend talks to nobody, so making or splitting a communicator is not collective.
+  bool has_peers = true;
 };
 
 // The registry. Names are lower case. Registering a name twice replaces the entry.
 TORCH_OVERLAP_API void register_backend(const std::string& name, BackendEntry entry);
-// Null if there is none.
-TORCH_OVERLAP_API const BackendEntry* find_backend(const std::string& name);
+// A copy, because another thread may replace the entry.
+TORCH_OVERLAP_API std::optional<BackendEntry> find_backend(const std::string& name);
 TORCH_OVERLAP_API std::vector<std::string> registered_backends();
 
 // For use at namespace scope in a backend's register.cpp.

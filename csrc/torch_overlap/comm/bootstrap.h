@@ -14,38 +14,38 @@
 
 namespace torch_overlap {
 
-// Where and as whom a communicator starts.
-struct Rendezvous {
-  int rank = 0;
-  int size = 1;
-  c10::intrusive_ptr<c10d::Store> store;  // prefixed: private to this communicator
-};
-
 // Explicit rank and size win over the environment (ranks that are threads of one process need that).
 struct RankAndSize {
   int rank;
   int size;
 };
 
-// Collective. Finds rank and size, finds or makes the store, agrees with the other ranks on a
-// generation of `name`, and checks that all ranks ask for the same thing (`digest`: any text that
-// must be equal everywhere; a difference is an error on every rank that shows both sides).
+// `given`, else what a launcher put into the environment.
+TORCH_OVERLAP_API RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given);
+
+// Collective. Finds or makes the store, agrees with the other ranks on a generation of `name`, and
+// checks that all ranks ask for the same thing (`digest`: any text that must be equal everywhere; a
+// difference is an error on every rank that shows both sides). Returns a store that is this
+// communicator's alone.
 //
 // Without a store: torchrun's agent store, else a TCPStore that rank 0 serves at MASTER_ADDR:
 // MASTER_PORT; one for each process, shared by all communicators.
 //
 // A name may be used again: ranks count their arrivals at it in the store, and the n-th `size` of
 // them are generation n. torchrun's run id and restart count are part of every key.
-TORCH_OVERLAP_API Rendezvous rendezvous(const Env& env, const std::string& name,
-                                        const std::string& digest, Milliseconds timeout,
-                                        c10::intrusive_ptr<c10d::Store> store,
-                                        std::optional<RankAndSize> who);
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> rendezvous(
+    const Env& env, const std::string& name, const std::string& digest, Milliseconds timeout,
+    c10::intrusive_ptr<c10d::Store> store, RankAndSize who);
 
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
 // `timeout`; the error names the ranks that did not come.
 TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,
                                                     int rank, int size, const std::string& mine,
                                                     Milliseconds timeout);
+
+// The keys of `store` below `prefix`.
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> prefixed_store(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix);
 
 // Gives a device without an index the one of the local rank (LOCAL_RANK, else rank modulo the number
 // of devices), and makes an accelerator device the thread's current one.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -84,6 +85,25 @@ struct Hooks {
   HookList<void(const HookEvent&)> pre;
   HookList<void(const HookEvent&, std::exception_ptr error)> post;
   HookList<void()> abort;
+
+  // Runs `body` and then the post-hooks, with the exception that the body threw if it did.
+  template <typename Body>
+  auto around(const HookEvent& event, const Body& body) -> decltype(body()) {
+    std::exception_ptr error;
+    std::conditional_t<std::is_void_v<decltype(body())>, bool, decltype(body())> result{};
+    try {
+      if constexpr (std::is_void_v<decltype(body())>) {
+        body();
+      } else {
+        result = body();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    post(event, error);
+    if (error) std::rethrow_exception(error);
+    if constexpr (!std::is_void_v<decltype(body())>) return result;
+  }
 };
 
 }  // namespace torch_overlap

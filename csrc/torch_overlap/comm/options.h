@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "torch_overlap/base/export.h"
 
@@ -65,6 +66,12 @@ struct ResolvedOptions {
 
 // Merges `options` over the environment. Throws on a hint whose value does not parse.
 TORCH_OVERLAP_API ResolvedOptions resolve_options(const CommOptions& options);
+
+// Puts an operation's or a child's hints over `options`, the known ones into their fields.
+TORCH_OVERLAP_API void merge_hints(ResolvedOptions& options, const Hints& hints);
+
+// One warning that names the hints nobody warned of yet; `where` says who got them ("nccl", ...).
+TORCH_OVERLAP_API void warn_unknown_hints(const Hints& hints, std::string_view where);
 
 // The per-operation hint; unset when it is not among `hints`. Warns once for each unknown hint.
 TORCH_OVERLAP_API std::optional<bool> high_priority_hint(const Hints& hints);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
@@ -22,6 +23,7 @@
 namespace torch_overlap {
 
 class BatchSendRecv;
+struct Checker;
 
 // A communicator: one rank's end of a group of processes (or threads) that communicate.
 //
@@ -76,7 +78,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
 
   // --- Collectives in place --------------------------------------------------------------------
   WorkPtr broadcast(const Tensor& tensor, int root, bool async_op, const OpOptions& options = {});
-  // A sparse COO tensor (SUM only) becomes the coalesced sum.
+  // A sparse COO tensor (SUM only) becomes the coalesced sum; that one blocks the host, because the
+  // ranks first tell each other how many elements they have.
   WorkPtr all_reduce(const Tensor& tensor, const ReduceOp& op, bool async_op,
                      const OpOptions& options = {});
   // The root's tensor becomes the result; the other ranks' stay as they are.
@@ -138,23 +141,27 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   bool is_aborted() const;
   bool is_finalized() const { return state_.load() == State::kFinalized; }
 
-  Hooks& hooks() { return hooks_; }
+  Hooks& hooks() { return *hooks_; }
 
  private:
   enum class State { kActive, kFinalized, kAborted };
 
-  TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world,
-            std::shared_ptr<Backend> backend);
+  TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world);
+  Checker checker(std::string_view op) const;
+  WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
+                            const OpOptions& options);
   // The one way of every operation: state, options, hooks, the backend's launch.
   WorkPtr issue(Call call, bool async_op, const OpOptions& options);
-  void require_active(OpName name) const;
-  std::string unique_child_name(const std::vector<int>& ranks);
+  void require_active(std::string_view op) const;
+  std::shared_ptr<TorchComm> split_checked(const std::vector<int>& ranks,
+                                           const std::optional<std::string>& name,
+                                           const OpOptions& options);
 
   std::string backend_name_;
   BackendContext context_;
   std::vector<int> ranks_in_world_;
   std::shared_ptr<Backend> backend_;
-  Hooks hooks_;
+  std::shared_ptr<Hooks> hooks_;
   std::atomic<State> state_{State::kActive};
   std::atomic<uint64_t> splits_{0};
 };

@@ -1,0 +1,41 @@
+#include "torch_overlap/comm/backend.h"
+
+#include <map>
+#include <mutex>
+
+namespace torch_overlap {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, BackendEntry> entries;
+};
+
+// Never destroyed: backends register from static initialisers and live as long as the process.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+void register_backend(const std::string& name, BackendEntry entry) {
+  std::lock_guard lock(registry().mutex);
+  registry().entries.insert_or_assign(name, std::move(entry));
+}
+
+std::optional<BackendEntry> find_backend(const std::string& name) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().entries.find(name);
+  if (found == registry().entries.end()) return std::nullopt;
+  return found->second;
+}
+
+std::vector<std::string> registered_backends() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : registry().entries) names.push_back(name);
+  return names;
+}
+
+}  // namespace torch_overlap

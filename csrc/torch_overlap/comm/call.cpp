@@ -1,0 +1,65 @@
+#include "torch_overlap/comm/call.h"
+
+#include <array>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr std::array<std::string_view, 22> kOpNames{
+    "send",           "recv",
+    "broadcast",      "all_reduce",
+    "reduce",         "all_gather",
+    "all_gather_v",   "all_gather_single",
+    "reduce_scatter", "reduce_scatter_v",
+    "reduce_scatter_single", "all_to_all",
+    "all_to_all_single",     "all_to_all_v_single",
+    "barrier",        "scatter",
+    "gather",         "gather_single",
+    "batch_op_issue", "split",
+    "new_window",     "finalize"};
+
+}  // namespace
+
+std::string_view to_string(OpName name) { return kOpNames.at(static_cast<size_t>(name)); }
+
+at::Tensor Blocks::part(int rank, int size) const {
+  if (!parts.empty()) return parts.at(rank);
+  // A flat view of equal parts: shapes no longer matter once the call is validated.
+  const int64_t numel = flat.numel() / size;
+  return flat.view({-1}).narrow(0, rank * numel, numel);
+}
+
+std::vector<at::Tensor> Blocks::all(int size) const {
+  if (!parts.empty() || empty()) return parts;
+  std::vector<at::Tensor> out;
+  out.reserve(size);
+  for (int rank = 0; rank < size; ++rank) out.push_back(part(rank, size));
+  return out;
+}
+
+Call::Tensors Call::tensors() const {
+  Tensors kept;
+  const auto add = [&kept](const at::Tensor& tensor) {
+    if (tensor.defined()) kept.push_back(tensor);
+  };
+  const auto add_blocks = [&](const Blocks& blocks) {
+    // `flat` of listed parts is a view of the same storage as the first part: both are kept, because
+    // the parts may be views of a buffer that nobody else holds.
+    add(blocks.flat);
+    for (const auto& part : blocks.parts) add(part);
+  };
+  add(tensor);
+  add_blocks(in);
+  add_blocks(out);
+  for (const auto& op : p2p) add(op.tensor);
+  if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) add(*factor);
+  return kept;
+}
+
+std::string Call::describe() const {
+  return concat(to_string(name), " #", id, " on '", comm, "'");
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,348 @@
+// The operations of TorchComm: each checks its arguments, puts the problem into a Call, and issues it.
+
+#include <ATen/core/grad_mode.h>
+
+#include <numeric>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/comm/validate.h"
+
+namespace torch_overlap {
+namespace {
+
+Call make_call(OpName name, Primitive primitive, at::Tensor tensor = {}) {
+  Call call;
+  call.name = name;
+  call.primitive = primitive;
+  call.tensor = std::move(tensor);
+  return call;
+}
+
+// Consecutive parts of `flat`, `splits[r]` slices of dimension 0 for rank r.
+Blocks split_blocks(const at::Tensor& flat, const std::vector<int64_t>& splits) {
+  Blocks blocks{flat, {}};
+  if (splits.empty()) return blocks;
+  const at::NoGradGuard no_grad;
+  int64_t offset = 0;
+  for (const int64_t length : splits) {
+    blocks.parts.push_back(flat.narrow(0, offset, length));
+    offset += length;
+  }
+  return blocks;
+}
+
+void check_splits(const Checker& check, const at::Tensor& tensor,
+                  const std::vector<int64_t>& splits, std::string_view what) {
+  if (splits.empty()) {
+    TORCH_OVERLAP_CHECK(tensor.dim() > 0 && tensor.size(0) % check.size == 0, kValue, check.op,
+                        ": expected ", what, " with a first dimension divisible by ", check.size,
+                        ", got sizes ", tensor.sizes(), "; pass split sizes");
+    return;
+  }
+  TORCH_OVERLAP_CHECK(static_cast<int>(splits.size()) == check.size, kValue, check.op,
+                      ": expected ", check.size, " split sizes for ", what, ", got ",
+                      splits.size());
+  for (const int64_t split : splits) {
+    TORCH_OVERLAP_CHECK(split >= 0, kValue, check.op, ": expected split sizes >= 0 for ", what,
+                        ", got ", list_string(splits));
+  }
+  const int64_t total = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  const int64_t rows = tensor.dim() == 0 ? -1 : tensor.size(0);
+  TORCH_OVERLAP_CHECK(total == rows, kValue, check.op, ": expected split sizes that sum to ", rows,
+                      ", the first dimension of ", what, ", got ", list_string(splits));
+}
+
+// outputs[r] holds as many elements as `expected` on every rank.
+void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& parts, int64_t expected,
+                       std::string_view what) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    check.numel(parts[i], expected, concat(what, "[", i, "]"));
+  }
+}
+
+}  // namespace
+
+Checker TorchComm::checker(std::string_view op) const { return {op, device(), rank(), size()}; }
+
+// --- Point to point ------------------------------------------------------------------------------
+
+WorkPtr TorchComm::send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options) {
+  const Checker check = checker("send");
+  check.tensor(tensor, "tensor");
+  check.rank_in_range(dst, "dst");
+  TORCH_OVERLAP_CHECK(dst != rank(), kValue, "send: expected another rank as dst, got ", dst,
+                      ", which is this rank; a batch may send to its own rank");
+  Call call = make_call(OpName::send, Primitive::p2p);
+  call.root = dst;
+  call.p2p.push_back({P2POp::Type::SEND, tensor, dst});
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options) {
+  const Checker check = checker("recv");
+  check.tensor(tensor, "tensor");
+  check.rank_in_range(src, "src");
+  TORCH_OVERLAP_CHECK(src != rank(), kValue, "recv: expected another rank as src, got ", src,
+                      ", which is this rank; a batch may receive from its own rank");
+  Call call = make_call(OpName::recv, Primitive::p2p);
+  call.root = src;
+  call.p2p.push_back({P2POp::Type::RECV, tensor, src});
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
+                                   const OpOptions& options) {
+  const Checker check = checker("batch_op_issue");
+  TORCH_OVERLAP_CHECK(!ops.empty(), kValue,
+                      "batch_op_issue: expected at least one send or recv, got an empty batch");
+  // What a rank sends to itself must meet its own receives, in order.
+  std::vector<const P2POp*> self_sends;
+  std::vector<const P2POp*> self_recvs;
+  for (const auto& op : ops) {
+    check.tensor(op.tensor, "tensor");
+    check.rank_in_range(op.peer, "peer");
+    if (op.peer != rank()) continue;
+    (op.type == P2POp::Type::SEND ? self_sends : self_recvs).push_back(&op);
+  }
+  TORCH_OVERLAP_CHECK(self_sends.size() == self_recvs.size(), kValue,
+                      "batch_op_issue: expected as many sends to this rank as receives from it, got ",
+                      self_sends.size(), " and ", self_recvs.size());
+  for (size_t i = 0; i < self_sends.size(); ++i) {
+    TORCH_OVERLAP_CHECK(self_sends[i]->tensor.nbytes() == self_recvs[i]->tensor.nbytes(), kValue,
+                        "batch_op_issue: expected a receive from this rank of ",
+                        self_sends[i]->tensor.nbytes(), " bytes, got ",
+                        self_recvs[i]->tensor.nbytes());
+  }
+  Call call = make_call(OpName::batch_op_issue, Primitive::p2p);
+  call.p2p = std::move(ops);
+  return issue(std::move(call), async_op, options);
+}
+
+void BatchSendRecv::send(const at::Tensor& tensor, int dst) {
+  ops_.push_back({P2POp::Type::SEND, tensor, dst});
+}
+
+void BatchSendRecv::recv(const at::Tensor& tensor, int src) {
+  ops_.push_back({P2POp::Type::RECV, tensor, src});
+}
+
+WorkPtr BatchSendRecv::issue(bool async_op, const BatchP2POptions& options) {
+  auto ops = std::move(ops_);
+  ops_.clear();
+  return comm_->batch_send_recv(std::move(ops), async_op, options);
+}
+
+// --- In place ------------------------------------------------------------------------------------
+
+WorkPtr TorchComm::broadcast(const Tensor& tensor, int root, bool async_op,
+                             const OpOptions& options) {
+  const Checker check = checker("broadcast");
+  check.tensor(tensor, "tensor");
+  check.rank_in_range(root, "root");
+  Call call = make_call(OpName::broadcast, Primitive::broadcast, tensor);
+  call.root = root;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::all_reduce(const Tensor& tensor, const ReduceOp& op, bool async_op,
+                              const OpOptions& options) {
+  if (tensor.defined() && tensor.is_sparse()) {
+    return all_reduce_sparse(tensor, op, async_op, options);
+  }
+  const Checker check = checker("all_reduce");
+  check.tensor(tensor, "tensor");
+  check.reduction(tensor, op);
+  Call call = make_call(OpName::all_reduce, Primitive::all_reduce, tensor);
+  call.reduce_op = op;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::reduce(const Tensor& tensor, int root, const ReduceOp& op, bool async_op,
+                          const OpOptions& options) {
+  const Checker check = checker("reduce");
+  check.tensor(tensor, "tensor");
+  check.rank_in_range(root, "root");
+  check.reduction(tensor, op);
+  Call call = make_call(OpName::reduce, Primitive::reduce, tensor);
+  call.reduce_op = op;
+  call.root = root;
+  return issue(std::move(call), async_op, options);
+}
+
+// --- Gathering -----------------------------------------------------------------------------------
+
+WorkPtr TorchComm::all_gather(const Tensors& outputs, const Tensor& input, bool async_op,
+                              const OpOptions& options) {
+  const Checker check = checker("all_gather");
+  check.tensor(input, "tensor");
+  check.list(outputs, input, "tensor_list");
+  check_equal_parts(check, outputs, input.numel(), "tensor_list");
+  Call call = make_call(OpName::all_gather, Primitive::all_gather, input);
+  call.out = blocks_of(outputs);
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, bool async_op,
+                                     const OpOptions& options) {
+  const Checker check = checker("all_gather_single");
+  check.tensor(input, "input");
+  check.tensor_like(output, input, "output");
+  check.numel(output, input.numel() * size(), "output");
+  Call call = make_call(OpName::all_gather_single, Primitive::all_gather, input);
+  call.out.flat = output;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, bool async_op,
+                                const OpOptions& options) {
+  const Checker check = checker("all_gather_v");
+  check.tensor(input, "tensor");
+  check.list(outputs, input, "tensor_list");
+  check.numel(input, outputs[rank()].numel(), concat("tensor, as tensor_list[", rank(), "],"));
+  Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
+  call.out = blocks_of(outputs);
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::gather(const Tensors& outputs, const Tensor& input, int root, bool async_op,
+                          const OpOptions& options) {
+  const Checker check = checker("gather");
+  check.tensor(input, "input_tensor");
+  check.rank_in_range(root, "root");
+  Call call = make_call(OpName::gather, Primitive::gather, input);
+  call.root = root;
+  if (rank() == root) {
+    check.list(outputs, input, "output_tensor_list");
+    check_equal_parts(check, outputs, input.numel(), "output_tensor_list");
+    call.out = blocks_of(outputs);
+  }
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int root, bool async_op,
+                                 const OpOptions& options) {
+  const Checker check = checker("gather_single");
+  check.tensor(input, "input");
+  check.rank_in_range(root, "root");
+  Call call = make_call(OpName::gather_single, Primitive::gather, input);
+  call.root = root;
+  if (rank() == root) {
+    check.tensor_like(output, input, "output");
+    check.numel(output, input.numel() * size(), "output");
+    call.out.flat = output;
+  }
+  return issue(std::move(call), async_op, options);
+}
+
+// --- Scattering ----------------------------------------------------------------------------------
+
+WorkPtr TorchComm::reduce_scatter(const Tensor& output, const Tensors& inputs, const ReduceOp& op,
+                                  bool async_op, const OpOptions& options) {
+  const Checker check = checker("reduce_scatter");
+  check.tensor(output, "output");
+  check.list(inputs, output, "input_list");
+  check_equal_parts(check, inputs, output.numel(), "input_list");
+  check.reduction(output, op);
+  Call call = make_call(OpName::reduce_scatter, Primitive::reduce_scatter, output);
+  call.in = blocks_of(inputs);
+  call.reduce_op = op;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& input,
+                                         const ReduceOp& op, bool async_op,
+                                         const OpOptions& options) {
+  const Checker check = checker("reduce_scatter_single");
+  check.tensor(output, "output");
+  check.tensor_like(input, output, "input");
+  check.numel(input, output.numel() * size(), "input");
+  check.reduction(output, op);
+  Call call = make_call(OpName::reduce_scatter_single, Primitive::reduce_scatter, output);
+  call.in.flat = input;
+  call.reduce_op = op;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs, const ReduceOp& op,
+                                    bool async_op, const OpOptions& options) {
+  const Checker check = checker("reduce_scatter_v");
+  check.tensor(output, "output");
+  check.list(inputs, output, "input_list");
+  check.numel(output, inputs[rank()].numel(), concat("output, as input_list[", rank(), "],"));
+  check.reduction(output, op);
+  Call call = make_call(OpName::reduce_scatter_v, Primitive::reduce_scatter, output);
+  call.in = blocks_of(inputs);
+  call.reduce_op = op;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::scatter(const Tensor& output, const Tensors& inputs, int root, bool async_op,
+                           const OpOptions& options) {
+  const Checker check = checker("scatter");
+  check.tensor(output, "output_tensor");
+  check.rank_in_range(root, "root");
+  Call call = make_call(OpName::scatter, Primitive::scatter, output);
+  call.root = root;
+  if (rank() == root) {
+    check.list(inputs, output, "input_tensor_list");
+    check_equal_parts(check, inputs, output.numel(), "input_tensor_list");
+    call.in = blocks_of(inputs);
+  }
+  return issue(std::move(call), async_op, options);
+}
+
+// --- All to all ----------------------------------------------------------------------------------
+
+WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, bool async_op,
+                              const OpOptions& options) {
+  const Checker check = checker("all_to_all");
+  TORCH_OVERLAP_CHECK(!inputs.empty() && inputs[0].defined(), kValue, "all_to_all: expected ",
+                      size(), " tensors as input_tensor_list, got none");
+  check.list(inputs, inputs[0], "input_tensor_list");
+  check.list(outputs, inputs[0], "output_tensor_list");
+  check.numel(outputs[rank()], inputs[rank()].numel(),
+              concat("output_tensor_list[", rank(), "], as input_tensor_list[", rank(), "],"));
+  Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
+  call.in = blocks_of(inputs);
+  call.out = blocks_of(outputs);
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::all_to_all_single(const Tensor& output, const Tensor& input, bool async_op,
+                                     const OpOptions& options) {
+  const Checker check = checker("all_to_all_single");
+  check.tensor(input, "input");
+  check.tensor_like(output, input, "output");
+  check.numel(output, input.numel(), "output");
+  TORCH_OVERLAP_CHECK(input.numel() % size() == 0, kValue,
+                      "all_to_all_single: expected a number of elements divisible by ", size(),
+                      ", got ", input.numel(), "; use all_to_all_v_single for unequal parts");
+  Call call = make_call(OpName::all_to_all_single, Primitive::all_to_all);
+  call.in.flat = input;
+  call.out.flat = output;
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::all_to_all_v_single(const Tensor& output, const Tensor& input,
+                                       const std::vector<int64_t>& output_splits,
+                                       const std::vector<int64_t>& input_splits, bool async_op,
+                                       const OpOptions& options) {
+  const Checker check = checker("all_to_all_v_single");
+  check.tensor(input, "input");
+  check.tensor_like(output, input, "output");
+  check_splits(check, output, output_splits, "output");
+  check_splits(check, input, input_splits, "input");
+  Call call = make_call(OpName::all_to_all_v_single, Primitive::all_to_all);
+  call.in = split_blocks(input, input_splits);
+  call.out = split_blocks(output, output_splits);
+  check.numel(call.out.part(rank(), size()), call.in.part(rank(), size()).numel(),
+              "an output part for this rank itself");
+  return issue(std::move(call), async_op, options);
+}
+
+WorkPtr TorchComm::barrier(bool async_op, const OpOptions& options) {
+  return issue(make_call(OpName::barrier, Primitive::barrier), async_op, options);
+}
+
+}  // namespace torch_overlap

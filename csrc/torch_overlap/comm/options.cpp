@@ -1,0 +1,91 @@
+#include "torch_overlap/comm/options.h"
+
+#include <c10/util/Exception.h>
+
+#include <mutex>
+#include <set>
+
+#include "torch_overlap/base/env.h"
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+namespace {
+
+// The plain key, and the one of upstream's first documentation.
+constexpr const char* kPriorityHints[] = {"is_high_priority_stream",
+                                          "torchcomm::ncclx::high_priority_stream"};
+
+std::optional<bool> take_priority(Hints& hints) {
+  std::optional<bool> value;
+  for (const char* key : kPriorityHints) {
+    if (auto found = hints.find(key); found != hints.end()) {
+      value = parse_bool(found->second, key);
+      hints.erase(found);
+    }
+  }
+  return value;
+}
+
+}  // namespace
+
+void warn_unknown_hints(const Hints& hints, std::string_view where) {
+  static std::mutex mutex;
+  static auto* warned = new std::set<std::string>;
+  std::vector<std::string> fresh;
+  {
+    std::lock_guard lock(mutex);
+    for (const auto& [key, value] : hints) {
+      if (warned->insert(concat(where, "/", key)).second) fresh.push_back(key);
+    }
+  }
+  if (!fresh.empty()) TORCH_WARN(where, ": unknown hints are ignored: ", list_string(fresh));
+}
+
+std::optional<bool> high_priority_hint(const Hints& hints) {
+  if (hints.empty()) return std::nullopt;
+  Hints rest = hints;
+  const auto value = take_priority(rest);
+  warn_unknown_hints(rest, "operation");
+  return value;
+}
+
+void merge_hints(ResolvedOptions& options, const Hints& hints) {
+  Hints rest = hints;
+  options.is_high_priority_stream = take_priority(rest).value_or(options.is_high_priority_stream);
+  for (const auto& [key, value] : rest) options.hints.insert_or_assign(key, value);
+}
+
+ResolvedOptions resolve_options(const CommOptions& options) {
+  const Env env = Env::read();
+  ResolvedOptions out;
+  out.hints = options.hints;
+  const auto hinted = take_priority(out.hints);
+  out.abort_process_on_timeout_or_error =
+      options.abort_process_on_timeout_or_error.value_or(env.abort_on_error);
+  out.timeout = options.timeout.value_or(env.timeout);
+  TORCH_OVERLAP_CHECK(out.timeout.count() > 0, kValue,
+                      "new_comm: expected a timeout of at least 1 ms, got ", out.timeout.count(),
+                      " ms");
+  out.is_high_priority_stream = options.is_high_priority_stream.value_or(hinted.value_or(false));
+  out.enable_reconfigure = options.enable_reconfigure.value_or(false);
+  return out;
+}
+
+std::string_view to_string(WorkStatus status) {
+  switch (status) {
+    case WorkStatus::NOT_STARTED:
+      return "NOT_STARTED";
+    case WorkStatus::INPROGRESS:
+      return "INPROGRESS";
+    case WorkStatus::COMPLETED:
+      return "COMPLETED";
+    case WorkStatus::TIMEDOUT:
+      return "TIMEDOUT";
+    case WorkStatus::ERROR:
+      return "ERROR";
+  }
+  return "unknown";
+}
+
+}  // namespace torch_overlap

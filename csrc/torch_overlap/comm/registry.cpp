@@ -1,0 +1,89 @@
+#include "torch_overlap/comm/registry.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/torch_comm.h"
+
+namespace torch_overlap {
+namespace {
+
+struct Entry {
+  std::weak_ptr<TorchComm> comm;
+  const TorchComm* address;  // to find an entry whose communicator is being destroyed
+  std::thread::id maker;
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::vector<Entry>, std::less<>> entries;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+std::shared_ptr<TorchComm> get_comm(const std::string& name) {
+  {
+    std::lock_guard lock(registry().mutex);
+    const auto found = registry().entries.find(name);
+    if (found != registry().entries.end()) {
+      const auto& entries = found->second;
+      const auto mine =
+          entries.size() == 1
+              ? entries.begin()
+              : std::find_if(entries.begin(), entries.end(), [](const Entry& entry) {
+                  return entry.maker == std::this_thread::get_id();
+                });
+      TORCH_OVERLAP_CHECK(mine != entries.end(), kValue, "get_comm: expected the thread that made '",
+                          name, "', got another; ranks that are threads share a name, and each "
+                          "thread finds its own communicator only");
+      if (auto comm = mine->comm.lock()) return comm;
+    }
+  }
+  fail(ErrorKind::kValue, "get_comm: expected the name of a live communicator, got '", name,
+       "'; there are ", list_string(comm_names()));
+}
+
+std::vector<std::string> comm_names() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<std::string> names;
+  for (const auto& [name, entries] : registry().entries) names.push_back(name);
+  return names;
+}
+
+namespace detail {
+
+void add_comm(const std::shared_ptr<TorchComm>& comm) {
+  std::lock_guard lock(registry().mutex);
+  auto& entries = registry().entries[comm->name()];
+  // Two ranks of one process may share a name, two communicators of one rank may not: an operator
+  // that is given the name could not tell which one is meant.
+  for (const Entry& entry : entries) {
+    const auto other = entry.comm.lock();
+    const bool taken = other && other->rank() == comm->rank() &&
+                       entry.maker == std::this_thread::get_id();
+    const bool processes = other && other->backend_name() != "local";
+    TORCH_OVERLAP_CHECK(!taken && !processes, kValue,
+                        "new_comm: expected a name that no live communicator has, got '",
+                        comm->name(), "'; finalize the other one first");
+  }
+  entries.push_back({comm, comm.get(), std::this_thread::get_id()});
+}
+
+void remove_comm(const TorchComm* comm) {
+  std::lock_guard lock(registry().mutex);
+  const auto found = registry().entries.find(comm->name());
+  if (found == registry().entries.end()) return;
+  std::erase_if(found->second, [comm](const Entry& entry) { return entry.address == comm; });
+  if (found->second.empty()) registry().entries.erase(found);
+}
+
+}  // namespace detail
+}  // namespace torch_overlap

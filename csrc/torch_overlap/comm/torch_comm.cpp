@@ -1,0 +1,265 @@
+#include "torch_overlap/comm/torch_comm.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "torch_overlap/base/env.h"
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/registry.h"
+
+namespace torch_overlap {
+namespace {
+
+std::atomic<uint64_t> next_op_id{0};
+
+// "comm_0", "comm_1", ...: ranks that make their communicators in the same order, as they must, get
+// the same names. Ranks that are threads count for themselves.
+std::string generated_name() {
+  thread_local int count = 0;
+  return concat("comm_", count++);
+}
+
+BackendEntry require_backend(const std::string& name) {
+  auto entry = find_backend(name);
+  TORCH_OVERLAP_CHECK(entry, kValue, "new_comm: expected a backend among ",
+                      list_string(registered_backends()), ", got '", name, "'");
+  return *std::move(entry);
+}
+
+void check_device(const std::string& backend, const BackendEntry& entry, c10::Device device) {
+  const auto& types = entry.devices;
+  TORCH_OVERLAP_CHECK(std::find(types.begin(), types.end(), device.type()) != types.end(), kType,
+                      "new_comm: expected a device of backend '", backend, "' (",
+                      list_string(types), "), got ", device);
+}
+
+// One rank's wish in a split, as text for the store: "0,2,3" or "" and, on trouble, "!why".
+std::string encode_ranks(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += concat(text.empty() ? "" : ",", rank);
+  return text;
+}
+
+// What is wrong with `ranks` as the list of `me`; empty if nothing.
+std::string fault_of_list(const std::vector<int>& ranks, int me, int size) {
+  if (ranks.empty()) return {};
+  std::set<int> seen;
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= size) return concat("expected ranks in [0, ", size, "), got ", rank);
+    if (!seen.insert(rank).second) return concat("expected each rank once, got ", rank, " twice");
+  }
+  if (seen.count(me) == 0) {
+    return concat("expected a list with the calling rank ", me, ", got ", list_string(ranks));
+  }
+  return {};
+}
+
+}  // namespace
+
+TorchComm::TorchComm(std::string backend_name, BackendContext context,
+                     std::vector<int> ranks_in_world)
+    : backend_name_(std::move(backend_name)),
+      context_(std::move(context)),
+      ranks_in_world_(std::move(ranks_in_world)),
+      hooks_(std::make_shared<Hooks>()) {
+  // The backend may outlive this object (a graph, a watchdog): it gets the hooks, not the owner.
+  context_.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
+    try {
+      if (auto alive = hooks.lock()) alive->abort();
+    } catch (const std::exception& error) {
+      TORCH_WARN("abort hook: ", error.what());
+    }
+  };
+}
+
+std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::Device device,
+                                             std::optional<std::string> name,
+                                             const CommOptions& options,
+                                             std::optional<RankAndSize> who) {
+  const std::string kind = to_lower(backend);
+  const BackendEntry entry = require_backend(kind);
+  check_device(kind, entry, device);
+  const Env env = Env::read();
+
+  BackendContext context;
+  if (!name) name = options.name;
+  context.name = name ? *name : generated_name();
+  TORCH_OVERLAP_CHECK(!context.name.empty(), kValue,
+                      "new_comm: expected a name that is not empty, got ''");
+  context.options = resolve_options(options);
+  const auto digest = concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true));
+  const RankAndSize me = who_am_i(env, who);
+  context.rank = me.rank;
+  context.size = me.size;
+  if (entry.has_peers) {
+    context.store =
+        rendezvous(env, context.name, digest, context.options.timeout, options.store, me);
+  }
+  context.device = resolve_device(device, env, me.rank);
+
+  std::vector<int> world(me.size);
+  std::iota(world.begin(), world.end(), 0);
+  std::shared_ptr<TorchComm> comm(new TorchComm(kind, std::move(context), std::move(world)));
+  detail::add_comm(comm);
+  comm->backend_ = entry.make(comm->context_);
+  return comm;
+}
+
+TorchComm::~TorchComm() {
+  detail::remove_comm(this);
+  if (state_.load() != State::kActive || !backend_) return;
+  TORCH_WARN("communicator '", name(), "' is destroyed without finalize(); it is aborted");
+  try {
+    backend_->abort();
+  } catch (const std::exception& error) {
+    TORCH_WARN("communicator '", name(), "': abort failed: ", error.what());
+  }
+}
+
+std::string TorchComm::backend_version() const { return backend_->version(); }
+
+int64_t TorchComm::native_handle() const {
+  require_active("native_handle");
+  return backend_->native_handle();
+}
+
+void TorchComm::require_active(std::string_view op) const {
+  const State state = state_.load(std::memory_order_acquire);
+  if (__builtin_expect(state == State::kActive, 1)) return;
+  fail(ErrorKind::kState, op, ": expected a live communicator, got '", name(), "', which was ",
+       state == State::kFinalized ? "finalized" : "aborted");
+}
+
+WorkPtr TorchComm::issue(Call call, bool async_op, const OpOptions& options) {
+  require_active(to_string(call.name));
+  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, to_string(call.name),
+                      ": expected a timeout >= 0, got ", options.timeout.count(), " ms");
+  call.async_op = async_op;
+  call.timeout = options.timeout.count() > 0 ? options.timeout : context_.options.timeout;
+  call.high_priority =
+      high_priority_hint(options.hints).value_or(context_.options.is_high_priority_stream);
+  call.id = next_op_id.fetch_add(1, std::memory_order_relaxed);
+  call.comm = name();
+  if (hooks_->pre.empty() && hooks_->post.empty()) return backend_->launch(std::move(call));
+
+  const HookEvent event{.name = call.name, .id = call.id, .call = &call};
+  hooks_->pre(event);
+  // The post-hook must still see the call, so the backend gets a copy.
+  return hooks_->around(event, [&] { return backend_->launch(call); });
+}
+
+std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
+                                            std::optional<std::string> child_name,
+                                            const OpOptions& options) {
+  require_active("split");
+  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue,
+                      "split: expected a timeout >= 0, got ", options.timeout.count(), " ms");
+  const HookEvent event{.name = OpName::split,
+                        .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
+                        .ranks = &ranks,
+                        .split_name = child_name ? &*child_name : nullptr};
+  hooks_->pre(event);
+  return hooks_->around(event, [&] { return split_checked(ranks, child_name, options); });
+}
+
+std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& ranks,
+                                                    const std::optional<std::string>& child_name,
+                                                    const OpOptions& options) {
+  const uint64_t sequence = splits_.fetch_add(1);
+  const std::string prefix = concat("split/", sequence);
+  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list on
+  // one rank is an error on every rank, and nobody waits for a communicator that cannot come.
+  std::vector<std::string> wishes(size());
+  if (context_.store) {
+    wishes = exchange(*context_.store, prefix, rank(), size(), encode_ranks(ranks),
+                      context_.options.timeout);
+  } else {  // a backend without peers: those that are named want the same
+    for (const int r : ranks) {
+      if (r >= 0 && r < size()) wishes[r] = encode_ranks(ranks);
+    }
+    wishes[rank()] = encode_ranks(ranks);
+  }
+  std::vector<std::vector<int>> lists(size());
+  for (int r = 0; r < size(); ++r) {
+    if (wishes[r].empty()) continue;
+    for (const auto& part : split_string(wishes[r], ',')) {
+      lists[r].push_back(static_cast<int>(parse_int(part, "split")));
+    }
+  }
+  for (int r = 0; r < size(); ++r) {
+    const std::string fault = fault_of_list(lists[r], r, size());
+    TORCH_OVERLAP_CHECK(fault.empty(), kValue, "split: ", fault, " (on rank ", r, " of '", name(),
+                        "')");
+  }
+  for (int r = 0; r < size(); ++r) {
+    for (const int member : lists[r]) {
+      TORCH_OVERLAP_CHECK(lists[member] == lists[r], kValue,
+                          "split: expected the same list on all its members, got ",
+                          list_string(lists[r]), " on rank ", r, " and ",
+                          list_string(lists[member]), " on rank ", member);
+    }
+  }
+
+  SplitRequest request;
+  request.member = !ranks.empty();
+  if (request.member) {
+    const int color = *std::min_element(ranks.begin(), ranks.end());
+    const auto position = std::find(ranks.begin(), ranks.end(), rank());
+    request.color = color;
+    request.child = context_;
+    request.child.name =
+        child_name ? *child_name : concat(name(), "/split_", sequence, "_", color);
+    request.child.rank = static_cast<int>(position - ranks.begin());
+    request.child.size = static_cast<int>(ranks.size());
+    if (context_.store) {
+      request.child.store = prefixed_store(context_.store, concat(prefix, "/", color));
+    }
+    if (options.timeout.count() > 0) request.child.options.timeout = options.timeout;
+    merge_hints(request.child.options, options.hints);
+  }
+  std::shared_ptr<TorchComm> child;
+  if (request.member) {
+    std::vector<int> world;
+    for (const int r : ranks) world.push_back(ranks_in_world_.at(r));
+    child.reset(new TorchComm(backend_name_, request.child, std::move(world)));
+    request.child = child->context_;
+    detail::add_comm(child);
+  }
+  auto backend = backend_->split(request);
+  if (child) child->backend_ = std::move(backend);
+  return child;
+}
+
+void TorchComm::finalize() {
+  State expected = State::kActive;
+  if (!state_.compare_exchange_strong(expected, State::kFinalized)) {
+    // After abort() a finalize only lets go of what is left.
+    TORCH_OVERLAP_CHECK(expected == State::kAborted, kState,
+                        "finalize: expected a live communicator, got '", name(),
+                        "', which was already finalized");
+    state_.store(State::kFinalized);
+    detail::remove_comm(this);
+    return;
+  }
+  detail::remove_comm(this);
+  const HookEvent event{.name = OpName::finalize,
+                        .id = next_op_id.fetch_add(1, std::memory_order_relaxed)};
+  hooks_->pre(event);
+  hooks_->around(event, [&] { backend_->finalize(); });
+}
+
+void TorchComm::abort() {
+  State expected = State::kActive;
+  if (!state_.compare_exchange_strong(expected, State::kAborted)) return;
+  context_.on_abort();
+  backend_->abort();
+}
+
+bool TorchComm::is_aborted() const {
+  return state_.load() == State::kAborted || (backend_ && backend_->is_aborted());
+}
+
+}  // namespace torch_overlap

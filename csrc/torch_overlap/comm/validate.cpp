@@ -1,0 +1,100 @@
+#include "torch_overlap/comm/validate.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+
+void Checker::tensor(const at::Tensor& tensor, std::string_view what) const {
+  TORCH_OVERLAP_CHECK(tensor.defined(), kType, op, ": expected a tensor as ", what, ", got none");
+  TORCH_OVERLAP_CHECK(tensor.layout() == at::kStrided, kType, op, ": expected a dense tensor as ",
+                      what, ", got layout ", tensor.layout());
+  TORCH_OVERLAP_CHECK(tensor.device() == device, kType, op, ": expected ", what, " on ", device,
+                      ", got ", tensor.device());
+  TORCH_OVERLAP_CHECK(tensor.is_contiguous(), kValue, op, ": expected a contiguous tensor as ",
+                      what, ", got sizes ", tensor.sizes(), " with strides ", tensor.strides(),
+                      "; call .contiguous() first");
+  TORCH_OVERLAP_CHECK(!tensor.is_conj() && !tensor.is_neg(), kValue, op,
+                      ": expected plain memory as ", what,
+                      ", got a lazy conjugate or negative; call .resolve_conj().resolve_neg()");
+}
+
+void Checker::tensor_like(const at::Tensor& tensor, const at::Tensor& like,
+                          std::string_view what) const {
+  this->tensor(tensor, what);
+  TORCH_OVERLAP_CHECK(tensor.scalar_type() == like.scalar_type(), kType, op, ": expected ", what,
+                      " of dtype ", like.scalar_type(), ", got ", tensor.scalar_type());
+}
+
+void Checker::list(const std::vector<at::Tensor>& tensors, const at::Tensor& like,
+                   std::string_view what) const {
+  TORCH_OVERLAP_CHECK(static_cast<int>(tensors.size()) == size, kValue, op, ": expected ", size,
+                      " tensors as ", what, ", one for each rank, got ", tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    tensor_like(tensors[i], like, concat(what, "[", i, "]"));
+  }
+}
+
+void Checker::rank_in_range(int rank, std::string_view what) const {
+  TORCH_OVERLAP_CHECK(rank >= 0 && rank < size, kValue, op, ": expected ", what, " in [0, ", size,
+                      "), got ", rank);
+}
+
+void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const {
+  TORCH_OVERLAP_CHECK(tensor.numel() == expected, kValue, op, ": expected ", what, " of ", expected,
+                      " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");
+}
+
+void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) const {
+  const auto dtype = tensor.scalar_type();
+  const auto type = reduce_op.type();
+  const auto refuse = [&](const char* which) {
+    fail(ErrorKind::kType, op, ": expected ", which, " for ", reduce_op.repr(), ", got ", dtype);
+  };
+  const bool boolean = dtype == at::kBool;
+  const bool linear = type == RedOpType::SUM || type == RedOpType::AVG ||
+                      type == RedOpType::PREMUL_SUM;
+  if (c10::isComplexType(dtype)) {
+    if (!linear) refuse("a real dtype");
+  } else if (!boolean && !c10::isFloatingType(dtype) &&
+             !c10::isIntegralType(dtype, /*includeBool=*/false)) {
+    refuse("a number dtype");
+  }
+  if (reduce_op.is_bitwise() && c10::isFloatingType(dtype)) refuse("an integer or bool dtype");
+  if (boolean && (type == RedOpType::AVG || type == RedOpType::PREMUL_SUM)) {
+    refuse("a number dtype");
+  }
+  if (type != RedOpType::PREMUL_SUM) return;
+  if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) refuse("a floating dtype");
+  if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) {
+    this->tensor(*factor, "the PREMUL_SUM factor");
+    const auto expected = c10::toRealValueType(dtype);
+    TORCH_OVERLAP_CHECK(factor->scalar_type() == expected, kType, op,
+                        ": expected a PREMUL_SUM factor of dtype ", expected, ", got ",
+                        factor->scalar_type());
+  }
+}
+
+Blocks blocks_of(const std::vector<at::Tensor>& parts) {
+  Blocks blocks;
+  blocks.parts = parts;
+  if (parts.empty()) return blocks;
+  const auto& first = parts.front();
+  int64_t offset = first.storage_offset();
+  bool uniform = true;
+  for (const auto& part : parts) {
+    if (!part.storage().is_alias_of(first.storage()) || part.storage_offset() != offset ||
+        part.scalar_type() != first.scalar_type()) {
+      return blocks;
+    }
+    uniform = uniform && part.numel() == first.numel();
+    offset += part.numel();
+  }
+  const at::NoGradGuard no_grad;
+  blocks.flat = first.as_strided({offset - first.storage_offset()}, {1}, first.storage_offset());
+  if (uniform) blocks.parts.clear();
+  return blocks;
+}
+
+}  // namespace torch_overlap
