@@ -1,10 +1,11 @@
-"""Builds the two libraries with CMake and puts them beside torch_overlap/__init__.py. Everything else is in pyproject.toml.
+"""Builds the two libraries with CMake and puts them beside torch_overlap/__init__.py. The rest is in pyproject.toml.
 
 The torch of the environment is the one built for, also inside pip's isolated build. Honours FORCE_CUDA (1, 0; default:
 is a GPU visible), MAX_JOBS, CMAKE_ARGS, CMAKE_BUILD_TYPE and TORCH_OVERLAP_BUILD_DIR (default build/cp<version>-cpu or
--cuda, kept, so that the next build compiles only what changed).
+-cuda, kept, so that the next build compiles only what changed; build/current points to the last one made in place).
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -23,9 +24,11 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 
 
+@functools.cache
 def torch_facts() -> dict:
     """The torch of this environment. -I: pip's isolated build hides it through PYTHONPATH."""
-    probe = subprocess.run([sys.executable, "-I", str(ROOT / "cmake" / "torch_facts.py")], capture_output=True, text=True)
+    command = [sys.executable, "-I", str(ROOT / "cmake" / "torch_facts.py")]
+    probe = subprocess.run(command, capture_output=True, text=True)
     if probe.returncode != 0:
         sys.exit(
             f"torch_overlap: expected torch >= 2.11 in {sys.executable}, got:\n{probe.stderr}\n"
@@ -74,6 +77,11 @@ class CMakeBuild(build_ext):
         self.command(cmake, "--build", build_dir, *(["-j", jobs] if jobs else []), "--target", "torch_overlap", "_C")
         strip = [] if in_place else ["--strip"]
         self.command(cmake, "--install", build_dir, "--prefix", prefix, *strip)
+        if in_place:
+            (ROOT / "build").mkdir(exist_ok=True)
+            current = ROOT / "build" / "current"
+            current.unlink(missing_ok=True)
+            current.symlink_to(os.path.relpath(build_dir, current.parent))
 
     def command(self, *argv: object) -> None:
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def wheel_dir(name: str) -> "Path | None":
-    """The folder of `nvidia/<name>`, or None: the wheels are one namespace package, so any sys.path entry may hold it."""
+    """The folder of `nvidia/<name>`, or None. The wheels share a namespace package: any sys.path entry may hold it."""
     try:
         spec = importlib.util.find_spec(f"nvidia.{name}")
     except ModuleNotFoundError:
