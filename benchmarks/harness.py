@@ -1,0 +1,100 @@
+"""What the benchmarks share: interleaved rounds, medians with their spread, and the result file.
+
+Ours and the baselines take turns within every round, so that a machine that warms up or is disturbed
+does so for all of them; a ratio is the median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_overlap as to
+
+
+def median_and_iqr(samples: Sequence[float]) -> tuple[float, float]:
+    """Median and interquartile range."""
+    if len(samples) < 4:
+        return statistics.median(samples), max(samples) - min(samples)
+    low, _, high = statistics.quantiles(samples, n=4)
+    return statistics.median(samples), high - low
+
+
+def interleave(
+    variants: dict[str, Callable[[], float]], rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Calls every variant once a round, in an order that rotates; each returns its own sample."""
+    names = list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds + warmup):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            sample = variants[name]()
+            if index >= warmup:
+                samples[name].append(sample)
+    return samples
+
+
+def slowest_rank(samples: dict[str, list[float]], comm: to.TorchComm) -> dict[str, list[float]]:
+    """The maximum over ranks of each sample: a collective is as slow as its slowest rank."""
+    names = sorted(samples)
+    table = torch.tensor([samples[n] for n in names], dtype=torch.float64, device=comm.get_device())
+    comm.all_reduce(table, to.ReduceOp.MAX, async_op=False)
+    return {name: row.tolist() for name, row in zip(names, table.cpu(), strict=True)}
+
+
+def ratio(samples: dict[str, list[float]], ours: str, baseline: str) -> tuple[float, float]:
+    """Median and spread of ours / baseline within each round."""
+    pairs = zip(samples[ours], samples[baseline], strict=True)
+    return median_and_iqr([a / b for a, b in pairs])
+
+
+def _git_commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("TORCH_OVERLAP_COMMIT", "unknown")
+
+
+def _driver() -> str:
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
+    """Writes `<benchmark>-<gpu>-tp<n>-<date>.json` and returns its path. Call it on rank 0."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    date = datetime.date.today().isoformat()
+    result = {
+        "benchmark": benchmark,
+        "date": date,
+        "gpu": gpu,
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "nccl": nccl,
+        "commit": _git_commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    name = gpu.lower().replace("nvidia ", "").replace(" ", "-")
+    path = folder / f"{benchmark}-{name}-tp{tp}-{date}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,105 @@
+"""Host time of an asynchronous all_reduce of 1 KiB: C++ and Python beside raw NCCL and torch.distributed.
+
+    torchrun --nproc_per_node 2 benchmarks/host_overhead.py --out results
+
+A sample is the time that the host spends in 100 calls in a row, divided by 100; then it
+synchronizes. All variants take turns within every round. The C++ variants are the two loops of
+benchmarks/cpp/loops.cpp, called through ctypes once a sample: `raw` is ncclAllReduce on the
+communicator's own ncclComm_t and a stream of its own; `cpp` is TorchComm::all_reduce.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
+
+import torch_overlap as to
+
+CALLS = 100
+
+
+def per_call(call: Callable[[], object]) -> Callable[[], float]:
+    """Microseconds of host time for one of `CALLS` calls."""
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        elapsed = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return elapsed * 1e6 / CALLS
+
+    return sample
+
+
+def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[str, Callable[[], float]]:
+    """The loops of benchmarks/cpp/loops.cpp; each returns seconds of host time for the whole loop."""
+    loops = ctypes.CDLL(str(library))
+    loops.raw_all_reduce_loop.restype = ctypes.c_double
+    loops.raw_all_reduce_loop.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t,
+                                          ctypes.c_int, ctypes.c_void_p]
+    loops.torch_comm_all_reduce_loop.restype = ctypes.c_double
+    loops.torch_comm_all_reduce_loop.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
+    stream = torch.cuda.Stream()
+    name = comm.get_name().encode()
+
+    def raw() -> float:
+        torch.cuda.synchronize()
+        seconds = loops.raw_all_reduce_loop(comm.native_handle(), tensor.data_ptr(), tensor.numel(),
+                                            CALLS, stream.cuda_stream)
+        torch.cuda.synchronize()
+        return float(seconds) * 1e6 / CALLS
+
+    def cpp() -> float:
+        torch.cuda.synchronize()
+        seconds = loops.torch_comm_all_reduce_loop(name, tensor.numel(), CALLS)
+        torch.cuda.synchronize()
+        return float(seconds) * 1e6 / CALLS
+
+    return {"raw": raw, "cpp": cpp}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--loops", type=Path, help="libtorch_overlap_loops.so; without it no C++ rows")
+    args = parser.parse_args()
+
+    comm = to.new_comm("nccl", torch.device("cuda"), name="overhead")
+    dist.init_process_group("nccl", device_id=comm.get_device())
+    tensor = torch.zeros(256, device=comm.get_device())
+    op = to.ReduceOp.SUM
+    variants: dict[str, Callable[[], float]] = {
+        "python": per_call(lambda: comm.all_reduce(tensor, op, async_op=True)),
+        "torch.distributed": per_call(lambda: dist.all_reduce(tensor, async_op=True)),
+    }
+    if args.loops:
+        variants |= cpp_loops(args.loops.resolve(), comm, tensor)
+    samples = slowest_rank(interleave(variants, args.rounds, warmup=10), comm)
+
+    rows = []
+    for name, values in samples.items():
+        us, iqr = median_and_iqr(values)
+        peers = {other: ratio(samples, name, other)[0] for other in samples if other != name}
+        rows.append({"what": f"async all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr,
+                     "ratio_to": peers})
+        if comm.get_rank() == 0:
+            text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
+            print(f"{name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)
+    if comm.get_rank() == 0:
+        print(write_result("host_overhead", comm.get_size(), rows, args.out))
+    dist.destroy_process_group()
+    comm.finalize()
+
+
+if __name__ == "__main__":
+    main()
