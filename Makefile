@@ -1,0 +1,129 @@
+# make demo     trains examples/train_gpt.py on two ranks          make test   every test that this machine can run
+# Both make .venv first (Python 3.10+ and a C++ compiler are all they need). PYTHON=/path/to/python uses that
+# environment instead, as it is, and installs nothing. FORCE_CUDA=1 or 0 overrules "is a GPU visible".
+
+TORCH ?= torch==2.11.0
+NPROC ?= 2
+export OMP_NUM_THREADS ?= 1
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+MAKEFLAGS += --no-print-directory
+
+ifdef PYTHON
+  PY := $(PYTHON)
+  ENV := check-python
+else
+  PY := $(CURDIR)/.venv/bin/python
+  ENV := .venv/.installed$(FORCE_CUDA)
+endif
+CURRENT := build/current
+# The CMake that configured the build made last.
+CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
+
+.PHONY: help build demo test test-python test-cpp check compat gpu-test bench sanitize format lint lint-tidy wheel \
+        clean check-python
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+	@echo 'also: build wheel format lint lint-tidy compat gpu-test bench sanitize clean (see CONTRIBUTING.md)'
+
+# ---- the environment
+
+# The first Python that will do; empty where there is none.
+BASE_PYTHON = $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+  $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+define say_what_is_missing
+	@[ -n "$(1)" ] || { echo 'torch_overlap: expected Python 3.10 to 3.13 on the path, got none; install one'; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo 'torch_overlap: expected a C++ compiler, got none; install g++ (12 or newer)'; exit 1; }
+	@$(1) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo 'torch_overlap: $(1) has no Python.h; install python3-dev'; exit 1; }
+endef
+
+.venv/.packages: pyproject.toml
+	$(call say_what_is_missing,$(BASE_PYTHON))
+	@[ -x .venv/bin/python ] || $(BASE_PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo 'torch_overlap: $(BASE_PYTHON) cannot make an environment; install python3-venv'; exit 1; }
+	.venv/bin/python -m pip install -q $(TORCH) numpy matplotlib pytest pytest-timeout pytest-xdist \
+	  'cmake>=3.26' ninja 'setuptools>=77,<82' wheel
+	@touch $@
+
+# nvcc from PyPI where CUDA is wanted and no toolkit is installed; then the package, in place.
+.venv/.installed$(FORCE_CUDA): .venv/.packages setup.py
+	packages=$$($(PY) -I cmake/torch_facts.py --nvcc-packages) && \
+	  { [ -z "$$packages" ] || $(PY) -m pip install -q "$$packages"; }
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+.venv/.lint: pyproject.toml | .venv/.packages
+	.venv/bin/python -m pip install -q $$(sed -n 's/^lint = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+check-python:
+	$(call say_what_is_missing,$(PYTHON))
+
+# ---- build and test
+
+build: $(ENV)
+	$(PY) setup.py -q build_ext --inplace
+
+demo: build
+	$(PY) -m torch.distributed.run --nproc_per_node $(NPROC) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: build check test-cpp test-python
+
+test-python: build
+	$(PY) -m pytest tests/python -m 'not gpu' $(PYTEST_ARGS)
+
+test-cpp: build
+	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
+	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_tests ]; then $(CURRENT)/tests/cpp/torch_overlap_tests --gtest_brief=1; fi
+
+check:
+	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_layers.py
+	$(or $(PYTHON),$(BASE_PYTHON)) scripts/check_style.py
+
+gpu-test: export FORCE_CUDA = 1
+gpu-test: build
+	$(PY) -m pytest tests/python -m gpu $(PYTEST_ARGS)
+
+bench: build
+	$(PY) -m torch.distributed.run --nproc_per_node $(NPROC) $(or $(BENCH),benchmarks/host_overhead.py) $(ARGS)
+
+# The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
+compat:
+	mkdir -p build/compat
+	git ls-files -z --cached --others --exclude-standard | xargs -0 tar c --ignore-failed-read | tar x -C build/compat
+	FORCE_CUDA=0 $(MAKE) -C build/compat test TORCH=torch PYTHON= PYTHONPATH=
+
+# The C++ tests under a sanitizer: SANITIZER=thread, or address,undefined.
+SANITIZER ?= address,undefined
+SANITIZED = build/sanitize-$(subst $(comma),-,$(SANITIZER))
+comma := ,
+sanitize: $(ENV)
+	FORCE_CUDA=0 TORCH_OVERLAP_BUILD_DIR=$(SANITIZED) CMAKE_BUILD_TYPE=RelWithDebInfo \
+	  CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fsanitize=$(SANITIZER)" \
+	  $(PY) setup.py -q build_ext --build-lib $(SANITIZED)/lib
+	$$(sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(SANITIZED)/CMakeCache.txt) --build $(SANITIZED) --target torch_overlap_tests
+	ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/tests/cpp/torch_overlap_tests --gtest_brief=1
+
+# ---- the text
+
+LINT := $(if $(PYTHON),,.venv/.lint)
+format: $(LINT)
+	PYTHON=$(PY) scripts/format.sh
+
+lint: $(LINT) check
+	PYTHON=$(PY) scripts/format.sh --check
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+# FILES: those that differ from main, unless given.
+lint-tidy: build $(LINT)
+	PYTHON=$(PY) scripts/tidy.sh $(CURRENT) $(FILES)
+
+wheel: $(ENV)
+	$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist *.egg-info torch_overlap/*.so torch_overlap/_build_info.py .venv/.installed*
