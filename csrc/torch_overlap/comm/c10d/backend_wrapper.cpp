@@ -1,0 +1,304 @@
+#include "torch_overlap/comm/c10d/backend_wrapper.h"
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/c10d/monitored_barrier.h"
+
+namespace torch_overlap {
+namespace {
+
+c10::intrusive_ptr<BackendOptions> options_of(const TorchComm& comm) {
+  auto options = c10::make_intrusive<BackendOptions>(comm.options().timeout);
+  options->group_name = comm.name();
+  options->backends = {{c10::DeviceTypeName(comm.device().type(), true), comm.backend_name()}};
+  return options;
+}
+
+std::string type_name(c10::Device device) { return c10::DeviceTypeName(device.type(), true); }
+
+}  // namespace
+
+BackendOptions::BackendOptions(std::chrono::milliseconds timeout)
+    : c10d::Backend::Options("torch_overlap", timeout) {}
+
+BackendWrapper::BackendWrapper(CommPtr comm)
+    : c10d::Backend(comm->rank(), comm->size()),
+      fixed_(std::move(comm)),
+      options_(options_of(*fixed_)),
+      timeout_ms_(options_->timeout.count()),
+      slots_{{fixed_->device().type(), Slot{fixed_, /*eager=*/true}}},
+      last_split_(c10::intrusive_ptr<BackendWrapper>()) {
+  init();
+}
+
+BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                               c10::intrusive_ptr<BackendOptions> options)
+    : BackendWrapper(std::move(store), rank, size, std::move(options), Slots{}) {}
+
+BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                               c10::intrusive_ptr<BackendOptions> options, Slots slots)
+    : c10d::Backend(rank, size),
+      store_(std::move(store)),
+      options_(std::move(options)),
+      timeout_ms_(options_->timeout.count()),
+      slots_(std::move(slots)),
+      last_split_(c10::intrusive_ptr<BackendWrapper>()) {
+  init();
+  if (options_->backends.count("cpu") != 0) group_comm(c10::kCPU, /*eager=*/true);
+}
+
+const std::string BackendWrapper::getBackendName() const { return "torch_overlap"; }
+
+// --- Communicators ---------------------------------------------------------------------------
+
+BackendWrapper::CommPtr BackendWrapper::make_comm(c10::Device device, const std::string& suffix,
+                                                  c10::intrusive_ptr<c10d::Store> store,
+                                                  RankAndSize who) const {
+  const auto backend = options_->backends.find(type_name(device));
+  TORCH_OVERLAP_CHECK(backend != options_->backends.end(), kType,
+                      "process group '", options_->group_name, "': expected a tensor on ",
+                      options_->backends.empty() ? "no device" : options_->backends.begin()->first,
+                      ", got one on ", device.str(),
+                      "; name a backend for it in BackendOptions.backends");
+  CommOptions options = options_->comm;
+  options.timeout = Ms(timeout_ms_.load());
+  options.store = std::move(store);
+  const std::string name = concat("c10d.", options_->group_name, ".", type_name(device), suffix);
+  return TorchComm::create(backend->second, device, name, options, who);
+}
+
+BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eager) {
+  const auto type = device.type();
+  const auto existing = [&]() -> CommPtr {
+    const std::lock_guard lock(mutex_);
+    TORCH_OVERLAP_CHECK(!closed_ || slots_.count(type) != 0, kState, "process group '",
+                        options_->group_name,
+                        "': expected a live group, got one that was shut down or aborted; make a "
+                        "new one with torch.distributed.new_group");
+    const auto slot = slots_.find(type);
+    return slot == slots_.end() ? nullptr : slot->second.comm;
+  };
+  if (fixed_) return fixed_;  // it says itself what is wrong with another device's tensor
+  if (auto comm = existing()) return comm;
+  const std::lock_guard making(making_);
+  if (auto comm = existing()) return comm;
+  auto comm = make_comm(device, "", store_, {getRank(), getSize()});
+  const std::lock_guard lock(mutex_);
+  slots_[type] = Slot{comm, eager};
+  return comm;
+}
+
+BackendWrapper::CommPtr BackendWrapper::comm_for(c10::Device device) {
+  return group_comm(device, /*eager=*/false);
+}
+
+std::pair<BackendWrapper::CommPtr, int> BackendWrapper::comm_for_peer(c10::Device device, int peer,
+                                                                      std::string_view op) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto slot = slots_.find(device.type());
+    if (slot != slots_.end() && slot->second.eager) return {slot->second.comm, peer};
+  }
+  if (fixed_) return {fixed_, peer};
+  TORCH_OVERLAP_CHECK(peer >= 0 && peer < getSize() && peer != getRank(), kValue, op,
+                      ": expected a peer among ranks 0 to ", getSize() - 1, " other than ",
+                      getRank(), ", got ", peer, "; ranks count within the group");
+  const PairKey pair = std::minmax(getRank(), peer);
+  const int rank = getRank() == pair.first ? 0 : 1;
+  const std::lock_guard making(making_);
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = pairs_.find(pair);
+    if (found != pairs_.end()) return {found->second, 1 - rank};
+    TORCH_OVERLAP_CHECK(!closed_, kState, op, ": expected a live process group, got one that was "
+                        "shut down or aborted; make a new one with torch.distributed.new_group");
+  }
+  const std::string suffix = concat(".p2p", pair.first, "-", pair.second);
+  auto comm = make_comm(device, suffix, c10::make_intrusive<c10d::PrefixStore>(suffix, store_),
+                        {rank, 2});
+  const std::lock_guard lock(mutex_);
+  pairs_.emplace(pair, comm);
+  return {comm, 1 - rank};
+}
+
+void BackendWrapper::eagerConnectSingleDevice(at::Device device) {
+  group_comm(device, /*eager=*/true);
+}
+
+std::vector<BackendWrapper::CommPtr> BackendWrapper::comms() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<CommPtr> result;
+  for (const auto& [type, slot] : slots_) result.push_back(slot.comm);
+  return result;
+}
+
+std::vector<BackendWrapper::CommPtr> BackendWrapper::all_comms() const {
+  auto result = comms();
+  // Ordered by ranks, which is one order for all ranks: two of them never wait for each other.
+  const std::lock_guard lock(mutex_);
+  for (const auto& [pair, comm] : pairs_) result.push_back(comm);
+  return result;
+}
+
+c10::intrusive_ptr<c10d::Store> BackendWrapper::store() const {
+  return store_ ? store_ : fixed_->store();
+}
+
+// --- The group as a whole --------------------------------------------------------------------
+
+void BackendWrapper::setTimeout(Ms timeout) {
+  TORCH_OVERLAP_CHECK(timeout > Ms::zero(), kValue, "set_timeout: expected a time above zero, got ",
+                      timeout.count(), " ms");
+  timeout_ms_.store(timeout.count());
+  options_->timeout = timeout;
+}
+
+c10::intrusive_ptr<c10d::Backend> BackendWrapper::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  if (!last_split_name_.empty() && options->group_name == last_split_name_) {
+    return last_split_.lock();
+  }
+  auto child = c10::make_intrusive<BackendOptions>(*options_);
+  child->group_name = options->group_name;
+  child->timeout = options->timeout;
+  if (const auto* ours = dynamic_cast<const BackendOptions*>(options.get())) {
+    child->comm = ours->comm;
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  const bool member = mine != ranks.end();
+
+  Slots parents;
+  {
+    const std::lock_guard lock(mutex_);
+    parents = slots_;
+  }
+  Slots slots;
+  for (const auto& [type, parent] : parents) {
+    const std::string name =
+        concat("c10d.", child->group_name, ".", c10::DeviceTypeName(type, true));
+    OpOptions split_options;
+    split_options.timeout = child->timeout;
+    split_options.hints = child->comm.hints;
+    auto comm = parent.comm->split(member ? ranks : std::vector<int>{}, name, split_options);
+    if (comm) slots[type] = Slot{std::move(comm), /*eager=*/true};
+  }
+  last_split_name_ = options->group_name;
+  last_split_.reset();
+  if (!member) return nullptr;
+  auto result = c10::intrusive_ptr<BackendWrapper>::reclaim(
+      new BackendWrapper(store, static_cast<int>(mine - ranks.begin()),
+                         static_cast<int>(ranks.size()), std::move(child), std::move(slots)));
+  last_split_ = c10::weak_intrusive_ptr<BackendWrapper>(result);
+  return result;
+}
+
+c10d::ErrorType BackendWrapper::getError() {
+  for (const auto& comm : all_comms()) {
+    if (comm->is_aborted()) return c10d::ErrorType::COMM_ERROR;
+  }
+  std::shared_ptr<TorchWork> last;
+  {
+    const std::lock_guard lock(mutex_);
+    last = last_work_.lock();
+  }
+  const auto status = last ? last->status() : WorkStatus::COMPLETED;
+  if (status == WorkStatus::TIMEDOUT) return c10d::ErrorType::TIMEOUT;
+  return status == WorkStatus::ERROR ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+}
+
+void BackendWrapper::abort() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  for (const auto& comm : all_comms()) {
+    if (!comm->is_finalized()) comm->abort();
+  }
+}
+
+// Never throws: destroy_process_group must be able to forget a group whose peer has died.
+void BackendWrapper::shutdown() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  for (const auto& comm : all_comms()) {
+    if (comm->is_finalized() || comm->is_aborted()) continue;
+    try {
+      comm->finalize();
+    } catch (const std::exception& error) {
+      TORCH_WARN("shutdown of process group '", options_->group_name, "': ", error.what());
+      if (!comm->is_finalized()) comm->abort();
+    }
+  }
+}
+
+void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const std::string key = concat("monitored_barrier/", monitored_barriers_.fetch_add(1));
+  monitored_barrier(*store(), key, getRank(), getSize(), op_options(opts.timeout).timeout,
+                    wait_all_ranks);
+}
+
+// --- Works -----------------------------------------------------------------------------------
+
+OpOptions BackendWrapper::op_options(Ms timeout) const {
+  OpOptions options;
+  options.timeout = timeout > Ms::zero() ? timeout : Ms(timeout_ms_.load());
+  return options;
+}
+
+BackendWrapper::C10dWork BackendWrapper::wrap(c10d::OpType type, std::vector<WorkPtr> works,
+                                              Tensors outputs) {
+  WorkParts parts;
+  parts.type = type;
+  parts.works = std::move(works);
+  parts.outputs = std::move(outputs);
+  return wrap(std::move(parts));
+}
+
+BackendWrapper::C10dWork BackendWrapper::wrap(WorkParts parts) {
+  parts.rank = getRank();
+  parts.sequence = ++sequence_;
+  if (!parts.works.empty()) {
+    const std::lock_guard lock(mutex_);
+    last_work_ = parts.works.back();
+  }
+  if (is_coalescing()) {
+    auto& all = coalescing_;
+    all.works.insert(all.works.end(), parts.works.begin(), parts.works.end());
+    all.outputs.insert(all.outputs.end(), parts.outputs.begin(), parts.outputs.end());
+  }
+  return c10::make_intrusive<WorkWrapper>(std::move(parts));
+}
+
+void BackendWrapper::startCoalescing() {
+  if (is_coalescing() && !coalescing_.p2p.empty()) {
+    TORCH_WARN("start_coalescing: the coalescing before this one did not end (an exception?); its ",
+               coalescing_.p2p.size(), " sends and receives are dropped");
+  }
+  std::thread::id nobody;
+  TORCH_OVERLAP_CHECK(
+      is_coalescing() ||
+          coalescing_thread_.compare_exchange_strong(nobody, std::this_thread::get_id()),
+      kState, "start_coalescing: expected one coalescing at a time, got a second one from another "
+      "thread; end the first");
+  coalescing_ = {};
+}
+
+BackendWrapper::C10dWork BackendWrapper::endCoalescing() {
+  TORCH_OVERLAP_CHECK(is_coalescing(), kState,
+                      "end_coalescing: expected start_coalescing before it on this thread, got none");
+  auto [p2p, works, outputs] = std::exchange(coalescing_, {});
+  coalescing_thread_.store({});
+  if (!p2p.empty()) {
+    const auto comm = comm_for(p2p.front().tensor.device());
+    works.push_back(comm->batch_send_recv(std::move(p2p), /*async_op=*/true, op_options(Ms(0))));
+  }
+  if (works.empty()) return nullptr;
+  return wrap(c10d::OpType::COALESCED, std::move(works), std::move(outputs));
+}
+
+}  // namespace torch_overlap

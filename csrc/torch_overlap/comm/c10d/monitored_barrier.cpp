@@ -1,0 +1,74 @@
+#include "torch_overlap/comm/c10d/monitored_barrier.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// How much longer than rank 0 the others wait for its verdict: the store's own round trips.
+constexpr Milliseconds kVerdictSlack{5000};
+
+// Waits until `key` is there; false at the deadline. Anything else that the store says is thrown.
+bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
+  if (left < Milliseconds(1)) return store.check({key});
+  try {
+    store.wait({key}, left);
+    return true;
+  } catch (const std::exception&) {
+    if (Clock::now() < deadline) throw;
+    return store.check({key});
+  }
+}
+
+[[noreturn]] void fail_missing(const std::string& missing, int rank, int size,
+                               Milliseconds timeout) {
+  const bool several = missing.find(',') != std::string::npos;
+  fail(ErrorKind::kTimeout, "monitored_barrier: expected all ", size, " ranks within ",
+       timeout.count(), " ms, got no report at rank 0: ", several ? "Ranks " : "Rank ", missing,
+       " failed to pass monitoredBarrier in ", timeout.count(), " ms (this is rank ", rank,
+       "); look at what ", several ? "those ranks do" : "that rank does");
+}
+
+std::string collect(c10d::Store& store, const std::string& key, int size, Milliseconds timeout,
+                    bool wait_all_ranks) {
+  const auto deadline = Clock::now() + timeout;
+  std::string missing;
+  for (int peer = 1; peer < size; ++peer) {
+    if (arrives(store, concat(key, "/", peer), deadline)) continue;
+    missing += concat(missing.empty() ? "" : ", ", peer);
+    if (!wait_all_ranks) break;
+  }
+  return missing;
+}
+
+}  // namespace
+
+void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
+                       Milliseconds timeout, bool wait_all_ranks) {
+  const std::string verdict_key = key + "/missing";
+  store.set(concat(key, "/", rank), std::string("1"));
+  if (rank == 0) {
+    const std::string missing = collect(store, key, size, timeout, wait_all_ranks);
+    // The leading character keeps the value of a good barrier from being empty.
+    store.set(verdict_key, "=" + missing);
+    if (!missing.empty()) fail_missing(missing, rank, size, timeout);
+    return;
+  }
+  // Rank 0 counts its time from when it came, which may be later than this rank.
+  if (!arrives(store, key + "/0", Clock::now() + timeout)) fail_missing("0", rank, size, timeout);
+  const bool decided = arrives(store, verdict_key, Clock::now() + timeout + kVerdictSlack);
+  TORCH_OVERLAP_CHECK(decided, kTimeout, "monitored_barrier: expected rank 0 to decide within ",
+                      (timeout + kVerdictSlack).count(),
+                      " ms, got nothing; it passes a longer timeout or has died");
+  const std::string missing = store.get_to_str(verdict_key).substr(1);
+  if (!missing.empty()) fail_missing(missing, rank, size, timeout);
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,172 @@
+#include "torch_overlap/comm/c10d/work_wrapper.h"
+
+#include <ATen/core/jit_type.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// The one result of several operations that end in any order on any thread.
+struct Countdown {
+  explicit Countdown(size_t count) : left(count) {}
+  std::atomic<size_t> left;
+  std::mutex mutex;
+  std::exception_ptr error;
+};
+
+}  // namespace
+
+WorkWrapper::WorkWrapper(WorkParts parts)
+    : c10d::Work(parts.rank, parts.type), parts_(std::move(parts)) {
+  const auto stream = this->stream();
+  if (!parts_.epilogue || !stream) return;
+  const c10::StreamGuard guard(*stream);
+  parts_.epilogue();
+  // They were allocated on another stream than the one that reads them now.
+  for (const auto& tensor : parts_.staging) tensor.record_stream(*stream);
+  epilogue_event_.emplace(stream->device_type());
+  epilogue_event_->record(*stream);
+}
+
+std::optional<c10::Stream> WorkWrapper::stream() const {
+  return parts_.works.empty() ? std::nullopt : parts_.works.back()->stream();
+}
+
+void WorkWrapper::finish_outputs() {
+  if (!parts_.epilogue) return;
+  if (epilogue_event_) {
+    const c10::impl::VirtualGuardImpl impl(epilogue_event_->device_type());
+    epilogue_event_->block(impl.getStream(stream()->device()));
+  } else {
+    std::call_once(epilogue_once_, parts_.epilogue);
+  }
+}
+
+bool WorkWrapper::isCompleted() {
+  const bool done = std::all_of(parts_.works.begin(), parts_.works.end(),
+                                [](const WorkPtr& work) { return work->is_completed(); });
+  if (!done || !parts_.epilogue) return done;
+  if (epilogue_event_) return epilogue_event_->query();
+  if (isSuccess()) finish_outputs();
+  return true;
+}
+
+bool WorkWrapper::isSuccess() const {
+  return std::all_of(parts_.works.begin(), parts_.works.end(), [](const WorkPtr& work) {
+    return work->status() == WorkStatus::COMPLETED;
+  });
+}
+
+std::exception_ptr WorkWrapper::exception() const {
+  for (const auto& work : parts_.works) {
+    if (auto error = work->exception()) return error;
+  }
+  return nullptr;
+}
+
+int WorkWrapper::sourceRank() const {
+  return parts_.source >= 0 ? parts_.source : c10d::Work::sourceRank();
+}
+
+void WorkWrapper::synchronize() {
+  for (const auto& work : parts_.works) work->wait();
+  finish_outputs();
+}
+
+bool WorkWrapper::wait(Milliseconds timeout) {
+  if (timeout > kNoTimeout) {
+    const auto deadline = Clock::now() + timeout;
+    for (const auto& work : parts_.works) {
+      const auto left = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
+      work->wait_blocking(std::max(left, Milliseconds(1)));
+    }
+  } else if (parts_.blocks_host) {
+    for (const auto& work : parts_.works) work->wait_blocking();
+  }
+  synchronize();
+  return true;
+}
+
+void WorkWrapper::blockCurrentStream() {
+  if (stream()) {
+    synchronize();
+  } else {
+    c10d::Work::blockCurrentStream();
+  }
+}
+
+c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::Stream& stream) {
+  auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                            std::vector<c10::Device>{stream.device()});
+  // The future records its event on the current stream.
+  const c10::StreamGuard guard(stream);
+  future->markCompleted(c10::IValue(parts_.outputs));
+  return future;
+}
+
+void WorkWrapper::when_done(std::function<void(std::exception_ptr)> done) {
+  if (parts_.works.empty()) return done(nullptr);
+  auto countdown = std::make_shared<Countdown>(parts_.works.size());
+  for (const auto& work : parts_.works) {
+    work->on_completion([countdown, done](std::exception_ptr error) {
+      if (error) {
+        const std::lock_guard lock(countdown->mutex);
+        if (!countdown->error) countdown->error = error;
+      }
+      if (countdown->left.fetch_sub(1) == 1) done(countdown->error);
+    });
+  }
+}
+
+c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFuture() {
+  std::unique_lock lock(mutex_);
+  if (future_) return future_;
+  if (const auto stream = this->stream()) return future_ = stream_future(*stream);
+  auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+  future_ = future;
+  // A work that is done calls back at once, here.
+  lock.unlock();
+  auto self = c10::intrusive_ptr<WorkWrapper>::reclaim_copy(this);
+  when_done([self, future](std::exception_ptr error) {
+    if (error) return future->setError(error);
+    self->finish_outputs();
+    future->markCompleted(c10::IValue(self->parts_.outputs));
+  });
+  return future;
+}
+
+c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::getFutureResult() {
+  TORCH_OVERLAP_CHECK(!stream(), kUnsupported,
+                      "get_future_result: expected an operation on CPU, got one on ",
+                      stream()->device().str(), "; use get_future() or wait(timeout)");
+  std::unique_lock lock(mutex_);
+  if (future_result_) return future_result_;
+  auto future = c10::make_intrusive<Future>(c10::IntType::get());
+  future_result_ = future;
+  lock.unlock();
+  auto self = c10::intrusive_ptr<WorkWrapper>::reclaim_copy(this);
+  when_done([self, future](std::exception_ptr error) {
+    auto result = c10d::WorkResult::SUCCESS;
+    for (const auto& work : self->parts_.works) {
+      const auto status = work->status();
+      if (status == WorkStatus::TIMEDOUT) result = c10d::WorkResult::TIMEOUT;
+      if (status == WorkStatus::ERROR) result = c10d::WorkResult::COMM_ERROR;
+      if (result != c10d::WorkResult::SUCCESS) break;
+    }
+    if (error && result == c10d::WorkResult::SUCCESS) result = c10d::WorkResult::UNKNOWN;
+    future->markCompleted(c10::IValue(static_cast<int64_t>(result)));
+  });
+  return future;
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Event.h>
+
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+
+// What a WorkWrapper is made of.
+struct WorkParts {
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  std::vector<WorkPtr> works;        // in order of issue; one, or those of a coalesced operation
+  std::vector<at::Tensor> outputs;   // what result() and the future hold
+  // Copies from staging tensors into the outputs, if any; runs once, after all works.
+  std::function<void()> epilogue;
+  std::vector<at::Tensor> staging;   // what the epilogue reads
+  bool blocks_host = false;          // wait() waits on the host on every device: a barrier
+  int rank = -1;
+  int source = -1;                   // of a recv
+  uint64_t sequence = 0;
+};
+
+// c10d's handle over ours. On CPU wait() blocks the thread; on CUDA it orders the current stream, and
+// blocks the thread only with a timeout or for a barrier. isCompleted() asks the device now.
+//
+// Threads: any. Life: it keeps its TorchWorks, which keep their tensors until they are done.
+class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
+ public:
+  explicit WorkWrapper(WorkParts parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return parts_.outputs; }
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void blockCurrentStream() override;
+  uint64_t getSequencenumber() const override { return parts_.sequence; }
+
+  // A list of the outputs. CPU: completes when the operation does, with its error if it has one. CUDA:
+  // complete at once, and whoever waits for it orders its own stream after the operation.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // c10d::WorkResult as a number. CPU only.
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+
+ private:
+  using Future = c10::ivalue::Future;
+  // The stream of the last work; empty on CPU.
+  std::optional<c10::Stream> stream() const;
+  // After all works: runs the epilogue on the first call, or orders the stream after it.
+  void finish_outputs();
+  c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
+  // Calls `done` once, when all works are; with the first error.
+  void when_done(std::function<void(std::exception_ptr)> done);
+
+  WorkParts parts_;
+  std::once_flag epilogue_once_;
+  std::optional<c10::Event> epilogue_event_;  // CUDA: the epilogue ran on the stream of the works
+  c10::intrusive_ptr<Future> future_;         // guarded by mutex_
+  c10::intrusive_ptr<Future> future_result_;  // guarded by mutex_
+};
+
+}  // namespace torch_overlap
