@@ -68,6 +68,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // The world ranks of the members: position = rank here.
   const std::vector<int>& ranks_in_world() const { return ranks_in_world_; }
   int64_t native_handle() const;
+  // This communicator's own part of the store; null for a backend without peers.
+  const c10::intrusive_ptr<c10d::Store>& store() const { return context_.store; }
 
   // --- Point to point --------------------------------------------------------------------------
   WorkPtr send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options = {});

@@ -1,4 +1,5 @@
-// The collectives of c10d::Backend: each converts its arguments and calls TorchComm, which validates.
+// The collectives of c10d::Backend: each converts its arguments and calls TorchComm, which
+// validates.
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -67,8 +68,9 @@ C10dWork BackendWrapper::allreduce_coalesced(Tensors& tensors,
   const auto op = from_c10d(opts.reduceOp);
   std::vector<WorkPtr> works;
   for (const auto& tensor : tensors) {
-    works.push_back(comm_for(tensor.device())
-                        ->all_reduce(memory_of(tensor), op, opts.asyncOp, op_options(opts.timeout)));
+    works.push_back(
+        comm_for(tensor.device())
+            ->all_reduce(memory_of(tensor), op, opts.asyncOp, op_options(opts.timeout)));
   }
   return wrap(c10d::OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
 }
@@ -107,9 +109,9 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
 
 C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& opts) {
-  auto work = comm_for(input.device())
-                  ->all_gather_single(output, input.contiguous(), opts.asyncOp,
-                                      op_options(opts.timeout));
+  auto work =
+      comm_for(input.device())
+          ->all_gather_single(output, input.contiguous(), opts.asyncOp, op_options(opts.timeout));
   return wrap(c10d::OpType::_ALLGATHER_BASE, {std::move(work)}, {output});
 }
 
@@ -126,9 +128,9 @@ C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inpu
                           " outputs for each rank, got ", of_rank.size());
       list.push_back(of_rank[i]);
     }
-    works.push_back(comm_for(inputs[i].device())
-                        ->all_gather(list, inputs[i].contiguous(), opts.asyncOp,
-                                     op_options(opts.timeout)));
+    works.push_back(
+        comm_for(inputs[i].device())
+            ->all_gather(list, inputs[i].contiguous(), opts.asyncOp, op_options(opts.timeout)));
     all.insert(all.end(), list.begin(), list.end());
   }
   return wrap(c10d::OpType::ALLGATHER_COALESCED, std::move(works), std::move(all));
@@ -227,42 +229,43 @@ C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
 
 // --- Point to point ----------------------------------------------------------------------------
 
-C10dWork BackendWrapper::point_to_point(c10d::OpType type, P2POp op, std::string_view name,
+C10dWork BackendWrapper::point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer,
                                         int tag) {
+  const bool is_send = type == P2POp::Type::SEND;
+  const std::string_view name = is_send ? "send" : "recv";
   if (tag != 0) {
-    TORCH_WARN_ONCE(name, ": tag ", tag, " is ignored; messages between two ranks match in the "
+    TORCH_WARN_ONCE(name, ": tag ", tag,
+                    " is ignored; messages between two ranks match in the "
                     "order in which they are issued");
   }
-  op.tensor = memory_of(op.tensor);
+  const auto memory = memory_of(tensor);
   if (is_coalescing()) {
-    coalescing_.p2p.push_back(std::move(op));
+    coalescing_.p2p.push_back({type, memory, peer});
     return nullptr;  // what endCoalescing returns stands for it
   }
-  const bool is_send = op.type == P2POp::Type::SEND;
-  const auto [comm, peer] = comm_for_peer(op.tensor.device(), op.peer, name);
+  const auto [comm, peer_there] = comm_for_peer(tensor.device(), peer, name);
   const auto options = op_options(Ms(0));
   WorkParts parts;
-  parts.type = type;
-  parts.works.push_back(is_send ? comm->send(op.tensor, peer, /*async_op=*/true, options)
-                                : comm->recv(op.tensor, peer, /*async_op=*/true, options));
-  parts.outputs = {op.tensor};
-  if (!is_send) parts.source = op.peer;
+  parts.type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
+  parts.works.push_back(is_send ? comm->send(memory, peer_there, /*async_op=*/true, options)
+                                : comm->recv(memory, peer_there, /*async_op=*/true, options));
+  parts.outputs = {tensor};
+  if (!is_send) parts.source = peer;
   return wrap(std::move(parts));
 }
 
 C10dWork BackendWrapper::send(Tensors& tensors, int dst, int tag) {
-  return point_to_point(c10d::OpType::SEND, {P2POp::Type::SEND, only(tensors, "send"), dst}, "send",
-                        tag);
+  return point_to_point(P2POp::Type::SEND, only(tensors, "send"), dst, tag);
 }
 
 C10dWork BackendWrapper::recv(Tensors& tensors, int src, int tag) {
-  return point_to_point(c10d::OpType::RECV, {P2POp::Type::RECV, only(tensors, "recv"), src}, "recv",
-                        tag);
+  return point_to_point(P2POp::Type::RECV, only(tensors, "recv"), src, tag);
 }
 
 C10dWork BackendWrapper::recvAnysource(Tensors& /*tensors*/, int /*tag*/) {
   fail(ErrorKind::kUnsupported,
-       "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass src");
+       "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass "
+       "src");
 }
 
 // --- Barrier -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ BackendWrapper::BackendWrapper(CommPtr comm)
       options_(options_of(*fixed_)),
       timeout_ms_(options_->timeout.count()),
       slots_{{fixed_->device().type(), Slot{fixed_, /*eager=*/true}}},
-      last_split_(c10::intrusive_ptr<BackendWrapper>()) {
+      last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
 }
 
@@ -44,12 +44,16 @@ BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, 
       options_(std::move(options)),
       timeout_ms_(options_->timeout.count()),
       slots_(std::move(slots)),
-      last_split_(c10::intrusive_ptr<BackendWrapper>()) {
+      last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
   if (options_->backends.count("cpu") != 0) group_comm(c10::kCPU, /*eager=*/true);
 }
 
 const std::string BackendWrapper::getBackendName() const { return "torch_overlap"; }
+
+c10::intrusive_ptr<c10d::Backend::Options> BackendWrapper::getBackendOptions() {
+  return c10::make_intrusive<BackendOptions>(*options_);
+}
 
 // --- Communicators ---------------------------------------------------------------------------
 
@@ -57,8 +61,8 @@ BackendWrapper::CommPtr BackendWrapper::make_comm(c10::Device device, const std:
                                                   c10::intrusive_ptr<c10d::Store> store,
                                                   RankAndSize who) const {
   const auto backend = options_->backends.find(type_name(device));
-  TORCH_OVERLAP_CHECK(backend != options_->backends.end(), kType,
-                      "process group '", options_->group_name, "': expected a tensor on ",
+  TORCH_OVERLAP_CHECK(backend != options_->backends.end(), kType, "process group '",
+                      options_->group_name, "': expected a tensor on ",
                       options_->backends.empty() ? "no device" : options_->backends.begin()->first,
                       ", got one on ", device.str(),
                       "; name a backend for it in BackendOptions.backends");
@@ -112,12 +116,13 @@ std::pair<BackendWrapper::CommPtr, int> BackendWrapper::comm_for_peer(c10::Devic
     const std::lock_guard lock(mutex_);
     const auto found = pairs_.find(pair);
     if (found != pairs_.end()) return {found->second, 1 - rank};
-    TORCH_OVERLAP_CHECK(!closed_, kState, op, ": expected a live process group, got one that was "
+    TORCH_OVERLAP_CHECK(!closed_, kState, op,
+                        ": expected a live process group, got one that was "
                         "shut down or aborted; make a new one with torch.distributed.new_group");
   }
   const std::string suffix = concat(".p2p", pair.first, "-", pair.second);
-  auto comm = make_comm(device, suffix, c10::make_intrusive<c10d::PrefixStore>(suffix, store_),
-                        {rank, 2});
+  auto comm =
+      make_comm(device, suffix, c10::make_intrusive<c10d::PrefixStore>(suffix, store_), {rank, 2});
   const std::lock_guard lock(mutex_);
   pairs_.emplace(pair, comm);
   return {comm, 1 - rank};
@@ -188,10 +193,11 @@ c10::intrusive_ptr<c10d::Backend> BackendWrapper::split(
   last_split_name_ = options->group_name;
   last_split_.reset();
   if (!member) return nullptr;
-  auto result = c10::intrusive_ptr<BackendWrapper>::reclaim(
-      new BackendWrapper(store, static_cast<int>(mine - ranks.begin()),
-                         static_cast<int>(ranks.size()), std::move(child), std::move(slots)));
-  last_split_ = c10::weak_intrusive_ptr<BackendWrapper>(result);
+  c10::intrusive_ptr<c10d::Backend> result =
+      c10::intrusive_ptr<BackendWrapper>::unsafe_steal_from_new(
+          new BackendWrapper(store, static_cast<int>(mine - ranks.begin()),
+                             static_cast<int>(ranks.size()), std::move(child), std::move(slots)));
+  last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(result);
   return result;
 }
 
@@ -199,10 +205,10 @@ c10d::ErrorType BackendWrapper::getError() {
   for (const auto& comm : all_comms()) {
     if (comm->is_aborted()) return c10d::ErrorType::COMM_ERROR;
   }
-  std::shared_ptr<TorchWork> last;
+  WorkPtr last;
   {
     const std::lock_guard lock(mutex_);
-    last = last_work_.lock();
+    last = last_work_;
   }
   const auto status = last ? last->status() : WorkStatus::COMPLETED;
   if (status == WorkStatus::TIMEDOUT) return c10d::ErrorType::TIMEOUT;
@@ -263,8 +269,9 @@ BackendWrapper::C10dWork BackendWrapper::wrap(WorkParts parts) {
   parts.rank = getRank();
   parts.sequence = ++sequence_;
   if (!parts.works.empty()) {
+    WorkPtr last = parts.works.back();
     const std::lock_guard lock(mutex_);
-    last_work_ = parts.works.back();
+    last.swap(last_work_);  // the one before it dies after the lock
   }
   if (is_coalescing()) {
     auto& all = coalescing_;
@@ -283,14 +290,16 @@ void BackendWrapper::startCoalescing() {
   TORCH_OVERLAP_CHECK(
       is_coalescing() ||
           coalescing_thread_.compare_exchange_strong(nobody, std::this_thread::get_id()),
-      kState, "start_coalescing: expected one coalescing at a time, got a second one from another "
+      kState,
+      "start_coalescing: expected one coalescing at a time, got a second one from another "
       "thread; end the first");
   coalescing_ = {};
 }
 
 BackendWrapper::C10dWork BackendWrapper::endCoalescing() {
-  TORCH_OVERLAP_CHECK(is_coalescing(), kState,
-                      "end_coalescing: expected start_coalescing before it on this thread, got none");
+  TORCH_OVERLAP_CHECK(
+      is_coalescing(), kState,
+      "end_coalescing: expected start_coalescing before it on this thread, got none");
   auto [p2p, works, outputs] = std::exchange(coalescing_, {});
   coalescing_thread_.store({});
   if (!p2p.empty()) {

@@ -66,7 +66,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   std::vector<CommPtr> comms() const;
 
   const std::string getBackendName() const override;
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  // A copy: c10d's split_group writes the new group's name into what it gets.
+  c10::intrusive_ptr<Options> getBackendOptions() override;
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(Ms timeout) override;
@@ -81,8 +82,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Sends and receives until endCoalescing become one batch; collectives are issued as they come, in
-  // order. endCoalescing returns one Work for all of them, null if there was none.
+  // Sends and receives until endCoalescing become one batch; collectives are issued as they come,
+  // in order. endCoalescing returns one Work for all of them, null if there was none.
   void startCoalescing() override;
   C10dWork endCoalescing() override;
 
@@ -152,7 +153,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
-  C10dWork point_to_point(c10d::OpType type, P2POp op, std::string_view name, int tag);
+  C10dWork point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer, int tag);
 
   const c10::intrusive_ptr<c10d::Store> store_;  // null over an existing communicator
   const CommPtr fixed_;                          // that communicator
@@ -164,7 +165,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   mutable std::mutex mutex_;  // guards the five below; never held while a communicator is made
   Slots slots_;
   std::map<PairKey, CommPtr> pairs_;
-  std::weak_ptr<TorchWork> last_work_;
+  WorkPtr last_work_;
   bool closed_ = false;
   std::mutex making_;  // one thread makes a communicator at a time
 
@@ -173,9 +174,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
 
   // c10d splits once for each device type and expects one backend for a custom type.
   std::string last_split_name_;
-  c10::weak_intrusive_ptr<BackendWrapper> last_split_;
-
-  friend c10::intrusive_ptr<BackendWrapper>;
+  c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };
 
 }  // namespace torch_overlap

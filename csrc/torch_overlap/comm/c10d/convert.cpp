@@ -31,8 +31,7 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
                           "ReduceOp: expected a factor with PREMUL_SUM, got none; make it with "
                           "torch.distributed._make_nccl_premul_sum(factor)");
       // The type of the supplement follows from the operation; c10d has no other.
-      const auto& supplement =
-          static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
+      const auto& supplement = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
       return supplement.tensor_factor.defined() ? ReduceOp::premul_sum(supplement.tensor_factor)
                                                 : ReduceOp::premul_sum(supplement.double_factor);
     }

@@ -62,9 +62,8 @@ bool WorkWrapper::isCompleted() {
 }
 
 bool WorkWrapper::isSuccess() const {
-  return std::all_of(parts_.works.begin(), parts_.works.end(), [](const WorkPtr& work) {
-    return work->status() == WorkStatus::COMPLETED;
-  });
+  return std::all_of(parts_.works.begin(), parts_.works.end(),
+                     [](const WorkPtr& work) { return work->status() == WorkStatus::COMPLETED; });
 }
 
 std::exception_ptr WorkWrapper::exception() const {

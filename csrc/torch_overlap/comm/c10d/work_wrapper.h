@@ -17,19 +17,19 @@ namespace torch_overlap {
 // What a WorkWrapper is made of.
 struct WorkParts {
   c10d::OpType type = c10d::OpType::UNKNOWN;
-  std::vector<WorkPtr> works;        // in order of issue; one, or those of a coalesced operation
-  std::vector<at::Tensor> outputs;   // what result() and the future hold
+  std::vector<WorkPtr> works;       // in order of issue; one, or those of a coalesced operation
+  std::vector<at::Tensor> outputs;  // what result() and the future hold
   // Copies from staging tensors into the outputs, if any; runs once, after all works.
   std::function<void()> epilogue;
-  std::vector<at::Tensor> staging;   // what the epilogue reads
-  bool blocks_host = false;          // wait() waits on the host on every device: a barrier
+  std::vector<at::Tensor> staging;  // what the epilogue reads
+  bool blocks_host = false;         // wait() waits on the host on every device: a barrier
   int rank = -1;
-  int source = -1;                   // of a recv
+  int source = -1;  // of a recv
   uint64_t sequence = 0;
 };
 
-// c10d's handle over ours. On CPU wait() blocks the thread; on CUDA it orders the current stream, and
-// blocks the thread only with a timeout or for a barrier. isCompleted() asks the device now.
+// c10d's handle over ours. On CPU wait() blocks the thread; on CUDA it orders the current stream,
+// and blocks the thread only with a timeout or for a barrier. isCompleted() asks the device now.
 //
 // Threads: any. Life: it keeps its TorchWorks, which keep their tensors until they are done.
 class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
@@ -46,8 +46,8 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   void blockCurrentStream() override;
   uint64_t getSequencenumber() const override { return parts_.sequence; }
 
-  // A list of the outputs. CPU: completes when the operation does, with its error if it has one. CUDA:
-  // complete at once, and whoever waits for it orders its own stream after the operation.
+  // A list of the outputs. CPU: completes when the operation does, with its error if it has one.
+  // CUDA: complete at once, and whoever waits for it orders its own stream after the operation.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   // c10d::WorkResult as a number. CPU only.
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;

@@ -1,0 +1,153 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/c10d/backend_wrapper.h"
+#include "torch_overlap/python/bindings.h"
+
+namespace torch_overlap::python {
+namespace {
+
+namespace py = pybind11;
+using WrapperPtr = c10::intrusive_ptr<BackendWrapper>;
+using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
+
+// The process groups that exist, for the interpreter's end.
+struct LiveGroups {
+  std::mutex mutex;
+  std::vector<c10::weak_intrusive_ptr<BackendWrapper>> groups;
+};
+
+LiveGroups& live() {
+  static auto* instance = new LiveGroups;
+  return *instance;
+}
+
+WrapperPtr remember(WrapperPtr group) {
+  const std::lock_guard lock(live().mutex);
+  std::erase_if(live().groups, [](const auto& weak) { return weak.expired(); });
+  live().groups.emplace_back(group);
+  return group;
+}
+
+void abort_groups() {
+  std::vector<WrapperPtr> left;
+  {
+    const std::lock_guard lock(live().mutex);
+    for (const auto& weak : live().groups) {
+      if (auto group = weak.lock()) left.push_back(std::move(group));
+    }
+    live().groups.clear();
+  }
+  for (const auto& group : left) group->abort();
+}
+
+// Rank and size of the group come from c10d, not from the environment.
+WrapperPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                      const std::string& group_name, std::chrono::milliseconds timeout,
+                      const std::optional<OptionsPtr>& options) {
+  auto mine = options ? c10::make_intrusive<BackendOptions>(**options)
+                      : c10::make_intrusive<BackendOptions>();
+  mine->group_name = group_name;
+  mine->timeout = timeout;
+  return remember(c10::make_intrusive<BackendWrapper>(store, rank, size, std::move(mine)));
+}
+
+OptionsPtr make_options(const std::optional<std::map<std::string, std::string>>& backends,
+                        const std::optional<Hints>& hints,
+                        std::optional<bool> is_high_priority_stream,
+                        std::optional<bool> abort_process_on_timeout_or_error,
+                        std::optional<std::chrono::milliseconds> timeout) {
+  auto options = c10::make_intrusive<BackendOptions>(timeout.value_or(kBackendDefaultTimeout));
+  if (backends) options->backends = *backends;
+  if (hints) options->comm.hints = *hints;
+  options->comm.is_high_priority_stream = is_high_priority_stream;
+  options->comm.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error;
+  return options;
+}
+
+BackendWrapper::CommPtr comm_of(BackendWrapper& self, std::optional<c10::Device> device) {
+  if (device) return self.comm_for(*device);
+  auto comms = self.comms();
+  TORCH_OVERLAP_CHECK(comms.size() == 1, kValue,
+                      "get_comm: expected a device, because this group has ", comms.size(),
+                      " communicators, got none; pass the device of your tensors");
+  return comms.front();
+}
+
+constexpr const char* kOptionsDoc =
+    R"(pg_options of init_process_group and new_group with backend "torch_overlap".
+
+backends: the communicator backend of each device type; by default {"cpu": "gloo", "cuda": "nccl"}. Without "cpu"
+    no CPU communicator is made.
+hints, is_high_priority_stream, abort_process_on_timeout_or_error: as in torch_overlap.new_comm.
+timeout: what DeviceMesh passes on to the groups that it makes; init_process_group and new_group have their own.)";
+
+constexpr const char* kWrapperDoc =
+    R"(torch.distributed's backend "torch_overlap", or one process group's end over an existing communicator.
+
+Register it with ProcessGroup._register_backend. shutdown() finalizes the communicator, if nobody has.)";
+
+}  // namespace
+
+void register_c10d(py::module_& module) {
+  py::class_<BackendOptions, c10d::Backend::Options, OptionsPtr>(module, "BackendOptions",
+                                                                 kOptionsDoc)
+      .def(py::init(&make_options), py::kw_only(), py::arg("backends") = py::none(),
+           py::arg("hints") = py::none(), py::arg("is_high_priority_stream") = py::none(),
+           py::arg("abort_process_on_timeout_or_error") = py::none(),
+           py::arg("timeout") = py::none())
+      .def_readwrite("backends", &BackendOptions::backends)
+      .def_property(
+          "hints", [](const BackendOptions& self) { return self.comm.hints; },
+          [](BackendOptions& self, Hints hints) { self.comm.hints = std::move(hints); })
+      .def_property(
+          "is_high_priority_stream",
+          [](const BackendOptions& self) { return self.comm.is_high_priority_stream; },
+          [](BackendOptions& self, std::optional<bool> value) {
+            self.comm.is_high_priority_stream = value;
+          })
+      .def_property(
+          "abort_process_on_timeout_or_error",
+          [](const BackendOptions& self) { return self.comm.abort_process_on_timeout_or_error; },
+          [](BackendOptions& self, std::optional<bool> value) {
+            self.comm.abort_process_on_timeout_or_error = value;
+          })
+      // split_group copies its parent's options.
+      .def("__copy__",
+           [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def(
+          "__deepcopy__",
+          [](const BackendOptions& self, const py::dict& /*memo*/) {
+            return c10::make_intrusive<BackendOptions>(self);
+          },
+          py::arg("memo"));
+
+  py::class_<BackendWrapper, c10d::Backend, WrapperPtr>(module, "_BackendWrapper", kWrapperDoc,
+                                                        py::release_gil_before_calling_cpp_dtor())
+      .def(py::init([](BackendWrapper::CommPtr comm) {
+             return remember(c10::make_intrusive<BackendWrapper>(std::move(comm)));
+           }),
+           py::arg("comm").none(false), py::call_guard<py::gil_scoped_release>())
+      .def_static("_make_group", &make_group, py::call_guard<py::gil_scoped_release>(),
+                  py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
+                  py::arg("timeout"), py::arg("options") = py::none())
+      .def("get_comm", &comm_of, py::call_guard<py::gil_scoped_release>(),
+           py::arg("device") = py::none(),
+           "The communicator that tensors on `device` use; made if need be, which is collective.")
+      .def_property_readonly("options", &BackendWrapper::getBackendOptions)
+      .def("_set_default_timeout", &BackendWrapper::setTimeout, py::arg("timeout"))
+      .def("split", &BackendWrapper::split, py::call_guard<py::gil_scoped_release>(),
+           py::arg("store"), py::arg("ranks"), py::arg("options"))
+      // With a bound device, new_group calls this on the ranks that are not in the new group. That
+      // group is made from the store, so they have nothing to do.
+      .def("perform_nocolor_split", [](BackendWrapper&, const c10::Device&) {}, py::arg("device"));
+
+  module.def("_abort_groups", &abort_groups, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace torch_overlap::python
