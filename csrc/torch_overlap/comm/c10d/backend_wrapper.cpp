@@ -243,8 +243,12 @@ void BackendWrapper::shutdown() {
 }
 
 void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const auto shared = store();
+  TORCH_OVERLAP_CHECK(shared, kUnsupported,
+                      "monitored_barrier: expected a communicator with peers, got one of backend '",
+                      fixed_->backend_name(), "'; use barrier");
   const std::string key = concat("monitored_barrier/", monitored_barriers_.fetch_add(1));
-  monitored_barrier(*store(), key, getRank(), getSize(), op_options(opts.timeout).timeout,
+  monitored_barrier(*shared, key, getRank(), getSize(), op_options(opts.timeout).timeout,
                     wait_all_ranks);
 }
 

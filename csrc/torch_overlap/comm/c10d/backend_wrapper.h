@@ -62,6 +62,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
 
   // The communicator that `device` uses; makes it if need be (collective).
   CommPtr comm_for(c10::Device device);
+  // What this group alone writes into; null over a communicator without peers.
+  c10::intrusive_ptr<c10d::Store> store() const;
   // All communicators of the whole group that exist.
   std::vector<CommPtr> comms() const;
 
@@ -147,8 +149,6 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   std::pair<CommPtr, int> comm_for_peer(c10::Device device, int peer, std::string_view op);
   c10::Device barrier_device(const c10d::BarrierOptions& opts) const;
   std::vector<CommPtr> all_comms() const;
-  c10::intrusive_ptr<c10d::Store> store() const;
-
   OpOptions op_options(Ms timeout) const;
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);

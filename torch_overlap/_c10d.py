@@ -1,0 +1,48 @@
+"""torch.distributed's backend "torch_overlap": registered when torch_overlap is imported.
+
+`init_process_group(backend="torch_overlap")`, per-device strings ("cpu:torch_overlap,cuda:nccl"), `new_group`,
+`split_group` and `init_device_mesh` then work as with a stock backend. What differs is said at BackendOptions, and:
+
+- Tags are not sent; messages between two ranks match in the order of issue. There is no recv from any source.
+- `torch.distributed.monitored_barrier` insists on gloo; call the group's own: `group.monitored_barrier(timeout)`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+BACKEND_NAME = "torch_overlap"
+
+
+def _make_group(c10d_options: Any, pg_options: Any) -> Any:
+    """What c10d calls for every new process group: one object for all its device types."""
+    from torch_overlap._C import BackendOptions, _BackendWrapper
+
+    if pg_options is not None and not isinstance(pg_options, BackendOptions):
+        raise TypeError(
+            f"init_process_group: expected pg_options to be torch_overlap.BackendOptions, got {type(pg_options).__name__}; "
+            "leave it out or make one"
+        )
+    return _BackendWrapper._make_group(
+        c10d_options.store,
+        c10d_options.group_rank,
+        c10d_options.group_size,
+        c10d_options.group_id,
+        c10d_options.timeout,
+        pg_options,
+    )
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed. Does nothing in a torch without it, or a second time."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or BACKEND_NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND_NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+
+    from torch_overlap._C import _abort_groups
+
+    # A program may end without destroy_process_group; no thread of a group may outlive the interpreter.
+    atexit.register(_abort_groups)

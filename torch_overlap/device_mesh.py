@@ -1,0 +1,122 @@
+"""DeviceMesh over communicators that exist already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_overlap._C import TorchComm, _BackendWrapper
+from torch_overlap._c10d import BACKEND_NAME
+
+__all__ = ["init_device_mesh"]
+
+
+def init_device_mesh(
+    mesh_dim_comms: Sequence[TorchComm],
+    mesh_dim_names: Sequence[str],
+    _global_comm: TorchComm | None = None,
+) -> DeviceMesh:
+    """A DeviceMesh whose dimension i communicates through `mesh_dim_comms[i]`, outermost dimension first.
+
+    The ranks of the mesh are those of `_global_comm`, laid out row by row: along dimension i, this rank is rank
+    `mesh_dim_comms[i].get_rank()`. `_global_comm` is needed when there are several dimensions; it becomes
+    torch.distributed's default process group, unless that exists and has the same rank and size.
+
+    The process groups use the communicators, they make no new ones. `torch.distributed.destroy_process_group()` takes
+    them away and finalizes the communicators. One rank a process: not for ranks that are threads.
+
+    Raises:
+        ValueError: names, sizes, devices or ranks do not fit. Nothing is registered then.
+    """
+    comms, names = list(mesh_dim_comms), tuple(mesh_dim_names)
+    world = _global_comm if _global_comm is not None or len(comms) != 1 else comms[0]
+    sizes = [comm.get_size() for comm in comms]
+    _check_arguments(comms, names, world)
+    assert world is not None
+    mesh = torch.arange(math.prod(sizes), dtype=torch.int).reshape(sizes)
+    coordinates = [int(c[0]) for c in torch.nonzero(mesh == world.get_rank(), as_tuple=True)]
+    for name, comm, coordinate in zip(names, comms, coordinates, strict=True):
+        if comm.get_rank() != coordinate:
+            raise ValueError(
+                f"init_device_mesh: expected rank {coordinate} in the communicator of '{name}' for rank "
+                f"{world.get_rank()} of a mesh of {sizes}, got {comm.get_rank()}; give the outermost dimension first"
+            )
+
+    _set_default_group(world)
+    groups = []
+    for dim, (name, comm) in enumerate(zip(names, comms, strict=True)):
+        index: list[int | slice] = list(coordinates)
+        index[dim] = slice(None)
+        groups.append(_process_group(comm, [int(r) for r in mesh[tuple(index)]], f"mesh_{name}"))
+    device_type = comms[0].get_device().type
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=names)
+
+
+def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: TorchComm | None) -> None:
+    if not comms or len(comms) != len(names) or len(set(names)) != len(names):
+        raise ValueError(
+            f"init_device_mesh: expected one name of its own for each communicator, got {len(comms)} communicators "
+            f"and names {list(names)}"
+        )
+    if world is None:
+        raise ValueError(
+            f"init_device_mesh: expected _global_comm for {len(comms)} dimensions, got None; pass the communicator of all"
+        )
+    types = {comm.get_device().type for comm in [world, *comms]}
+    if len(types) != 1:
+        raise ValueError(f"init_device_mesh: expected communicators of one device type, got {sorted(types)}")
+    sizes = [comm.get_size() for comm in comms]
+    if math.prod(sizes) != world.get_size():
+        raise ValueError(
+            f"init_device_mesh: expected dimensions whose product is {world.get_size()}, the size of the global "
+            f"communicator, got {sizes}"
+        )
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (world.get_rank(), world.get_size()):
+        raise ValueError(
+            f"init_device_mesh: expected a default process group of rank {world.get_rank()} and size {world.get_size()} "
+            f"like the global communicator, got rank {dist.get_rank()} and size {dist.get_world_size()}; call "
+            "destroy_process_group first"
+        )
+
+
+def _set_default_group(world: TorchComm) -> None:
+    if not dist.is_initialized():
+        group = _process_group(world, list(range(world.get_size())), "default_pg")
+        c10d._update_default_pg(group)
+
+
+def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.ProcessGroup:
+    """The process group over `comm`, which is registered as c10d registers its own; the same one for a second call."""
+    world, name = c10d._world, comm.get_name()
+    for group, group_name in world.pg_names.items():
+        if group_name == name:
+            return group
+    backend = _BackendWrapper(comm)
+    store = backend._store if backend._store is not None else dist.HashStore()
+    device = comm.get_device()
+    group = dist.ProcessGroup(store, comm.get_rank(), comm.get_size())
+    if device.type != "cpu":
+        group.bound_device_id = device
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+    group_name = c10d.GroupName(name)
+    world.pg_map[group] = (dist.Backend(BACKEND_NAME), store)
+    world.pg_names[group] = group_name
+    world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
+    world.pg_backend_config[group] = f"{device.type}:{BACKEND_NAME}"
+    tag = f"ptd:{name}"
+    world.pg_to_tag[group] = tag
+    for key in ("", tag):
+        world.tags_to_pg.setdefault(key, []).append(group)
+    c10d._register_process_group(group_name, group)
+    return group
