@@ -1,0 +1,141 @@
+"""One training step: forward, backward, gradients summed over the ranks, clipping, AdamW. On CUDA, one graph."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_overlap as to
+from gpt.model import GPT, Config
+from gpt.text import Text, batch
+
+EAGER_STEPS = 3  # before the capture: libraries choose their algorithms and make their workspaces
+
+
+class Gradients:
+    """All gradients in one flat tensor; every parameter's .grad is a view into it.
+
+        | loss | norm^2 of split | replicated parameters | split parameters |
+        '------------- one all_reduce: the bucket -------'
+
+    A replicated parameter's gradient is, before the all_reduce, the sum over this rank's rows; a split one's is complete.
+    The bucket also carries this rank's share of the loss and of the squared norm.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device) -> None:
+        groups = [[p for p in parameters if p.is_split == split] for split in (False, True)]  # type: ignore[attr-defined]
+        sizes = [sum(p.numel() for p in group) for group in groups]
+        self.flat = torch.zeros(2 + sum(sizes), device=device)
+        self.loss, self.split_norm2 = self.flat[0], self.flat[1]
+        self.bucket = self.flat[: 2 + sizes[0]]
+        self.replicated, self.split = self.flat[2:].split(sizes)
+        for flat, group in zip((self.replicated, self.split), groups, strict=True):
+            for p, grad in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                p.grad = grad.view_as(p)
+
+    def reduce_and_clip(self, comm: to.TorchComm, loss: Tensor, max_norm: float) -> None:
+        """Scales the gradients so that their norm over all ranks is at most `max_norm`. Only tensor operations."""
+        self.loss.copy_(loss.detach())
+        self.split_norm2.copy_(self.split.square().sum())
+        comm.all_reduce(self.bucket, to.ReduceOp.SUM, async_op=False)
+        norm = (self.replicated.square().sum() + self.split_norm2).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.replicated.mul_(scale)
+        self.split.mul_(scale)
+
+
+class Trainer:
+    """A model, its optimizer and the text, stepped together by all ranks of a communicator.
+
+    Everything that a step reads or writes lives in tensors whose addresses never change, so that a CUDA graph of the
+    step can be replayed: inputs, targets and the learning rate are copied in, the loss is copied out.
+    """
+
+    def __init__(self, config: Config, comm: to.TorchComm, text: Text, *, batch_size: int, steps: int, rate: float,
+                 seed: int, dtype: torch.dtype, algorithm: str, graph: bool) -> None:  # fmt: skip
+        self.config, self.comm, self.text = config, comm, text
+        self.batch_size, self.steps, self.rate, self.seed = batch_size, steps, rate, seed
+        self.device = comm.get_device()
+        cuda = self.device.type == "cuda"
+        self.model = GPT(config, comm, seed=seed, device=self.device, dtype=dtype, algorithm=algorithm)
+        parameters = list(self.model.parameters())
+        self.gradients = Gradients(parameters, self.device)
+        self.learning_rate = torch.zeros((), device=self.device)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=self.learning_rate, betas=(0.9, 0.95), fused=True, capturable=cuda,
+        )  # fmt: skip
+        per_rank = config.sequence // comm.get_size()
+        self.rows = slice(comm.get_rank() * per_rank, (comm.get_rank() + 1) * per_rank)
+        self.inputs, self.targets = torch.zeros(2, per_rank, batch_size, dtype=torch.int64, device=self.device)
+        self.losses = torch.full((steps,), math.nan, device=self.device)
+        self.graph = torch.cuda.CUDAGraph() if graph and cuda else None
+        self.stream = torch.cuda.Stream() if self.graph is not None else None
+        self.captured = False
+
+    def train_step(self, step: int) -> None:
+        """Collective. Its loss is in losses[step] once the device has come so far; the host does not wait for it."""
+        self._load(self.text.train, self.seed, step)
+        self.learning_rate.fill_(self._rate_at(step))
+        self.run_step(step)
+        self.losses[step].copy_(self.gradients.loss)
+
+    def run_step(self, step: int) -> None:
+        """The step on the inputs that are there. On CUDA: a few eager ones, then a replay of the captured one."""
+        if self.graph is None:
+            self._compute()
+            return
+        assert self.stream is not None
+        if step >= EAGER_STEPS and not self.captured:
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._compute()
+            self.captured = True
+        if self.captured:
+            self.graph.replay()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._compute()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _compute(self) -> None:
+        self.gradients.flat.zero_()
+        loss = self._mean_loss()
+        loss.backward()
+        self.gradients.reduce_and_clip(self.comm, loss, max_norm=1.0)
+        self.optimizer.step()
+
+    def _mean_loss(self) -> Tensor:
+        """This rank's part of the mean over all tokens: the ranks' parts add up to it, and so do their gradients."""
+        logits = self.model(self.inputs)
+        total = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
+        return total / (self.config.sequence * self.batch_size)
+
+    @torch.no_grad()
+    def validation_loss(self, batches: int = 8) -> float:
+        """Collective. The mean loss over windows of the text that is not trained on."""
+        total = torch.zeros((), device=self.device)
+        for step in range(batches):
+            self._load(self.text.valid, self.seed + 1, step)
+            total += self._mean_loss() / batches
+        self.comm.all_reduce(total, to.ReduceOp.SUM, async_op=False)
+        return total.item()
+
+    def _load(self, data: Tensor, seed: int, step: int) -> None:
+        windows = batch(data, seed=seed, step=step, size=self.batch_size, sequence=self.config.sequence, rows=self.rows)
+        for static, new in zip((self.inputs, self.targets), windows, strict=True):
+            static.copy_(new.pin_memory() if self.device.type == "cuda" else new, non_blocking=True)
+
+    def _rate_at(self, step: int) -> float:
+        """Linear warm-up over the first twentieth, then a cosine down to a tenth."""
+        warmup = max(1, self.steps // 20)
+        if step < warmup:
+            return self.rate * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))

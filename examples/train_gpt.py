@@ -1,0 +1,157 @@
+"""Trains a small GPT on Python's own source code, tensor parallel with sequence parallelism through torch_overlap.
+
+    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py
+
+On CPU (gloo) or GPUs (NCCL; the whole step is one CUDA graph). Ends with a sample of generated text, a loss curve, a
+timeline of one step, and a check: the first steps again on one rank must give the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from gpt.interrupt import Interrupt
+
+INTERRUPT = Interrupt()  # before torch is imported: that takes seconds, in which Ctrl-C must work too
+
+import torch  # noqa: E402
+from gpt import plots, timeline  # noqa: E402
+from gpt.model import Config  # noqa: E402
+from gpt.progress import Progress  # noqa: E402
+from gpt.sample import generate  # noqa: E402
+from gpt.text import Text, read  # noqa: E402
+from gpt.training import Trainer  # noqa: E402
+
+import torch_overlap as to  # noqa: E402
+
+# What differs between the devices: sizes that train in about a minute, and the check's tolerance by dtype.
+DEFAULTS = {
+    "cpu": {"dtype": "float32", "dim": 128, "layers": 4, "heads": 4, "sequence": 256, "batch": 4, "steps": 1000, "rate": 4e-3},
+    "cuda": {"dtype": "bfloat16", "dim": 1024, "layers": 8, "heads": 16, "sequence": 1024, "batch": 16, "steps": 600, "rate": 1e-3},
+}  # fmt: skip
+TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+PROMPT = "import os\n\n\ndef "
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, help="training steps (default: 1000 on cpu, 600 on cuda)")
+    add("--check-steps", type=int, default=20, help="steps that the one-rank check repeats; 0: no check (default: 20)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
+    add("--dtype", choices=tuple(TOLERANCE), help="of the matrix products (default: float32 on cpu, bfloat16 on cuda)")
+    add("--out", type=Path, default=Path("build/train_gpt"), help="folder for plots and the trace (default: %(default)s)")
+    add("--no-graph", action="store_true", help="on cuda: run every step eagerly, not as a CUDA graph")
+    add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
+    add("--algorithm", choices=("auto", "sequential", "chunked"), default="auto", help="of the fused operators (default: auto)")
+    for name in ("dim", "layers", "heads", "sequence", "batch"):
+        add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
+    add("--rate", type=float, help="highest learning rate (default: depends on the device)")
+    add("--sample", type=int, default=400, help="bytes of text to generate (default: 400)")
+    args = parser.parse_args()
+    if args.device is None:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        args.device = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> Trainer:
+    config = Config(args.dim, args.layers, args.heads, args.sequence)
+    return Trainer(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
+                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, graph=not args.no_graph)  # fmt: skip
+
+
+def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[float]:
+    progress = Progress(args.steps, args.batch * args.sequence, shown=shown)
+    for step in range(args.steps):
+        trainer.train_step(step)
+        progress.update(step + 1, trainer.losses[step])
+    losses = trainer.losses.tolist()
+    if shown:
+        print(f"{progress.summary()}, loss {losses[0]:.3f} -> {plots.smoothed(losses)[-1]:.3f}", flush=True)
+    return losses
+
+
+def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, shown: bool) -> None:
+    """Collective: the loss on held-out text, a sample, and the files."""
+    validation = trainer.validation_loss()
+    sample = generate(trainer.model, trainer.comm, args.sequence, PROMPT, args.sample, seed=args.seed)
+    trainer.learning_rate.zero_()  # the profiled step changes no weight
+
+    def step() -> None:
+        trainer.run_step(args.steps)
+
+    if not shown:
+        step()
+        return
+    print(f"loss on files that were not trained on: {validation:.3f}\n--- sample {'-' * 60}\n{sample}\n{'-' * 71}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    spans = timeline.record(step, args.out / "trace.json")
+    if not plots.available():
+        print(plots.NO_MATPLOTLIB)
+        return
+    plots.draw_losses(losses, validation, args.out / "loss.png")
+    plots.draw_timeline(spans, args.out / "timeline.png")
+    print(f"wrote {args.out}/loss.png, timeline.png and trace.json", flush=True)
+
+
+def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
+    """Collective: rank 0 trains the first steps again, alone; every rank gets the verdict."""
+    steps = min(args.check_steps, args.steps)
+    alone = comm.split([comm.get_rank()] if comm.get_rank() == 0 else [], name="alone")
+    verdict = torch.zeros(1, device=comm.get_device())
+    if alone is not None:
+        reference = make_trainer(args, alone, text)
+        for step in range(steps):
+            reference.train_step(step)
+        expected = reference.losses[:steps].tolist()
+        verdict.fill_(compare(losses, expected, TOLERANCE[args.dtype], comm.get_size(), args.dtype))
+        del reference  # its graph holds on to the communicator
+        alone.finalize()
+    comm.broadcast(verdict, 0, async_op=False)
+    return bool(verdict.item())
+
+
+def compare(losses: list[float], expected: list[float], tolerance: float, ranks: int, dtype: str) -> bool:
+    for step, (got, want) in enumerate(zip(losses, expected, strict=False)):
+        if not abs(got - want) <= tolerance:  # also true for NaN
+            print(f"train_gpt: expected the one-rank loss {want:.6f} within {tolerance:g} at step {step}, got {got:.6f} on "
+                  f"{ranks} ranks; compare --algorithm sequential and --no-graph", file=sys.stderr)  # fmt: skip
+            return False
+    worst = max(abs(got - want) for got, want in zip(losses, expected, strict=False))
+    print(f"check: {len(expected)} steps on {ranks} ranks equal one rank's within {worst:.1e} (allowed {tolerance:g}, {dtype})")
+    return True
+
+
+def main() -> int:
+    args = parse_arguments()
+    comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
+    INTERRUPT.protect(comm)
+    shown = comm.get_rank() == 0
+    text = read(comm)
+    trainer = make_trainer(args, comm, text)
+    if shown:
+        size = sum(p.numel() * (comm.get_size() if p.is_split else 1) for p in trainer.model.parameters())
+        print(f"{size / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
+              f"{text.train.numel() / 1e6:.1f} MB of text from {text.files} files", flush=True)  # fmt: skip
+    losses = train(args, trainer, shown=shown)
+    report(args, trainer, losses, shown=shown)
+    good = check(args, comm, text, losses) if args.check_steps > 0 else True
+    del trainer
+    comm.finalize()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:
+        INTERRUPT.hold_if_received()
+        raise
+    sys.exit(code)
