@@ -19,6 +19,7 @@ INTERRUPT = Interrupt()  # before torch is imported: that takes seconds, in whic
 
 import torch  # noqa: E402
 from gpt import plots, timeline  # noqa: E402
+from gpt.check import compare  # noqa: E402
 from gpt.model import Config  # noqa: E402
 from gpt.progress import Progress  # noqa: E402
 from gpt.sample import generate  # noqa: E402
@@ -29,9 +30,9 @@ import torch_overlap as to  # noqa: E402
 
 # What differs between the devices: sizes that train in about a minute, and the check's tolerance by dtype.
 DEFAULTS = {
-    "cpu": {"dtype": "float32", "dim": 128, "layers": 4, "heads": 4, "sequence": 256, "batch": 4, "steps": 1000, "rate": 4e-3},
-    "cuda": {"dtype": "bfloat16", "dim": 1024, "layers": 8, "heads": 16, "sequence": 1024, "batch": 16, "steps": 600, "rate": 1e-3},
-}  # fmt: skip
+    "cpu": dict(dtype="float32", dim=128, layers=4, heads=4, sequence=256, batch=4, steps=1000, rate=4e-3),
+    "cuda": dict(dtype="bfloat16", dim=1024, layers=8, heads=16, sequence=1024, batch=16, steps=600, rate=1e-3),
+}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 PROMPT = "import os\n\n\ndef "
 
@@ -43,10 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--check-steps", type=int, default=20, help="steps that the one-rank check repeats; 0: no check (default: 20)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if every rank of this host can have a GPU, else cpu")
     add("--dtype", choices=tuple(TOLERANCE), help="of the matrix products (default: float32 on cpu, bfloat16 on cuda)")
-    add("--out", type=Path, default=Path("build/train_gpt"), help="folder for plots and the trace (default: %(default)s)")
+    add("--out", type=Path, default=Path("build/train_gpt"), help="folder for plots and trace (default: %(default)s)")
     add("--no-graph", action="store_true", help="on cuda: run every step eagerly, not as a CUDA graph")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
-    add("--algorithm", choices=("auto", "sequential", "chunked"), default="auto", help="of the fused operators (default: auto)")
+    add("--algorithm", choices=("auto", "sequential", "chunked"), default="auto", help="of the fused operators")
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
     add("--rate", type=float, help="highest learning rate (default: depends on the device)")
@@ -103,30 +104,21 @@ def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, s
 
 def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
     """Collective: rank 0 trains the first steps again, alone; every rank gets the verdict."""
-    steps = min(args.check_steps, args.steps)
-    alone = comm.split([comm.get_rank()] if comm.get_rank() == 0 else [], name="alone")
-    verdict = torch.zeros(1, device=comm.get_device())
+    steps, tolerance = min(args.check_steps, args.steps), TOLERANCE[args.dtype]
+    alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
+    good = torch.zeros(1, device=comm.get_device())
     if alone is not None:
         reference = make_trainer(args, alone, text)
         for step in range(steps):
             reference.train_step(step)
-        expected = reference.losses[:steps].tolist()
-        verdict.fill_(compare(losses, expected, TOLERANCE[args.dtype], comm.get_size(), args.dtype))
+        verdict = compare(losses[:steps], reference.losses[:steps].tolist(), tolerance)
+        good.fill_(verdict.good)
+        stream = sys.stdout if verdict.good else sys.stderr
+        print(f"check against one rank, {args.dtype}: {verdict.text}", file=stream, flush=True)
         del reference  # its graph holds on to the communicator
         alone.finalize()
-    comm.broadcast(verdict, 0, async_op=False)
-    return bool(verdict.item())
-
-
-def compare(losses: list[float], expected: list[float], tolerance: float, ranks: int, dtype: str) -> bool:
-    for step, (got, want) in enumerate(zip(losses, expected, strict=False)):
-        if not abs(got - want) <= tolerance:  # also true for NaN
-            print(f"train_gpt: expected the one-rank loss {want:.6f} within {tolerance:g} at step {step}, got {got:.6f} on "
-                  f"{ranks} ranks; compare --algorithm sequential and --no-graph", file=sys.stderr)  # fmt: skip
-            return False
-    worst = max(abs(got - want) for got, want in zip(losses, expected, strict=False))
-    print(f"check: {len(expected)} steps on {ranks} ranks equal one rank's within {worst:.1e} (allowed {tolerance:g}, {dtype})")
-    return True
+    comm.broadcast(good, 0, async_op=False)
+    return bool(good.item())
 
 
 def main() -> int:

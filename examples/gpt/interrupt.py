@@ -23,7 +23,7 @@ class Interrupt:
 
     Python runs a signal handler between two instructions of the main thread; a thread that waits in a collective for a
     rank that is gone never comes to the next one. So a thread listens on the wakeup descriptor, into which the signal
-    itself writes; it aborts the communicator, which ends every wait and lets the other ranks know, and ends the process.
+    itself writes; it aborts the communicator, which ends every wait here and at the peers, and then the process.
     """
 
     def __init__(self) -> None:

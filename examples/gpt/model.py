@@ -41,11 +41,11 @@ class Config:
             ("dim", self.dim, 2 * self.heads),
         ):
             if value % by != 0:
-                raise ValueError(f"train_gpt: expected {what} divisible by {by}, got {value}; change --{what} or the ranks")
+                raise ValueError(f"train_gpt: expected --{what} divisible by {by}, got {value}; change it or the ranks")
 
 
 class Init:
-    """Draws full weights in a fixed order on the CPU and keeps this rank's part: the model does not depend on the ranks."""
+    """Draws full weights in a fixed order on the CPU and keeps this rank's part: any number of ranks, one model."""
 
     def __init__(self, comm: to.TorchComm, seed: int, device: torch.device) -> None:
         self.rank, self.size, self.device = comm.get_rank(), comm.get_size(), device

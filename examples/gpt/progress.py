@@ -30,12 +30,12 @@ class Progress:
         rate = (done - self.last_step) * self.tokens_per_step / (now - self.last_time)
         self.last_step, self.last_time = done, now
         left = (now - self.started) / done * (self.steps - done)
-        text = f"step {done:>{len(str(self.steps))}}/{self.steps}  loss {value:.4f}  {rate:>9,.0f} tokens/s  {left:4.0f} s left"
+        count = f"step {done:>{len(str(self.steps))}}/{self.steps}"
+        text = f"{count}  loss {value:.4f}  {rate:>9,.0f} tokens/s  {left:4.0f} s left"
         if self.terminal:
             filled = WIDTH * done // self.steps
-            print(f"\r[{'#' * filled}{'.' * (WIDTH - filled)}] {text}", end="\n" if done == self.steps else "", flush=True)
-        else:
-            print(text, flush=True)
+            text = f"\r[{'#' * filled}{'.' * (WIDTH - filled)}] {text}"
+        print(text, end="" if self.terminal and done < self.steps else "\n", flush=True)
 
     def _is_due(self, done: int) -> bool:
         if done in (1, self.steps):

@@ -13,7 +13,7 @@ def generate(model: GPT, comm: to.TorchComm, sequence: int, prompt: str, length:
              temperature: float = 0.7) -> str:  # fmt: skip
     """Collective: every rank computes its rows of the window and gets the same text.
 
-    The logits that matter are those at the last byte: the rank that has this row puts them in, the sum brings them to all.
+    The logits that matter are those at the last byte: the rank that has this row puts them into a sum over all.
     """
     device, per_rank = comm.get_device(), sequence // comm.get_size()
     first_row = comm.get_rank() * per_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def read(comm: to.TorchComm) -> Text:
     parts: list[Tensor] = []
     if comm.get_rank() == 0:
         files = stdlib_files()
-        parts = [to_bytes(files[i] for i in range(len(files)) if (i % 10 == 9) == held_out) for held_out in (False, True)]
+        parts = [to_bytes(f for i, f in enumerate(files) if (i % 10 == 9) == held_out) for held_out in (False, True)]
         sizes = torch.tensor([parts[0].numel(), parts[1].numel(), len(files)])
     sizes = shared(comm, sizes.to(device)).cpu()
     if comm.get_rank() != 0:
@@ -49,11 +50,11 @@ def stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [p for p in sorted(root.rglob("*.py")) if not SKIPPED & set(p.relative_to(root).parts)]
     if len(files) < 10:
-        raise RuntimeError(f"train_gpt: expected Python source files in {root}, got {len(files)}; use a full Python installation")
+        raise RuntimeError(f"train_gpt: expected Python's source files in {root}, got {len(files)}; use a full Python")
     return files
 
 
-def to_bytes(files) -> Tensor:
+def to_bytes(files: Iterable[Path]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in files)), dtype=torch.uint8)
 
 

@@ -21,7 +21,7 @@ class Gradients:
         | loss | norm^2 of split | replicated parameters | split parameters |
         '------------- one all_reduce: the bucket -------'
 
-    A replicated parameter's gradient is, before the all_reduce, the sum over this rank's rows; a split one's is complete.
+    Before the all_reduce a replicated parameter's gradient is the sum over this rank's rows; a split one's is complete.
     The bucket also carries this rank's share of the loss and of the squared norm.
     """
 

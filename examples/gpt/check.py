@@ -1,0 +1,22 @@
+"""Are two runs the same training?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    good: bool
+    text: str
+
+
+def compare(losses: list[float], expected: list[float], tolerance: float) -> Verdict:
+    """Step by step, each loss within `tolerance` of the expected one. NaN is within nothing."""
+    differences = [abs(got - want) for got, want in zip(losses, expected, strict=True)]
+    for step, difference in enumerate(differences):
+        if not difference <= tolerance:
+            wanted = f"expected loss {expected[step]:.6f} within {tolerance:g} at step {step}, got {losses[step]:.6f}"
+            return Verdict(False, f"{wanted}; --algorithm sequential and --no-graph narrow down what differs")
+    worst = max(differences, default=0.0)
+    return Verdict(True, f"{len(differences)} steps equal within {worst:.1e} (allowed: {tolerance:g})")

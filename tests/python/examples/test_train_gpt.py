@@ -1,0 +1,118 @@
+"""The training example: short runs of the real program on real ranks."""
+
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "train_gpt.py"
+TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / PROGRAM
+SMALL = ("--dim", 32, "--layers", 2, "--heads", 4, "--sequence", 64, "--batch", 4, "--sample", 20)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"step +\d+/\d+ +loss ([0-9.]+)", output)]
+
+
+def assert_trained_and_checked(code: int, output: str, out: Path, *, steps: int, tolerance: float) -> None:
+    assert code == 0, output
+    losses = losses_of(output)
+    assert losses[0] > 5.0, "a byte is one of 256: ln 256 = 5.5 at first"
+    assert losses[-1] < losses[0] - 1.0
+    difference = re.search(rf"{steps} steps equal within ([0-9.e+-]+) ", output)
+    assert difference is not None, output
+    assert float(difference[1]) <= tolerance
+    assert "--- sample" in output
+    assert (out / "trace.json").stat().st_size > 0
+    for name in ("loss.png", "timeline.png"):
+        assert (out / name).read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "algorithm", "dtype", "tolerance"),
+    [(2, "auto", "float32", 1e-3), (4, "sequential", "float32", 1e-3), (2, "chunked", "bfloat16", 2e-2)],
+)
+def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype, tolerance):
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", 40, "--algorithm", algorithm, "--dtype", dtype, "--out", tmp_path)
+    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, *arguments)
+    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("extra", [(), ("--no-graph",)], ids=["graph", "eager"])
+def test_trains_on_two_gpus_and_equals_one(launcher, tmp_path, extra):
+    pytest.importorskip("matplotlib")
+    arguments = ("--device", "cuda", "--dim", 256, "--layers", 2, "--sequence", 256, "--steps", 60, "--out", tmp_path)
+    code, output = launcher.torchrun(2, PROGRAM, *arguments, *extra, gpu=True)
+    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=2e-2)
+
+
+@pytest.mark.slow
+def test_fails_and_names_the_step_where_the_runs_part(launcher, tmp_path):
+    """A learning rate that turns every rounding error into another training."""
+    arguments = ("--steps", 8, "--check-steps", 8, "--rate", 1e8, "--out", tmp_path)
+    code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
+    assert code != 0
+    assert re.search(r"float32: expected loss \S+ within 0.001 at step \d, got \S+; ", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["import", "training"])
+def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
+    command = launcher.torchrun_command(2, PROGRAM, *SMALL, "--steps", 100_000, "--out", tmp_path)
+    process = launcher.start(command)
+    if after == "training":
+        wait_for_line(process, r"step +5000/")
+    else:
+        wait_until(lambda: len(launcher.running()) >= 3)
+        time.sleep(1.0)  # the ranks have begun to import torch
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert launcher.all_gone(seconds=5)
+    assert PROGRAM not in "".join(re.findall(r'File ".*"', output)), f"a rank printed a traceback:\n{output}"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        launcher.start(
+            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(tmp_path)],
+            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    wait_for_line(ranks[0], r"step +5000/")
+    for process in ranks:
+        process.send_signal(signal.SIGINT)
+    outputs = [process.communicate(timeout=30)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [130, 130], outputs
+    assert "interrupted: ending all ranks" in outputs[0]
+    assert not any("Traceback" in output for output in outputs), outputs
+
+
+def wait_for_line(process, pattern: str) -> None:
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if re.match(pattern, line):
+            return
+    raise AssertionError("the program ended:\n" + "".join(seen))
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
