@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 
-COMM = re.compile(r"nccl|chunk_comm|all_gather|reduce_scatter|all_reduce|all_to_all|broadcast", re.IGNORECASE)
+COMM = re.compile(r"nccl|torch_overlap::(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast)_?$", re.IGNORECASE)
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|linear)$", re.IGNORECASE)
+CHUNK = re.compile(r"torch_overlap::chunk_(comm|wait)\[(\d+)\]")
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Span:
-    lane: str  # a stream of the GPU, or a thread
+    lane: str  # a stream of the GPU, a thread, or "in flight"
     kind: str  # "communication" or "GEMM"
     start: float  # microseconds since the step began
     end: float
@@ -29,9 +30,7 @@ def record(step: Callable[[], None], trace: Path) -> list[Span]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Collectives of the CPU run on threads of their own.
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(activities=activities, experimental_config=config, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -40,30 +39,44 @@ def record(step: Callable[[], None], trace: Path) -> list[Span]:
 
 
 def spans(events: list[dict]) -> list[Span]:
-    """Communication and GEMMs of a trace; of two that are nested in one lane, the outer one."""
-    complete = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op", "user_annotation")]
-    kernels = [e for e in complete if e["cat"] == "kernel"]
-    chosen = kernels or complete
-    lane_name = "stream {}" if kernels else "thread {}"
-    origin = min((e["ts"] for e in chosen), default=0.0)
+    """Communication and GEMMs of a trace: kernels by stream where there are any, else the host's spans by thread."""
+    complete = [e for e in events if e.get("ph") == "X"]
+    kernels = [e for e in complete if e.get("cat") == "kernel"]
+    chosen = kernels or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
+    chosen.sort(key=lambda e: (e["ts"], -e["dur"]))
+    lane = "stream {}" if kernels else "thread {}"
+    found = outermost(chosen, lane) + in_flight(chosen)
+    origin = min((s.start for s in found), default=0.0)
+    return [Span(s.lane, s.kind, s.start - origin, s.end - origin) for s in found]
+
+
+def outermost(events: list[dict], lane: str) -> list[Span]:
+    """Of spans that are nested in one lane, the outer one."""
     found: list[Span] = []
     covered: dict[str, float] = {}
-    for event in sorted(chosen, key=lambda e: (e["ts"], -e["dur"])):
-        kind = kind_of(event["name"])
-        lane = lane_name.format(event["tid"])
-        start, end = event["ts"] - origin, event["ts"] - origin + event["dur"]
-        if kind is None or end <= covered.get(lane, -1.0):
-            continue
-        covered[lane] = end
-        found.append(Span(lane, kind, start, end))
+    for event in events:
+        kind = "communication" if COMM.search(event["name"]) else "GEMM" if GEMM.search(event["name"]) else None
+        name, end = lane.format(event["tid"]), event["ts"] + event["dur"]
+        if kind is not None and end > covered.get(name, 0.0):
+            covered[name] = end
+            found.append(Span(name, kind, event["ts"], end))
     return found
 
 
-def kind_of(name: str) -> str | None:
-    """A fused operator is both, and shows as its parts."""
-    if "matmul" in name and "chunk" not in name:
-        return None
-    return "communication" if COMM.search(name) else "GEMM" if GEMM.search(name) else None
+def in_flight(events: list[dict]) -> list[Span]:
+    """The chunks of fused operators on CPU, sent in the background: from issue until they were waited for."""
+    found: list[Span] = []
+    issued: dict[str, list[float]] = {}
+    for event in events:
+        match = CHUNK.fullmatch(event["name"])
+        if match is None:
+            continue
+        what, chunk = match.groups()
+        if what == "comm":
+            issued.setdefault(chunk, []).append(event["ts"])
+        elif issued.get(chunk):
+            found.append(Span("in flight", "communication", issued[chunk].pop(0), event["ts"] + event["dur"]))
+    return found
 
 
 def hidden_share(found: Iterable[Span]) -> float:

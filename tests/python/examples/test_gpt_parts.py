@@ -54,18 +54,23 @@ def event(name: str, lane: int, start: float, end: float, category: str = "cpu_o
     return {"ph": "X", "cat": category, "name": name, "tid": lane, "ts": 100.0 + start, "dur": end - start}
 
 
-def test_the_timeline_shows_outermost_spans_by_lane(gpt):
-    timeline = gpt("timeline")
+def test_the_timeline_of_the_cpu_shows_gemms_and_chunks_in_flight(gpt):
     events = [
-        event("torch_overlap::chunk_gemm[0]", 1, 0, 10),
-        event("aten::mm", 1, 1, 9),
-        event("torch_overlap::chunk_comm[1]", 2, 2, 6),
-        event("aten::add", 1, 10, 12),
+        event("torch_overlap::all_gather_matmul", 1, 0, 30),
+        event("torch_overlap::chunk_comm[1]", 1, 0, 1, "user_annotation"),
+        event("torch_overlap::chunk_gemm[0]", 1, 2, 10, "user_annotation"),
+        event("aten::mm", 1, 3, 9),
+        event("torch_overlap::chunk_wait[1]", 1, 10, 12, "user_annotation"),
+        event("aten::linear", 1, 12, 20),
+        event("aten::mm", 1, 13, 19),
+        event("aten::add", 1, 30, 32),
+        event("torch_overlap::all_reduce_", 1, 32, 35),
     ]
-    spans = timeline.spans(events)
-    assert [(s.lane, s.kind, s.start, s.end) for s in spans] == [
-        ("thread 1", "GEMM", 0, 10),
-        ("thread 2", "communication", 2, 6),
+    assert [(s.lane, s.kind, s.start, s.end) for s in gpt("timeline").spans(events)] == [
+        ("thread 1", "GEMM", 2, 10),
+        ("thread 1", "GEMM", 12, 20),
+        ("thread 1", "communication", 32, 35),
+        ("in flight", "communication", 0, 12),
     ]
 
 
