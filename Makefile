@@ -61,6 +61,8 @@ endef
 
 check-python:
 	$(call say_what_is_missing,$(PYTHON))
+	@$(PYTHON) -c 'import setuptools, torch' || \
+	  { echo 'torch_overlap: $(PYTHON) lacks this; pip install $(TORCH) setuptools wheel cmake ninja'; exit 1; }
 
 # ---- build and test
 
