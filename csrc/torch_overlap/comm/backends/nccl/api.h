@@ -1,0 +1,101 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <string>
+#include <string_view>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// The NCCL functions that the backend calls, as a table: a test puts its own functions in to make
+// faults. loaded() is the libnccl of the process, which is torch's.
+struct TORCH_OVERLAP_API NcclApi {
+  decltype(&ncclGetVersion) get_version = ncclGetVersion;
+  decltype(&ncclGetErrorString) error_string = ncclGetErrorString;
+  decltype(&ncclGetLastError) last_error = ncclGetLastError;
+  decltype(&ncclGetUniqueId) get_unique_id = ncclGetUniqueId;
+  decltype(&ncclCommInitRankConfig) comm_init = ncclCommInitRankConfig;
+  decltype(&ncclCommSplit) comm_split = ncclCommSplit;
+  decltype(&ncclCommFinalize) comm_finalize = ncclCommFinalize;
+  decltype(&ncclCommDestroy) comm_destroy = ncclCommDestroy;
+  decltype(&ncclCommAbort) comm_abort = ncclCommAbort;
+  decltype(&ncclCommGetAsyncError) comm_async_error = ncclCommGetAsyncError;
+  decltype(&ncclCommUserRank) comm_user_rank = ncclCommUserRank;
+  decltype(&ncclGroupStart) group_start = ncclGroupStart;
+  decltype(&ncclGroupEnd) group_end = ncclGroupEnd;
+  decltype(&ncclRedOpCreatePreMulSum) red_op_create_premul_sum = ncclRedOpCreatePreMulSum;
+  decltype(&ncclRedOpDestroy) red_op_destroy = ncclRedOpDestroy;
+  decltype(&ncclAllReduce) all_reduce = ncclAllReduce;
+  decltype(&ncclReduce) reduce = ncclReduce;
+  decltype(&ncclBroadcast) broadcast = ncclBroadcast;
+  decltype(&ncclAllGather) all_gather = ncclAllGather;
+  decltype(&ncclReduceScatter) reduce_scatter = ncclReduceScatter;
+  decltype(&ncclSend) send = ncclSend;
+  decltype(&ncclRecv) recv = ncclRecv;
+  // Null before NCCL 2.28.
+  decltype(&ncclCommRevoke) comm_revoke;
+
+  NcclApi();
+  static const NcclApi& loaded();
+
+  // As NCCL counts it: 22809 is 2.28.9.
+  int version() const;
+};
+
+// "2.28.9"
+TORCH_OVERLAP_API std::string nccl_version_string(int version);
+
+// The version gate: throws kUnsupported, naming both versions, when the loaded NCCL is older than
+// `needed`. `what` is the feature.
+TORCH_OVERLAP_API void require_nccl(const NcclApi& api, int needed, std::string_view what);
+
+// A call into NCCL that failed.
+class TORCH_OVERLAP_API NcclError : public Error {
+ public:
+  NcclError(ncclResult_t result, const std::string& message)
+      : Error(ErrorKind::kRuntime, message), result_(result) {}
+  // The communicator cannot be used any more. A refused argument leaves it as it was.
+  bool is_fatal() const {
+    return result_ != ncclInvalidArgument && result_ != ncclInvalidUsage;
+  }
+
+ private:
+  ncclResult_t result_;
+};
+
+[[noreturn]] TORCH_OVERLAP_API void throw_nccl_error(const NcclApi& api, ncclResult_t result,
+                                                     std::string_view what);
+
+inline void nccl_check(const NcclApi& api, ncclResult_t result, std::string_view what) {
+  if (__builtin_expect(result == ncclSuccess, 1)) return;
+  throw_nccl_error(api, result, what);
+}
+
+// Calls between its constructor and end() become one operation of NCCL, none waiting for another.
+// A group never stays open: when an exception passes, it is closed, and NCCL drops what a failed
+// call left in it. Nothing but NCCL calls belongs inside.
+class NcclGroup {
+ public:
+  explicit NcclGroup(const NcclApi& api) : api_(api) {
+    nccl_check(api_, api_.group_start(), "ncclGroupStart");
+  }
+  ~NcclGroup() {
+    if (open_) (void)api_.group_end();
+  }
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  void end() {
+    open_ = false;
+    nccl_check(api_, api_.group_end(), "ncclGroupEnd");
+  }
+
+ private:
+  const NcclApi& api_;
+  bool open_ = true;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,346 @@
+#include "torch_overlap/comm/backends/nccl/backend.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/backends/nccl/primitives.h"
+#include "torch_overlap/common/cuda/check.h"
+
+namespace torch_overlap {
+namespace {
+
+// Asking the device about ended works costs as much as an event: not at each launch.
+constexpr unsigned kReapEvery = 8;
+constexpr size_t kReapAtMost = 32;
+constexpr auto kLockNap = std::chrono::milliseconds(100);
+constexpr auto kStopLimit = std::chrono::seconds(10);
+constexpr auto kHookLimit = std::chrono::seconds(10);
+
+void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
+  cuda::check(cudaEventRecord(event, stream.stream()), "cudaEventRecord");
+}
+
+void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
+  cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
+}
+
+std::string seconds(CudaWork::Clock::duration duration) {
+  return concat(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1e3,
+                " s");
+}
+
+// Leaves a forked stream as a leaf of the capture, also when the operation fails half way: else the
+// capture could not end any more.
+class LeafOnExit {
+ public:
+  LeafOnExit(c10::cuda::CUDAStream side, c10::cuda::CUDAStream origin)
+      : side_(side), origin_(origin) {}
+  ~LeafOnExit() {
+    try {
+      cuda::leave_as_leaf(side_.stream(), origin_.stream());
+    } catch (const Error& error) {
+      TORCH_WARN("the capture cannot end: ", error.what());
+    }
+  }
+  LeafOnExit(const LeafOnExit&) = delete;
+  LeafOnExit& operator=(const LeafOnExit&) = delete;
+
+ private:
+  c10::cuda::CUDAStream side_;
+  c10::cuda::CUDAStream origin_;
+};
+
+at::Tensor make_workspace(c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const at::Tensor workspace = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kByte));
+  // Filled now, so that no stream has to wait for it later.
+  c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
+  return workspace;
+}
+
+}  // namespace
+
+std::shared_ptr<NcclBackend> NcclBackend::create(const BackendContext& context,
+                                                 const NcclApi& api) {
+  std::shared_ptr<NcclBackend> backend(
+      new NcclBackend(context, NcclHandle::create(api, context)));
+  watch(backend);
+  return backend;
+}
+
+NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle)
+    : context_(context),
+      runtime_(std::make_shared<CommRuntime>(context.name, context.device.index(),
+                                             event_pool_size(context.options.hints))),
+      workspace_(make_workspace(context.device)),
+      handle_(std::move(handle)) {}
+
+NcclBackend::~NcclBackend() {
+  for (const auto& work : queue_) work->release();
+}
+
+std::string NcclBackend::version() const { return nccl_version_string(handle_->api().version()); }
+
+int64_t NcclBackend::native_handle() const {
+  const Lock lock = lock_unless_failed();
+  return reinterpret_cast<int64_t>(handle_->comm());
+}
+
+NcclBackend::Lock NcclBackend::lock_unless_failed() const {
+  runtime_->failure.rethrow_if_set();
+  Lock lock(handle_->mutex(), std::try_to_lock);
+  while (!lock && !lock.try_lock_for(kLockNap)) runtime_->failure.rethrow_if_set();
+  runtime_->failure.rethrow_if_set();
+  return lock;
+}
+
+WorkPtr NcclBackend::launch(Call call) {
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
+  const cuda::Capture capture = cuda::capture_of(current.stream());
+  const auto work =
+      std::make_shared<CudaWork>(runtime_, std::move(call), current, capture.id);
+  {
+    Ended ended;
+    const Lock lock = lock_unless_failed();
+    if (!capture && ++launches_since_reap_ >= kReapEvery) {
+      reap(ended, kReapAtMost);
+      launches_since_reap_ = 0;
+    }
+    issue(work, current, capture);
+  }
+  if (!work->call().async_op) work->release();
+  return work;
+}
+
+void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
+                        const cuda::Capture& capture) {
+  const Call& call = work->call();
+  if (capture) enter_capture(capture);
+  auto& previous = capture ? previous_captured_ : previous_;
+  const auto stream =
+      call.async_op ? runtime_->stream(call.high_priority, static_cast<bool>(capture)) : current;
+  work->runs_on(stream);
+
+  std::optional<LeafOnExit> leaf;
+  // For an operation on the current stream `ready` only tells the watchdog when it could run.
+  if (call.async_op || !capture) record(work->ready(), current);
+  if (stream != current) {
+    stream_waits(stream, work->ready());
+    if (capture) leaf.emplace(stream, current);
+  }
+  // In a capture also on the same stream: the operation before was left as a leaf.
+  if (previous && (capture || previous->stream != stream)) {
+    stream_waits(stream, previous->work->end());
+  }
+  run(*work, stream);
+  record(work->end(), stream);
+
+  previous.emplace(work, stream);
+  if (!capture) {
+    queue_.push_back(work);
+  } else if (call.async_op) {
+    hold_->keep(work);
+  }
+}
+
+void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
+  const Call& call = work.call();
+  const c10::cuda::CUDAStreamGuard on_stream(stream);
+  const at::NoGradGuard no_grad;
+  launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
+  launching_since_.store(work.issued.time_since_epoch().count(), std::memory_order_release);
+  try {
+    NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
+                              workspace_.data_ptr(), stream);
+    primitives.run(call);
+  } catch (...) {
+    launching_since_.store(0, std::memory_order_release);
+    runtime_->failure.rethrow_if_set();  // stopped from outside: that is why the call failed
+    try {
+      throw;
+    } catch (const NcclError& error) {
+      if (error.is_fatal()) {
+        const std::string message = concat(call.describe(), ": ", error.what());
+        runtime_->failure.set(WorkStatus::ERROR,
+                              std::make_exception_ptr(Error(error.kind(), message)));
+        handle_->stop(Milliseconds(0));
+        runtime_->failure.rethrow_if_set();
+      }
+      fail(error.kind(), call.describe(), ": ", error.what());
+    }
+  }
+  launching_since_.store(0, std::memory_order_release);
+}
+
+void NcclBackend::enter_capture(const cuda::Capture& capture) {
+  if (capture.id == capture_) return;
+  previous_captured_.reset();
+  capture_ = 0;
+  hold_ = GraphHold::attach(capture.graph, handle_, workspace_);
+  capture_ = capture.id;
+}
+
+void NcclBackend::reap(Ended& ended, size_t most) {
+  while (!queue_.empty() && ended.works.size() < most && queue_.front()->has_ended()) {
+    ended.works.push_back(std::move(queue_.front()));
+    queue_.pop_front();
+  }
+}
+
+void NcclBackend::drain(std::string_view op) {
+  const auto deadline = Clock::now() + context_.options.timeout;
+  auto nap = std::chrono::microseconds(20);
+  while (true) {
+    {
+      Ended ended;
+      const Lock lock = lock_unless_failed();
+      reap(ended, queue_.size());
+      if (queue_.empty()) break;
+    }
+    if (Clock::now() >= deadline) {
+      fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
+                concat(op, " on '", runtime_->name, "': expected all operations to end within ",
+                       context_.options.timeout.count(), " ms, got some that did not"));
+    }
+    std::this_thread::sleep_for(nap);
+    nap = std::min(nap * 2, std::chrono::microseconds(1000));
+  }
+  runtime_->failure.rethrow_if_set();
+}
+
+std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
+  const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
+  TORCH_OVERLAP_CHECK(!cuda::capture_of(current.stream()), kState, "split: expected a stream that "
+                      "is not capturing, got one that is; split before the capture");
+  drain("split");  // NCCL asks for a parent with nothing outstanding
+  std::shared_ptr<NcclHandle> child;
+  try {
+    child = handle_->split(request, context_.options.timeout);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kUnsupported && error.kind() != ErrorKind::kValue) {
+      const bool late = error.kind() == ErrorKind::kTimeout;
+      fail_with(late ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, error.kind(), error.what());
+    }
+    throw;
+  }
+  if (!child) return nullptr;
+  std::shared_ptr<NcclBackend> backend(new NcclBackend(request.child, std::move(child)));
+  watch(backend);
+  return backend;
+}
+
+void NcclBackend::finalize() {
+  drain("finalize");
+  finalized_ = true;
+  if (handle_->close(context_.options.timeout)) return;
+  fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
+       context_.options.timeout.count(), " ms, got no answer; it goes on in the background");
+}
+
+void NcclBackend::abort() {
+  const std::string message = concat("communicator '", runtime_->name, "' was aborted");
+  runtime_->failure.set(WorkStatus::ERROR,
+                        std::make_exception_ptr(Error(ErrorKind::kState, message)));
+  handle_->stop(kStopLimit);
+}
+
+void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string& message) {
+  if (!runtime_->failure.set(status, std::make_exception_ptr(Error(kind, message)))) return;
+  if (context_.options.abort_process_on_timeout_or_error) end_process(status, message);
+  TORCH_WARN(message);
+  handle_->stop(Milliseconds(0));
+}
+
+void NcclBackend::end_process(WorkStatus status, const std::string& message) {
+  std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
+  if (context_.on_abort) {
+    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot wait.
+    run_bounded(context_.on_abort, kHookLimit);
+  }
+  std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
+               status == WorkStatus::TIMEDOUT ? "timeout" : "error");
+  std::fflush(stderr);
+  std::abort();
+}
+
+// --- The watchdog's part -------------------------------------------------------------------------
+
+void NcclBackend::tick() noexcept {
+  if (finalized_) return;
+  const auto now = Clock::now();
+  try {
+    // The device first: a thread that asks CUDA anything with device 0 current would make a context
+    // there. Relaxed: this thread must never break another one's capture.
+    const c10::cuda::CUDAGuard device(runtime_->device);
+    const cuda::RelaxedCapture relaxed;
+    Ended ended;
+    Lock lock(handle_->mutex(), std::try_to_lock);
+    if (!lock) return check_launching(now);
+    reap(ended, queue_.size());
+    if (runtime_->failure.is_set()) return;
+    ncclResult_t state = ncclSuccess;
+    const auto& api = handle_->api();
+    if (handle_->comm() != nullptr) (void)api.comm_async_error(handle_->comm(), &state);
+    if (state != ncclSuccess && state != ncclInProgress) {
+      const char* last = api.last_error(nullptr);
+      const std::string message =
+          concat("communicator '", runtime_->name, "': expected NCCL to work in the background, "
+                 "got ", api.error_string(state), "; NCCL says: ", last != nullptr ? last : "");
+      lock.unlock();
+      return fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
+    }
+    if (queue_.empty()) return;
+    const std::shared_ptr<CudaWork> head = queue_.front();
+    lock.unlock();
+    check_head(*head, now);
+  } catch (const std::exception& error) {
+    fail_with(WorkStatus::ERROR, ErrorKind::kRuntime,
+              concat("communicator '", runtime_->name, "': watchdog: ", error.what()));
+  }
+}
+
+void NcclBackend::check_launching(Clock::time_point now) {
+  const auto since = launching_since_.load(std::memory_order_acquire);
+  if (since == 0) return;
+  const auto stuck = now - Clock::time_point(Clock::duration(since));
+  const Milliseconds timeout(launching_timeout_ms_.load(std::memory_order_relaxed));
+  if (stuck < timeout) return;
+  fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
+            concat("communicator '", runtime_->name,
+                   "': expected a call into NCCL to return within ", timeout.count(),
+                   " ms, got none for ", seconds(stuck),
+                   "; a peer does not answer: look at the other ranks"));
+}
+
+// The clock of an operation starts when the ones before it have ended and its stream has reached it:
+// work that is queued for long is not late.
+void NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
+  if (!head.started) {
+    const cudaError_t status = cudaEventQuery(head.ready());
+    if (status == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return;
+    }
+    cuda::check(status, head.call().describe());
+    head.started = now;
+    return;
+  }
+  const auto running = now - *head.started;
+  if (running < head.call().timeout || head.has_ended()) return;
+  fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
+            concat(head.call().describe(), ": expected it to end within ",
+                   head.call().timeout.count(), " ms of its start, got none after ",
+                   seconds(running), " (", seconds(now - head.issued),
+                   " after it was issued); a peer did not take part: look at the other ranks"));
+}
+
+}  // namespace torch_overlap

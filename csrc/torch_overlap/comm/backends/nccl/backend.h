@@ -1,0 +1,102 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/backends/nccl/graveyard.h"
+#include "torch_overlap/comm/backends/nccl/handle.h"
+#include "torch_overlap/comm/backends/nccl/runtime.h"
+#include "torch_overlap/comm/backends/nccl/watchdog.h"
+#include "torch_overlap/comm/backends/nccl/work.h"
+#include "torch_overlap/common/cuda/capture.h"
+
+namespace torch_overlap {
+
+// A communicator over NCCL on one GPU.
+//
+// Streams. async_op = false runs on the current stream. async_op = true runs on the communicator's own
+// stream of the asked priority, after an event on the current one. Every operation waits on the device
+// for the one before it when that ran on another stream, so all run in the order of issue.
+//
+// Captures. The same happens; events and waits become edges. An async operation is then left as a leaf
+// of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are ordered
+// among themselves; against eager ones and other graphs NCCL orders them. The watchdog does not see
+// them: a replay that hangs is found by the next eager operation.
+//
+// Failure. The first timeout or error ends the communicator: every call and every work that is not
+// done throws it, and NCCL is stopped. See handle.h for who may free what.
+class NcclBackend final : public Backend, public Watched {
+ public:
+  static std::shared_ptr<NcclBackend> create(const BackendContext& context, const NcclApi& api);
+  ~NcclBackend() override;
+
+  std::string version() const override;
+  WorkPtr launch(Call call) override;
+  std::shared_ptr<Backend> split(const SplitRequest& request) override;
+  void finalize() override;
+  void abort() override;
+  bool is_aborted() const override { return runtime_->failure.is_set(); }
+  int64_t native_handle() const override;
+
+  void tick() noexcept override;
+
+ private:
+  using Clock = CudaWork::Clock;
+  using Lock = std::unique_lock<std::timed_mutex>;
+  // The operation before, on the device: what the next one waits for.
+  struct Previous {
+    std::shared_ptr<CudaWork> work;
+    c10::cuda::CUDAStream stream;
+  };
+  // Works that have ended. Their tensors go when this does, which is after the lock.
+  struct Ended {
+    c10::SmallVector<std::shared_ptr<CudaWork>, 16> works;
+    ~Ended() {
+      for (const auto& work : works) work->release();
+    }
+  };
+
+  NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle);
+
+  // Gives up when the communicator fails while the lock is held by a launch that is stuck.
+  Lock lock_unless_failed() const;
+  // The launch path, under the lock.
+  void issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
+             const cuda::Capture& capture);
+  void run(const CudaWork& work, c10::cuda::CUDAStream stream);
+  void enter_capture(const cuda::Capture& capture);
+  void reap(Ended& ended, size_t most);
+  // Waits until all that was issued has ended.
+  void drain(std::string_view op);
+
+  // The first caller's error ends the communicator. Does not wait.
+  void fail_with(WorkStatus status, ErrorKind kind, const std::string& message);
+  [[noreturn]] void end_process(WorkStatus status, const std::string& message);
+  void check_launching(Clock::time_point now);
+  void check_head(CudaWork& head, Clock::time_point now);
+
+  const BackendContext context_;
+  const std::shared_ptr<CommRuntime> runtime_;
+  const at::Tensor workspace_;  // one byte, for barriers
+  std::shared_ptr<NcclHandle> handle_;
+
+  // Under the launch lock, which is the handle's.
+  std::deque<std::shared_ptr<CudaWork>> queue_;  // not captured, in order of issue
+  unsigned launches_since_reap_ = 0;
+  std::optional<Previous> previous_;
+  std::optional<Previous> previous_captured_;
+  unsigned long long capture_ = 0;  // the last capture that was seen
+  GraphHold* hold_ = nullptr;       // valid during that capture
+
+  // When the call that is inside NCCL now went in; 0: none is.
+  std::atomic<Clock::rep> launching_since_{0};
+  std::atomic<int64_t> launching_timeout_ms_{0};
+  std::atomic<bool> finalized_{false};
+};
+
+}  // namespace torch_overlap

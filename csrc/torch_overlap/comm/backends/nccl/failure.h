@@ -1,0 +1,32 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+
+// Why a communicator can no longer be used. Set at most once, then read by every call and every work
+// that was not done by then. Threads: any; reading takes no lock.
+class Failure {
+ public:
+  bool is_set() const noexcept { return set_.load(std::memory_order_acquire); }
+  // `status`: TIMEDOUT or ERROR. False: there was one already, which stays.
+  bool set(WorkStatus status, std::exception_ptr error) noexcept;
+
+  void rethrow_if_set() const {
+    if (__builtin_expect(is_set(), 0)) std::rethrow_exception(error_);
+  }
+  // Of a failure that is set.
+  WorkStatus status() const noexcept { return status_; }
+  std::exception_ptr error() const noexcept { return error_; }
+
+ private:
+  std::atomic<bool> claimed_{false};
+  std::atomic<bool> set_{false};
+  WorkStatus status_ = WorkStatus::ERROR;
+  std::exception_ptr error_;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,167 @@
+#include "torch_overlap/comm/backends/nccl/handle.h"
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstring>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/bounded.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr const char* kUniqueIdKey = "nccl_unique_id";
+// How long a launch that is not stuck may still hold the lock when the communicator is stopped.
+constexpr auto kStopGrace = std::chrono::milliseconds(500);
+// How long a thread may take to come out of NCCL after the abort flags are up.
+constexpr auto kComeOut = std::chrono::seconds(10);
+
+// Rank 0 makes the id, the others read it from the store.
+ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) {
+  ncclUniqueId id{};
+  if (context.rank == 0) {
+    nccl_check(api, api.get_unique_id(&id), "ncclGetUniqueId");
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&id);
+    context.store->set(kUniqueIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(id)));
+    return id;
+  }
+  context.store->wait({kUniqueIdKey}, context.options.timeout);
+  const std::vector<uint8_t> bytes = context.store->get(kUniqueIdKey);
+  TORCH_OVERLAP_CHECK(bytes.size() == sizeof(id), kRuntime, "new_comm: expected ", sizeof(id),
+                      " bytes as NCCL's unique id, got ", bytes.size(),
+                      "; do all ranks load the same NCCL?");
+  std::memcpy(&id, bytes.data(), sizeof(id));
+  return id;
+}
+
+[[noreturn]] void timed_out(std::string_view op, const std::string& name, Milliseconds timeout) {
+  fail(ErrorKind::kTimeout, op, ": expected all ranks of '", name, "' in NCCL within ",
+       timeout.count(), " ms, got none of its answers; look for the rank that did not come "
+       "(NCCL_DEBUG=INFO shows each rank's progress)");
+}
+
+}  // namespace
+
+std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const BackendContext& context) {
+  auto native = std::make_shared<Native>(api, context.name, context.options.hints,
+                                         context.device.index());
+  native->id = share_unique_id(api, context);
+  const auto make = [&api, native, rank = context.rank, size = context.size] {
+    const c10::cuda::CUDAGuard device(native->device);
+    const ncclResult_t result =
+        api.comm_init(&native->comm, size, native->id, rank, native->config.get());
+    if (result == ncclInProgress) {
+      (void)api.comm_abort(native->comm);
+      fail(ErrorKind::kUnsupported,
+           "new_comm: expected NCCL to make a blocking communicator, got a non-blocking one; unset "
+           "NCCL_COMM_BLOCKING");
+    }
+    nccl_check(api, result, "ncclCommInitRankConfig");
+  };
+  if (!run_bounded(make, context.options.timeout)) {
+    // Raises the abort flags, on which the other thread comes out. NCCL has set the pointer before it
+    // began to talk to anybody; while it does, abort frees nothing that it needs.
+    ncclComm_t comm = std::atomic_ref(native->comm).load();
+    run_bounded([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
+    timed_out("new_comm", context.name, context.options.timeout);
+  }
+  return std::shared_ptr<NcclHandle>(
+      new NcclHandle(api, std::move(native), std::make_shared<std::timed_mutex>()));
+}
+
+std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milliseconds timeout) {
+  auto child = std::make_shared<Native>(api_, request.child.name, request.child.options.hints,
+                                        native_->device);
+  const int color = request.member ? request.color : NCCL_SPLIT_NOCOLOR;
+  const auto make = [self = shared_from_this(), child, color, key = request.child.rank] {
+    const c10::cuda::CUDAGuard device(child->device);
+    const std::lock_guard lock(self->mutex());
+    TORCH_OVERLAP_CHECK(self->comm() != nullptr, kState,
+                        "split: expected a live communicator, got one that was aborted");
+    const NcclApi& api = self->api();
+    nccl_check(api,
+               api.comm_split(self->comm(), color, key, &child->comm, child->config.get()),
+               "ncclCommSplit");
+  };
+  try {
+    if (!run_bounded(make, timeout)) timed_out("split", request.child.name, timeout);
+  } catch (...) {
+    stop(Milliseconds(0));
+    throw;
+  }
+  if (!request.member) return nullptr;
+  const bool shares = child->config.get()->splitShare == 1;
+  return std::shared_ptr<NcclHandle>(
+      new NcclHandle(api_, std::move(child), shares ? mutex_ : std::make_shared<std::timed_mutex>()));
+}
+
+void NcclHandle::free(const NcclApi& api, Native& native) {
+  if (native.gone.exchange(true)) return;
+  const c10::cuda::CUDAGuard device(native.device);
+  if (native.revoked) {
+    nccl_check(api, api.comm_abort(native.comm), "ncclCommAbort");
+    return;
+  }
+  nccl_check(api, api.comm_finalize(native.comm), "ncclCommFinalize");
+  nccl_check(api, api.comm_destroy(native.comm), "ncclCommDestroy");
+}
+
+NcclHandle::~NcclHandle() {
+  if (comm() == nullptr) return;
+  run_bounded(
+      [&api = api_, native = native_] {
+        try {
+          free(api, *native);
+        } catch (const std::exception& error) {
+          TORCH_WARN("NCCL communicator not freed: ", error.what());
+        }
+      },
+      Milliseconds(0));
+}
+
+bool NcclHandle::close(Milliseconds limit) {
+  return run_bounded(
+      [self = shared_from_this()] {
+        const std::lock_guard lock(self->mutex());
+        // No graph can come any more: the backend refuses new calls.
+        if (self->comm() != nullptr && self->graphs_ == 0) free(self->api_, *self->native_);
+      },
+      limit);
+}
+
+void NcclHandle::stop(Milliseconds limit) {
+  if (stopping_.exchange(true)) return;
+  run_bounded(
+      [self = shared_from_this()] {
+        try {
+          self->stop_now();
+        } catch (const std::exception& error) {
+          TORCH_WARN("NCCL communicator not aborted: ", error.what());
+        }
+      },
+      limit);
+}
+
+void NcclHandle::stop_now() {
+  const auto native = native_;
+  if (comm() == nullptr) return;
+  const c10::cuda::CUDAGuard device(native->device);
+  std::unique_lock lock(*mutex_, kStopGrace);
+  if (!lock || graphs_ != 0) {
+    if (api_.comm_revoke != nullptr) {
+      native->revoked = true;
+      nccl_check(api_, api_.comm_revoke(native->comm, NCCL_REVOKE_DEFAULT), "ncclCommRevoke");
+    }
+    if (!lock && !lock.try_lock_for(kComeOut)) {
+      fail(ErrorKind::kRuntime, "a thread is stuck inside NCCL and does not come out; the "
+           "communicator is left to it");
+    }
+    if (graphs_ != 0) return;  // the last graph's owner frees it
+  }
+  if (native->gone.exchange(true)) return;
+  nccl_check(api_, api_.comm_abort(native->comm), "ncclCommAbort");
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+#include <nccl.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "torch_overlap/comm/backends/nccl/api.h"
+#include "torch_overlap/comm/backends/nccl/config.h"
+#include "torch_overlap/comm/backend.h"
+
+namespace torch_overlap {
+
+// The owner of one ncclComm_t. Shared by the backend and by every graph that captured the
+// communicator: the last of them to go frees it.
+//
+// Blocking or not. NCCL's non-blocking communicators start a thread for every launch (group.cc), which
+// costs more than the launch, and would capture from a thread that does not own the capture. So ours
+// is blocking, and what can hang is bounded from outside: making, splitting and freeing run on a
+// thread of their own that is waited for so long and no longer; a hang inside a launch is seen by the
+// watchdog and ended by stop().
+//
+// Freeing or stopping. ncclCommAbort frees the communicator, so it is never called while a thread may
+// be inside NCCL with it (mutex() is held around every use), nor while a graph may replay it: NCCL
+// would wait for the graph. In those two cases stop() calls ncclCommRevoke, which raises the same
+// abort flags, so that kernels and host threads come out, and frees nothing; the last owner does.
+//
+// Threads: comm() under mutex(); everything else from any thread.
+class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
+ public:
+  // Collective. Throws kTimeout when not all ranks come within the communicator's timeout.
+  static std::shared_ptr<NcclHandle> create(const NcclApi& api, const BackendContext& context);
+  // Collective over the parent's ranks, none of which may have operations outstanding. Null for a
+  // rank that is not a member. After a throw the parent is stopped: a rank may be stuck in it.
+  std::shared_ptr<NcclHandle> split(const SplitRequest& request, Milliseconds timeout);
+  // Frees on a thread of its own, and does not wait for it.
+  ~NcclHandle();
+  NcclHandle(const NcclHandle&) = delete;
+  NcclHandle& operator=(const NcclHandle&) = delete;
+
+  const NcclApi& api() const { return api_; }
+  // Null once it is freed.
+  ncclComm_t comm() const { return native_->gone ? nullptr : native_->comm; }
+  // Held around every NCCL call with comm(). One lock for a communicator and the children that share
+  // its resources (splitShare), which NCCL does not let two threads launch on at once.
+  std::timed_mutex& mutex() const { return *mutex_; }
+
+  // Ends all operations. Waits for that, at most `limit`; 0 only starts it. Once; later calls do
+  // nothing.
+  void stop(Milliseconds limit);
+  // The orderly end, bounded: false if NCCL did not let go in time; then it goes on alone. All
+  // operations are done. A communicator that graphs hold is left to them.
+  bool close(Milliseconds limit);
+
+  // Counts the graphs that captured it.
+  void add_graph() { graphs_.fetch_add(1); }
+  void remove_graph() { graphs_.fetch_sub(1); }
+
+ private:
+  // What a thread needs that makes or frees a communicator while its owner may be gone.
+  struct Native {
+    Native(const NcclApi& api, const std::string& name, const Hints& hints, c10::DeviceIndex device)
+        : config(api, name, hints), device(device) {}
+    NcclConfig config;
+    const c10::DeviceIndex device;
+    ncclComm_t comm = nullptr;
+    ncclUniqueId id{};
+    std::atomic<bool> revoked{false};
+    std::atomic<bool> gone{false};  // freed, or about to be
+  };
+
+  NcclHandle(const NcclApi& api, std::shared_ptr<Native> native,
+             std::shared_ptr<std::timed_mutex> mutex)
+      : api_(api), native_(std::move(native)), mutex_(std::move(mutex)) {}
+  void stop_now();
+  static void free(const NcclApi& api, Native& native);
+
+  const NcclApi& api_;
+  const std::shared_ptr<Native> native_;
+  const std::shared_ptr<std::timed_mutex> mutex_;
+  std::atomic<int> graphs_{0};
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,194 @@
+#include "torch_overlap/comm/backends/nccl/primitives.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "torch_overlap/comm/backends/nccl/reduction.h"
+#include "torch_overlap/comm/composed.h"
+
+namespace torch_overlap {
+namespace {
+
+bool has_equal_parts(const Blocks& blocks) {
+  return std::all_of(blocks.parts.begin(), blocks.parts.end(), [&](const at::Tensor& part) {
+    return part.numel() == blocks.parts.front().numel();
+  });
+}
+
+// Room for `count` parts of `numel` elements, one behind the other.
+at::Tensor flat_room(const at::Tensor& like, int count) {
+  return at::empty({count * like.numel()}, like.options());
+}
+
+}  // namespace
+
+NcclPrimitives::Piece NcclPrimitives::source(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};  // NCCL only reads it
+}
+
+NcclPrimitives::Piece NcclPrimitives::target(const at::Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), tensor.nbytes()};
+}
+
+NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks,
+                                              Piece (*of)(const at::Tensor&)) const {
+  Pieces pieces;
+  for (const auto& part : blocks.parts) pieces.push_back(of(part));
+  if (blocks.is_uniform_flat()) {
+    const Piece whole = of(blocks.flat);
+    const size_t bytes = whole.bytes / size();
+    for (int r = 0; r < size(); ++r) {
+      pieces.push_back({static_cast<char*>(whole.data) + r * bytes, bytes});
+    }
+  }
+  return pieces;
+}
+
+void NcclPrimitives::send(Piece piece, int peer) {
+  if (piece.bytes == 0) return;
+  nccl_check(api_, api_.send(piece.data, piece.bytes, ncclUint8, peer, comm_, stream_), "ncclSend");
+}
+
+void NcclPrimitives::recv(Piece piece, int peer) {
+  if (piece.bytes == 0) return;
+  nccl_check(api_, api_.recv(piece.data, piece.bytes, ncclUint8, peer, comm_, stream_), "ncclRecv");
+}
+
+void NcclPrimitives::p2p(const std::vector<P2POp>& ops) {
+  Pieces pieces;
+  for (const P2POp& op : ops) {
+    pieces.push_back(op.type == P2POp::Type::SEND ? source(op.tensor) : target(op.tensor));
+  }
+  NcclGroup group(api_);
+  for (size_t i = 0; i < ops.size(); ++i) {
+    if (ops[i].type == P2POp::Type::SEND) {
+      send(pieces[i], ops[i].peer);
+    } else {
+      recv(pieces[i], ops[i].peer);
+    }
+  }
+  group.end();
+}
+
+void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
+  const Piece piece = target(tensor);
+  nccl_check(api_,
+             api_.broadcast(piece.data, piece.data, piece.bytes, ncclUint8, root, comm_, stream_),
+             "ncclBroadcast");
+}
+
+void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
+  const auto native = native_reduction(tensor.scalar_type(), op);
+  if (!native) return composed_all_reduce(*this, tensor, op);
+  const NcclRedOp red_op(api_, comm_, *native, op);
+  void* data = target(tensor).data;
+  nccl_check(api_,
+             api_.all_reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
+                             red_op.get(), comm_, stream_),
+             "ncclAllReduce");
+}
+
+void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
+  const auto native = native_reduction(tensor.scalar_type(), op);
+  if (!native) return composed_reduce(*this, tensor, op, root);
+  const NcclRedOp red_op(api_, comm_, *native, op);
+  void* data = target(tensor).data;  // NCCL writes to it at the root only
+  nccl_check(api_,
+             api_.reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
+                         red_op.get(), root, comm_, stream_),
+             "ncclReduce");
+}
+
+void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
+  const Piece mine = source(tensor);
+  if (!has_equal_parts(out)) {
+    const Pieces to = targets(out);
+    NcclGroup group(api_);
+    for (int r = 0; r < size(); ++r) {
+      const void* from = r == rank() ? mine.data : to[r].data;
+      nccl_check(
+          api_,
+          api_.broadcast(from, to[r].data, to[r].bytes, ncclUint8, r, comm_, stream_),
+          "ncclBroadcast");
+    }
+    return group.end();
+  }
+  if (mine.bytes == 0) return;
+  const at::Tensor flat = out.flat.defined() ? out.flat : flat_room(tensor, size());
+  nccl_check(api_,
+             api_.all_gather(mine.data, target(flat).data, mine.bytes, ncclUint8, comm_, stream_),
+             "ncclAllGather");
+  if (out.flat.defined()) return;
+  const auto rows = flat.view({size(), -1});
+  for (int r = 0; r < size(); ++r) out.parts[r].view({-1}).copy_(rows[r]);
+}
+
+void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
+                                    const ReduceOp& op) {
+  const auto native = native_reduction(tensor.scalar_type(), op);
+  if (!native) return composed_reduce_scatter(*this, tensor, in, op);
+  const NcclRedOp red_op(api_, comm_, *native, op);
+  void* result = target(tensor).data;
+  if (!has_equal_parts(in)) {
+    const Pieces from = sources(in);
+    NcclGroup group(api_);
+    for (int r = 0; r < size(); ++r) {
+      // NCCL writes to the second pointer at the root only.
+      nccl_check(api_,
+                 api_.reduce(from[r].data, r == rank() ? result : from[r].data,
+                             in.parts[r].numel() * native->elements_per_item, native->dtype,
+                             red_op.get(), r, comm_, stream_),
+                 "ncclReduce");
+    }
+    return group.end();
+  }
+  if (tensor.numel() == 0) return;
+  at::Tensor flat = in.flat;
+  if (!flat.defined()) {
+    flat = flat_room(tensor, size());
+    const auto rows = flat.view({size(), -1});
+    for (int r = 0; r < size(); ++r) rows[r].copy_(in.parts[r].view({-1}));
+  }
+  nccl_check(api_,
+             api_.reduce_scatter(source(flat).data, result,
+                                 tensor.numel() * native->elements_per_item, native->dtype,
+                                 red_op.get(), comm_, stream_),
+             "ncclReduceScatter");
+}
+
+void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
+  const Pieces to = targets(out);
+  const Pieces from = sources(in);
+  NcclGroup group(api_);
+  for (int r = 0; r < size(); ++r) {
+    send(from[r], r);
+    recv(to[r], r);
+  }
+  group.end();
+}
+
+void NcclPrimitives::barrier() {
+  nccl_check(api_, api_.all_reduce(one_byte_, one_byte_, 1, ncclUint8, ncclMax, comm_, stream_),
+             "ncclAllReduce");
+}
+
+void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
+  const Piece to = target(tensor);
+  const Pieces from = rank() == root ? sources(in) : Pieces{};
+  NcclGroup group(api_);
+  for (size_t r = 0; r < from.size(); ++r) send(from[r], static_cast<int>(r));
+  recv(to, root);
+  group.end();
+}
+
+void NcclPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
+  const Piece from = source(tensor);
+  const Pieces to = rank() == root ? targets(out) : Pieces{};
+  NcclGroup group(api_);
+  send(from, root);
+  for (size_t r = 0; r < to.size(); ++r) recv(to[r], static_cast<int>(r));
+  group.end();
+}
+
+}  // namespace torch_overlap

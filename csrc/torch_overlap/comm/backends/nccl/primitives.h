@@ -1,0 +1,66 @@
+#pragma once
+
+#include <c10/cuda/CUDAStream.h>
+#include <nccl.h>
+
+#include "torch_overlap/comm/backends/nccl/api.h"
+#include "torch_overlap/comm/primitives.h"
+
+namespace torch_overlap {
+
+// What each operation is in NCCL calls, on one stream, which is also torch's current one: memory for
+// staging and composed reductions comes from its pool. Lives for one launch, under the launch lock.
+//
+// Every rank must make the same NCCL calls. So the choice among forms rests only on what all ranks
+// know alike, which is sizes and dtypes, never on whether this rank's tensors happen to lie in one
+// piece:
+//   all_gather, reduce_scatter   equal parts: ncclAllGather, ncclReduceScatter, through one flat
+//                                buffer where the parts are apart; else a group of broadcasts or
+//                                reductions, one for each rank.
+//   all_to_all, gather, scatter  a group of sends and receives. ncclAlltoAll, ncclGather and
+//                                ncclScatter (2.28) are that same group inside, and need a flat
+//                                buffer on every rank.
+class NcclPrimitives final : public Primitives {
+ public:
+  // `one_byte`: device memory for barrier().
+  NcclPrimitives(const NcclApi& api, ncclComm_t comm, int rank, int size, void* one_byte,
+                 c10::cuda::CUDAStream stream)
+      : Primitives(rank, size), api_(api), comm_(comm), one_byte_(one_byte), stream_(stream) {}
+
+  void p2p(const std::vector<P2POp>& ops) override;
+  void broadcast(const at::Tensor& tensor, int root) override;
+  void all_reduce(const at::Tensor& tensor, const ReduceOp& op) override;
+  void reduce(const at::Tensor& tensor, const ReduceOp& op, int root) override;
+  void all_gather(const Blocks& out, const at::Tensor& tensor) override;
+  void reduce_scatter(const at::Tensor& tensor, const Blocks& in, const ReduceOp& op) override;
+  void all_to_all(const Blocks& out, const Blocks& in) override;
+  void barrier() override;
+  void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
+  void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+
+ private:
+  // A contiguous piece of device memory.
+  struct Piece {
+    void* data;
+    size_t bytes;
+  };
+  using Pieces = c10::SmallVector<Piece, 8>;
+  // To read from, and to write to: asking to write makes a lazy clone real. Ask outside of groups.
+  static Piece source(const at::Tensor& tensor);
+  static Piece target(const at::Tensor& tensor);
+  // One for each rank.
+  Pieces sources(const Blocks& blocks) const { return pieces(blocks, source); }
+  Pieces targets(const Blocks& blocks) const { return pieces(blocks, target); }
+  Pieces pieces(const Blocks& blocks, Piece (*of)(const at::Tensor&)) const;
+
+  // Inside a group. Nothing is sent for a piece of no bytes; the peer's has none either.
+  void send(Piece piece, int peer);
+  void recv(Piece piece, int peer);
+
+  const NcclApi& api_;
+  ncclComm_t comm_;
+  void* one_byte_;
+  c10::cuda::CUDAStream stream_;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,150 @@
+#include "torch_overlap/comm/backends/nccl/work.h"
+
+#include <c10/cuda/CUDAGuard.h>
+
+#include <thread>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+
+namespace torch_overlap {
+namespace {
+
+// Short operations end while the thread spins; for long ones it sleeps between questions.
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kNap = std::chrono::microseconds(50);
+
+void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
+  cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
+}
+
+}  // namespace
+
+CudaWork::CudaWork(std::shared_ptr<CommRuntime> runtime, Call call, c10::cuda::CUDAStream issued_on,
+                   unsigned long long capture)
+    : issued(Clock::now()),
+      runtime_(std::move(runtime)),
+      call_(std::move(call)),
+      issued_on_(issued_on),
+      stream_(issued_on),
+      capture_(capture),
+      events_(runtime_->events.take()) {
+  call_.comm = runtime_->name;  // the caller's name may be gone before this work is
+}
+
+CudaWork::~CudaWork() { runtime_->events.give(events_); }
+
+void CudaWork::release() {
+  if (released_.exchange(true, std::memory_order_acq_rel)) return;
+  // Moved out first: describe() stays valid, and destructors run on a finished object.
+  const at::Tensor tensor = std::move(call_.tensor);
+  const Blocks in = std::move(call_.in);
+  const Blocks out = std::move(call_.out);
+  const auto p2p = std::move(call_.p2p);
+  const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
+}
+
+bool CudaWork::has_ended() {
+  if (completed_.load(std::memory_order_acquire)) return true;
+  if (is_captured()) return false;
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  const cuda::RelaxedCapture relaxed;
+  const cudaError_t status = cudaEventQuery(events_.end);
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  if (status == cudaSuccess) {
+    // After a failure an operation ends because it was aborted: that is not completion.
+    if (!runtime_->failure.is_set()) completed_.store(true, std::memory_order_release);
+    return true;
+  }
+  try {
+    cuda::check(status, call_.describe());
+  } catch (const Error&) {
+    runtime_->failure.set(WorkStatus::ERROR, std::current_exception());
+  }
+  return true;
+}
+
+bool CudaWork::is_completed() {
+  if (is_captured()) return false;
+  return runtime_->failure.is_set() || has_ended();
+}
+
+WorkStatus CudaWork::status() {
+  if (is_captured()) return WorkStatus::NOT_STARTED;
+  if (completed_.load(std::memory_order_acquire)) return WorkStatus::COMPLETED;
+  if (!runtime_->failure.is_set() && !has_ended()) return WorkStatus::INPROGRESS;
+  if (completed_.load(std::memory_order_acquire)) return WorkStatus::COMPLETED;
+  return runtime_->failure.status();
+}
+
+std::exception_ptr CudaWork::exception() {
+  const WorkStatus now = status();
+  const bool failed = now == WorkStatus::TIMEDOUT || now == WorkStatus::ERROR;
+  return failed ? runtime_->failure.error() : nullptr;
+}
+
+void CudaWork::wait() {
+  const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
+  if (is_captured()) return wait_in_capture(current);
+  if (!completed_.load(std::memory_order_acquire)) {
+    runtime_->failure.rethrow_if_set();
+    if (current != stream_) {
+      if (cuda::capture_of(current.stream())) {
+        // A wait for an event of outside would break the capture: it is legal only where none is due.
+        TORCH_OVERLAP_CHECK(has_ended(), kState, call_.describe(),
+                            ": expected wait() before the capture began, got it inside; an "
+                            "operation that was issued outside a graph cannot be joined by one");
+      } else {
+        const c10::cuda::CUDAGuard device(runtime_->device);
+        stream_waits(current, events_.end);
+      }
+    }
+  }
+  if (current == issued_on_ || completed_.load(std::memory_order_acquire)) release();
+}
+
+void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
+  if (current == stream_) return;
+  // The stream is in the capture for as long as the capture lasts.
+  if (cuda::capture_of(stream_.stream()).id != capture_) return;
+  const cuda::Capture here = cuda::capture_of(current.stream());
+  TORCH_OVERLAP_CHECK(!here || here.id == capture_, kState, call_.describe(),
+                      ": expected wait() in the capture that has the operation, got it in another "
+                      "capture");
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  stream_waits(current, events_.end);
+  if (current == issued_on_) release();
+}
+
+void CudaWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
+  TORCH_OVERLAP_CHECK(!is_captured(), kState, call_.describe(),
+                      ": expected an operation that runs now for wait_blocking(), got one that was "
+                      "captured; synchronize the stream that replays the graph");
+  const auto begin = Clock::now();
+  while (!is_completed()) {
+    const auto waited = Clock::now() - begin;
+    if (timeout && waited >= *timeout) {
+      fail(ErrorKind::kTimeout, call_.describe(), ": expected the end within ", timeout->count(),
+           " ms of wait_blocking(), got none; it goes on and can be waited for again");
+    }
+    if (waited < kSpin) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  if (!completed_.load(std::memory_order_acquire)) runtime_->failure.rethrow_if_set();
+  release();
+}
+
+void CudaWork::on_completion(std::function<void(std::exception_ptr)> callback) {
+  fail(ErrorKind::kUnsupported, call_.describe(),
+       ": expected a host operation for on_completion(), got one on a CUDA stream; use stream() or "
+       "wait_blocking()");
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,53 @@
+#include "torch_overlap/common/cuda/capture.h"
+
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/compat.h"
+
+namespace torch_overlap::cuda {
+
+Capture capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");  // the cheap question
+  if (__builtin_expect(status == cudaStreamCaptureStatusNone, 1)) return {};
+  TORCH_OVERLAP_CHECK(status == cudaStreamCaptureStatusActive, kState,
+                      "CUDA graph capture: expected an intact capture, got one that an earlier "
+                      "error invalidated; end it and look at that error");
+  Capture capture;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  check(compat::stream_capture_info(stream, &status, &capture.id, &capture.graph, &nodes, &edges,
+                                    &count),
+        "cudaStreamGetCaptureInfo");
+  return capture;
+}
+
+void leave_as_leaf(cudaStream_t side, cudaStream_t origin) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+  check(compat::stream_capture_info(origin, &status, &id, &graph, &nodes, &edges, &count),
+        "cudaStreamGetCaptureInfo");
+  check(compat::stream_set_capture_dependencies(side, nodes, edges, count),
+        "cudaStreamUpdateCaptureDependencies");
+}
+
+void on_graph_death(cudaGraph_t graph, void (*on_death)(void*), void* argument) {
+  cudaUserObject_t object = nullptr;
+  cudaError_t status = cudaUserObjectCreate(&object, argument, on_death, /*initialRefcount=*/1,
+                                            cudaUserObjectNoDestructorSync);
+  if (status != cudaSuccess) {
+    on_death(argument);
+    check(status, "cudaUserObjectCreate");
+  }
+  status = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  if (status != cudaSuccess) {
+    (void)cudaUserObjectRelease(object, 1);  // runs the callback
+    check(status, "cudaGraphRetainUserObject");
+  }
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string_view>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::cuda {
+
+// Throws when a CUDA call failed. `what` names what was tried.
+inline void check(cudaError_t status, std::string_view what) {
+  if (__builtin_expect(status == cudaSuccess, 1)) return;
+  (void)cudaGetLastError();  // the error is reported here, not a second time by the next call
+  fail(ErrorKind::kRuntime, what, ": expected success from CUDA, got ", cudaGetErrorName(status),
+       " (", cudaGetErrorString(status), ")");
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <c10/cuda/CUDAStream.h>
+
+namespace torch_overlap::cuda {
+
+// A stream of our own: not one of torch's pool, which hands the same streams to others, and never
+// synchronized with the legacy default stream. Destroying it does not wait for what is queued on it.
+class OwnedStream {
+ public:
+  // `high_priority`: the greatest priority that the device has. Legal during a capture.
+  OwnedStream(c10::DeviceIndex device, bool high_priority);
+  ~OwnedStream();
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+
+  c10::cuda::CUDAStream get() const { return stream_; }
+
+ private:
+  c10::cuda::CUDAStream stream_;
+};
+
+}  // namespace torch_overlap::cuda
