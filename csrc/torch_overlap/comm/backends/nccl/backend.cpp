@@ -160,7 +160,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
   launching_since_.store(work.issued.time_since_epoch().count(), std::memory_order_release);
   try {
     NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
-                              workspace_.data_ptr(), stream);
+                              workspace_.data_ptr(), stream.stream());
     primitives.run(call);
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);

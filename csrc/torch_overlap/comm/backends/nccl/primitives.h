@@ -1,6 +1,6 @@
 #pragma once
 
-#include <c10/cuda/CUDAStream.h>
+#include <c10/util/SmallVector.h>
 #include <nccl.h>
 
 #include "torch_overlap/comm/backends/nccl/api.h"
@@ -20,11 +20,11 @@ namespace torch_overlap {
 //   all_to_all, gather, scatter  a group of sends and receives. ncclAlltoAll, ncclGather and
 //                                ncclScatter (2.28) are that same group inside, and need a flat
 //                                buffer on every rank.
-class NcclPrimitives final : public Primitives {
+class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
  public:
   // `one_byte`: device memory for barrier().
   NcclPrimitives(const NcclApi& api, ncclComm_t comm, int rank, int size, void* one_byte,
-                 c10::cuda::CUDAStream stream)
+                 cudaStream_t stream)
       : Primitives(rank, size), api_(api), comm_(comm), one_byte_(one_byte), stream_(stream) {}
 
   void p2p(const std::vector<P2POp>& ops) override;
@@ -60,7 +60,7 @@ class NcclPrimitives final : public Primitives {
   const NcclApi& api_;
   ncclComm_t comm_;
   void* one_byte_;
-  c10::cuda::CUDAStream stream_;
+  cudaStream_t stream_;
 };
 
 }  // namespace torch_overlap

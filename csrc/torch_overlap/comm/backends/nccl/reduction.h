@@ -22,7 +22,7 @@ struct NativeReduction {
 // needs sm_90 on all ranks.
 //
 // The answer depends on dtype and operation alone, so that all ranks take the same way.
-std::optional<NativeReduction> native_reduction(at::ScalarType dtype, const ReduceOp& op);
+TORCH_OVERLAP_API std::optional<NativeReduction> native_reduction(at::ScalarType dtype, const ReduceOp& op);
 
 // The handle of a reduction for one call: NCCL's own operator, or for PREMUL_SUM one that is made and
 // destroyed here. NCCL lets it go as soon as the calls that use it have returned, groups included.

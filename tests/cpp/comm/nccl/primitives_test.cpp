@@ -1,0 +1,161 @@
+#include "torch_overlap/comm/backends/nccl/primitives.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "comm/nccl/fake_nccl.h"
+
+namespace torch_overlap {
+namespace {
+
+using testing::FakeNccl;
+using Log = std::vector<std::string>;
+
+// Rank 1 of 3, on CPU tensors: what NCCL is asked for depends on sizes and dtypes alone.
+class NcclPrimitivesTest : public ::testing::Test {
+ protected:
+  void SetUp() override { FakeNccl::reset(); }
+  static const Log& log() { return FakeNccl::instance().log; }
+
+  static at::Tensor zeros(int64_t count, at::ScalarType dtype = at::kFloat) {
+    return at::zeros({count}, dtype);
+  }
+  // Parts that do not lie one behind the other.
+  static Blocks apart(std::vector<int64_t> counts) {
+    Blocks blocks;
+    for (const auto count : counts) blocks.parts.push_back(zeros(count));
+    return blocks;
+  }
+
+  const NcclApi api_ = FakeNccl::api();
+  NcclPrimitives nccl_{api_, nullptr, 1, 3, nullptr, nullptr};
+};
+
+TEST_F(NcclPrimitivesTest, EqualPartsTakeOneAllGatherWhetherFlatOrNot) {
+  const Log expected{"all_gather 16"};
+  nccl_.all_gather({zeros(12), {}}, zeros(4));
+  EXPECT_EQ(log(), expected);
+  FakeNccl::reset();
+  nccl_.all_gather(apart({4, 4, 4}), zeros(4));
+  EXPECT_EQ(log(), expected);
+}
+
+TEST_F(NcclPrimitivesTest, UnequalPartsTakeABroadcastForEachRankWhetherFlatOrNot) {
+  const Log expected{"start", "broadcast 4 from 0", "broadcast 8 from 1", "broadcast 0 from 2",
+                     "end"};
+  nccl_.all_gather(apart({1, 2, 0}), zeros(2));
+  EXPECT_EQ(log(), expected);
+  FakeNccl::reset();
+  const auto flat = zeros(3);
+  nccl_.all_gather({flat, {flat.narrow(0, 0, 1), flat.narrow(0, 1, 2), flat.narrow(0, 3, 0)}},
+                   zeros(2));
+  EXPECT_EQ(log(), expected);
+}
+
+TEST_F(NcclPrimitivesTest, EqualPartsTakeOneReduceScatterWhetherFlatOrNot) {
+  const Log expected{concat("reduce_scatter 4 type ", ncclFloat32, " op ", ncclSum)};
+  nccl_.reduce_scatter(zeros(4), {zeros(12), {}}, RedOpType::SUM);
+  EXPECT_EQ(log(), expected);
+  FakeNccl::reset();
+  nccl_.reduce_scatter(zeros(4), apart({4, 4, 4}), RedOpType::SUM);
+  EXPECT_EQ(log(), expected);
+}
+
+TEST_F(NcclPrimitivesTest, AllToAllIsTheSameGroupForFlatAndListedParts) {
+  const Log expected{"start",        "send 8 to 0",   "recv 8 from 0", "send 8 to 1",
+                     "recv 8 from 1", "send 8 to 2",   "recv 8 from 2", "end"};
+  nccl_.all_to_all({zeros(6), {}}, {zeros(6), {}});
+  EXPECT_EQ(log(), expected);
+  FakeNccl::reset();
+  nccl_.all_to_all(apart({2, 2, 2}), {zeros(6), {}});
+  EXPECT_EQ(log(), expected);
+}
+
+TEST_F(NcclPrimitivesTest, OnlyTheRootOfAScatterSends) {
+  nccl_.scatter(zeros(2), {}, /*root=*/0);
+  EXPECT_EQ(log(), (Log{"start", "recv 8 from 0", "end"}));
+  FakeNccl::reset();
+  nccl_.scatter(zeros(2), apart({2, 2, 2}), /*root=*/1);
+  EXPECT_EQ(log(), (Log{"start", "send 8 to 0", "send 8 to 1", "send 8 to 2", "recv 8 from 1",
+                        "end"}));
+}
+
+TEST_F(NcclPrimitivesTest, OnlyTheRootOfAGatherReceives) {
+  nccl_.gather({}, zeros(2), /*root=*/2);
+  EXPECT_EQ(log(), (Log{"start", "send 8 to 2", "end"}));
+  FakeNccl::reset();
+  nccl_.gather({zeros(6), {}}, zeros(2), /*root=*/1);
+  EXPECT_EQ(log(), (Log{"start", "send 8 to 1", "recv 8 from 0", "recv 8 from 1", "recv 8 from 2",
+                        "end"}));
+}
+
+TEST_F(NcclPrimitivesTest, ABatchSendsNothingForEmptyTensors) {
+  nccl_.p2p({{P2POp::Type::SEND, zeros(3, at::kByte), 0},
+             {P2POp::Type::RECV, zeros(0), 0},
+             {P2POp::Type::RECV, zeros(1, at::kDouble), 2}});
+  EXPECT_EQ(log(), (Log{"start", "send 3 to 0", "recv 8 from 2", "end"}));
+}
+
+TEST_F(NcclPrimitivesTest, AFailureInsideAGroupClosesIt) {
+  for (int fail_at = 1; fail_at < 7; ++fail_at) {
+    FakeNccl::reset();
+    FakeNccl::instance().fail_at = fail_at;
+    EXPECT_THROW(nccl_.all_to_all({zeros(6), {}}, {zeros(6), {}}), NcclError) << fail_at;
+    EXPECT_EQ(FakeNccl::instance().depth, 0) << fail_at;
+    EXPECT_EQ(log().back(), "end") << fail_at;
+  }
+}
+
+TEST_F(NcclPrimitivesTest, ARefusedArgumentIsNotFatalAndAnInternalErrorIs) {
+  for (const auto result : {ncclInvalidArgument, ncclInvalidUsage, ncclInternalError,
+                            ncclRemoteError, ncclSystemError, ncclUnhandledCudaError}) {
+    FakeNccl::reset();
+    FakeNccl::instance().fail_at = 0;
+    FakeNccl::instance().failure = result;
+    try {
+      nccl_.all_reduce(zeros(2), RedOpType::SUM);
+      FAIL() << "expected an error for " << result;
+    } catch (const NcclError& error) {
+      EXPECT_EQ(error.is_fatal(), result != ncclInvalidArgument && result != ncclInvalidUsage);
+      EXPECT_NE(std::string(error.what()).find("what NCCL said"), std::string::npos);
+    }
+  }
+}
+
+TEST_F(NcclPrimitivesTest, APremultipliedSumMakesItsOperatorAndDropsItAfterTheCall) {
+  nccl_.all_reduce(zeros(2, at::kBFloat16), ReduceOp::premul_sum(0.5));
+  EXPECT_EQ(log(), (Log{concat("premul type ", ncclBfloat16, " low bits ", 0x3f00),
+                        concat("all_reduce 2 type ", ncclBfloat16, " op 100"), "drop op 100"}));
+  FakeNccl::reset();
+  nccl_.all_reduce(zeros(2, at::kHalf), ReduceOp::premul_sum(0.5));
+  EXPECT_EQ(log().front(), concat("premul type ", ncclFloat16, " low bits ", 0x3800));
+  FakeNccl::reset();
+  nccl_.all_reduce(zeros(2), ReduceOp::premul_sum(zeros(1)));
+  EXPECT_EQ(log().front(), concat("premul type ", ncclFloat32, " on device"));
+}
+
+TEST_F(NcclPrimitivesTest, TheOperatorIsDroppedWhenTheCallFails) {
+  FakeNccl::instance().fail_at = 1;
+  EXPECT_THROW(nccl_.all_reduce(zeros(2), ReduceOp::premul_sum(0.5)), NcclError);
+  EXPECT_EQ(log().back(), "drop op 100");
+}
+
+TEST_F(NcclPrimitivesTest, ComplexReducesAsPairsOfReals) {
+  nccl_.all_reduce(zeros(5, at::kComplexFloat), RedOpType::AVG);
+  EXPECT_EQ(log(), (Log{concat("all_reduce 10 type ", ncclFloat32, " op ", ncclAvg)}));
+}
+
+TEST_F(NcclPrimitivesTest, WhatNcclLacksIsComposedOfDataMovement) {
+  for (const auto dtype : {at::kShort, at::kUInt16, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    FakeNccl::reset();
+    const auto tensor = zeros(4, dtype);
+    nccl_.all_reduce(tensor, RedOpType::SUM);
+    EXPECT_EQ(log(), (Log{concat("all_gather ", tensor.nbytes())})) << dtype;
+  }
+  FakeNccl::reset();
+  nccl_.all_reduce(zeros(4, at::kInt), RedOpType::BXOR);
+  EXPECT_EQ(log(), (Log{"all_gather 16"}));
+}
+
+}  // namespace
+}  // namespace torch_overlap

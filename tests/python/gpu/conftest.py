@@ -1,0 +1,77 @@
+"""Tests over NCCL. One process for each GPU runs the whole folder, all in step:
+
+    torchrun --nproc_per_node 2 -m pytest tests/python/gpu -x
+
+Plain pytest runs test_torchrun.py alone, which starts that. A test with gpu(n) is skipped, on every rank, where there are
+fewer ranks.
+"""
+
+import os
+from datetime import timedelta
+
+import pytest
+
+# No NVLink multicast in any form.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+IN_TORCHRUN = "LOCAL_RANK" in os.environ
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if os.path.dirname(__file__) != str(item.path.parent):
+            continue
+        if (item.path.name == "test_torchrun.py") == IN_TORCHRUN:
+            item.add_marker(pytest.mark.skip(reason="inside torchrun" if IN_TORCHRUN else "test_torchrun.py runs it"))
+        needed = item.get_closest_marker("gpu")
+        if IN_TORCHRUN and needed and needed.args[0] > SIZE:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed.args[0]} ranks"))
+
+
+@pytest.fixture(scope="session")
+def make_comm():
+    """new_comm("nccl") that raises instead of ending the process, and is let go of at the end of the run."""
+    import torch
+
+    import torch_overlap as to
+
+    made = []
+
+    def make(name, **options):
+        options = {"timeout": timedelta(seconds=60), "abort_process_on_timeout_or_error": False, **options}
+        made.append(to.new_comm("nccl", torch.device("cuda"), name, **options))
+        return made[-1]
+
+    yield make
+    for comm in made:
+        if not comm.is_finalized() and not comm.is_aborted():
+            comm.finalize()
+
+
+@pytest.fixture(scope="session")
+def comm(make_comm):
+    return make_comm("gpu_tests")
+
+
+@pytest.fixture(scope="session")
+def seed(comm):
+    """Fresh in every run, equal on all ranks."""
+    import torch
+
+    value = torch.randint(2**31, (1,), device="cuda")
+    comm.broadcast(value, 0, async_op=False)
+    print(f"seed {value.item()}")
+    return int(value.item())
+
+
+@pytest.fixture(autouse=True)
+def quiet_device(request):
+    """A test begins and ends with nothing on the device, and no rank leaves it before all are there."""
+    yield
+    if IN_TORCHRUN:
+        import torch
+
+        request.getfixturevalue("comm").barrier(async_op=False)
+        torch.cuda.synchronize()
