@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m pytest tests/python/gpu -x
 
-Plain pytest runs test_torchrun.py alone, which starts that. A test with gpu(n) is skipped, on every rank, where there are
-fewer ranks.
+Plain pytest runs test_torchrun.py alone, which starts that. A test with gpu(n) is skipped, on every rank, where there
+are fewer ranks.
 """
 
 import os

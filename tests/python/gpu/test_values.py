@@ -127,7 +127,9 @@ def test_all_reduce_and_reduce(comm, seed, dtype, async_op, count):
             if rank == root:
                 check(mine, parts, name)
             else:
-                assert torch.equal(wide(mine.cpu()), wide(parts[rank])), "reduce changed a tensor that is not the root's"
+                assert torch.equal(wide(mine.cpu()), wide(parts[rank])), (
+                    "reduce changed a tensor that is not the root's"
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,9 +13,9 @@ struct EventPair {
   cudaEvent_t end = nullptr;
 };
 
-// Events for one device, used again and again: making one costs microseconds, and destroying one can
-// wait for the device. An event may be given back while streams still wait for it, because a wait is
-// bound to what was recorded when it was called. Threads: any.
+// Events for one device, used again and again: making one costs microseconds, and destroying one
+// can wait for the device. An event may be given back while streams still wait for it, because a
+// wait is bound to what was recorded when it was called. Threads: any.
 class EventPool {
  public:
   // Keeps at most `most` pairs that nobody uses.

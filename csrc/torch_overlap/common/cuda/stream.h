@@ -5,7 +5,8 @@
 namespace torch_overlap::cuda {
 
 // A stream of our own: not one of torch's pool, which hands the same streams to others, and never
-// synchronized with the legacy default stream. Destroying it does not wait for what is queued on it.
+// synchronized with the legacy default stream. Destroying it does not wait for what is queued on
+// it.
 class OwnedStream {
  public:
   // `high_priority`: the greatest priority that the device has. Legal during a capture.

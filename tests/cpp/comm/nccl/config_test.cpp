@@ -23,12 +23,12 @@ TEST_F(NcclConfigTest, TheCommunicatorsNameIsNcclsName) {
 }
 
 TEST_F(NcclConfigTest, HintsAreTakenInBothSpellings) {
-  const Hints camel{{"cgaClusterSize", "2"}, {"minCTAs", "4"},      {"maxCTAs", "8"},
+  const Hints camel{{"cgaClusterSize", "2"}, {"minCTAs", "4"},       {"maxCTAs", "8"},
                     {"netName", "Socket"},   {"splitShare", "true"}, {"trafficClass", "7"},
                     {"commName", "other"},   {"CTAPolicy", "zero"},  {"nvlsCTAs", "3"}};
-  const Hints snake{{"cga_cluster_size", "2"}, {"min_ctas", "4"},      {"max_ctas", "8"},
-                    {"net_name", "Socket"},    {"split_share", "1"},   {"traffic_class", "7"},
-                    {"comm_name", "other"},    {"cta_policy", "2"},    {"nvls_ctas", "3"}};
+  const Hints snake{{"cga_cluster_size", "2"}, {"min_ctas", "4"},    {"max_ctas", "8"},
+                    {"net_name", "Socket"},    {"split_share", "1"}, {"traffic_class", "7"},
+                    {"comm_name", "other"},    {"cta_policy", "2"},  {"nvls_ctas", "3"}};
   for (const Hints& hints : {camel, snake}) {
     NcclConfig config(api_, "tp", hints);
     EXPECT_EQ(config.get()->cgaClusterSize, 2);

@@ -7,12 +7,12 @@
 
 namespace torch_overlap::testing {
 
-// NCCL functions that only write down what they are asked for, and fail on demand. One log a process:
-// tests call reset() first.
+// NCCL functions that only write down what they are asked for, and fail on demand. One log a
+// process: tests call reset() first.
 struct FakeNccl {
   std::vector<std::string> log;
-  int depth = 0;         // of open groups
-  int fail_at = -1;      // the number of the call that fails; -1: none
+  int depth = 0;     // of open groups
+  int fail_at = -1;  // the number of the call that fails; -1: none
   ncclResult_t failure = ncclInternalError;
   int version = NCCL_VERSION_CODE;
 
@@ -62,9 +62,7 @@ struct FakeNccl {
       return instance().note(concat("all_reduce ", count, " type ", type, " op ", op));
     };
     api.all_gather = [](const void*, void*, size_t count, ncclDataType_t, ncclComm_t,
-                        cudaStream_t) {
-      return instance().note(concat("all_gather ", count));
-    };
+                        cudaStream_t) { return instance().note(concat("all_gather ", count)); };
     api.reduce_scatter = [](const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t op,
                             ncclComm_t, cudaStream_t) {
       return instance().note(concat("reduce_scatter ", count, " type ", type, " op ", op));
@@ -73,9 +71,9 @@ struct FakeNccl {
                                       ncclScalarResidence_t residence, ncclComm_t) {
       *op = static_cast<ncclRedOp_t>(100);
       const auto bits = *static_cast<const uint16_t*>(scalar);
-      return instance().note(concat("premul type ", type, residence == ncclScalarDevice
-                                                              ? " on device"
-                                                              : concat(" low bits ", bits)));
+      return instance().note(
+          concat("premul type ", type,
+                 residence == ncclScalarDevice ? " on device" : concat(" low bits ", bits)));
     };
     api.red_op_destroy = [](ncclRedOp_t op, ncclComm_t) {
       return instance().note(concat("drop op ", op));

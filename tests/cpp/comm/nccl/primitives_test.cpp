@@ -62,8 +62,8 @@ TEST_F(NcclPrimitivesTest, EqualPartsTakeOneReduceScatterWhetherFlatOrNot) {
 }
 
 TEST_F(NcclPrimitivesTest, AllToAllIsTheSameGroupForFlatAndListedParts) {
-  const Log expected{"start",        "send 8 to 0",   "recv 8 from 0", "send 8 to 1",
-                     "recv 8 from 1", "send 8 to 2",   "recv 8 from 2", "end"};
+  const Log expected{"start",         "send 8 to 0", "recv 8 from 0", "send 8 to 1",
+                     "recv 8 from 1", "send 8 to 2", "recv 8 from 2", "end"};
   nccl_.all_to_all({zeros(6), {}}, {zeros(6), {}});
   EXPECT_EQ(log(), expected);
   FakeNccl::reset();
@@ -76,8 +76,8 @@ TEST_F(NcclPrimitivesTest, OnlyTheRootOfAScatterSends) {
   EXPECT_EQ(log(), (Log{"start", "recv 8 from 0", "end"}));
   FakeNccl::reset();
   nccl_.scatter(zeros(2), apart({2, 2, 2}), /*root=*/1);
-  EXPECT_EQ(log(), (Log{"start", "send 8 to 0", "send 8 to 1", "send 8 to 2", "recv 8 from 1",
-                        "end"}));
+  EXPECT_EQ(log(),
+            (Log{"start", "send 8 to 0", "send 8 to 1", "send 8 to 2", "recv 8 from 1", "end"}));
 }
 
 TEST_F(NcclPrimitivesTest, OnlyTheRootOfAGatherReceives) {

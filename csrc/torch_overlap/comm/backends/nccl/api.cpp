@@ -35,10 +35,10 @@ void require_nccl(const NcclApi& api, int needed, std::string_view what) {
 
 void throw_nccl_error(const NcclApi& api, ncclResult_t result, std::string_view what) {
   const char* last = api.last_error(nullptr);
-  throw NcclError(result, concat(what, ": expected success from NCCL, got ",
-                                 api.error_string(result),
-                                 last != nullptr && *last != '\0' ? "; NCCL says: " : "",
-                                 last != nullptr ? last : ""));
+  throw NcclError(
+      result,
+      concat(what, ": expected success from NCCL, got ", api.error_string(result),
+             last != nullptr && *last != '\0' ? "; NCCL says: " : "", last != nullptr ? last : ""));
 }
 
 }  // namespace torch_overlap

@@ -58,9 +58,7 @@ class TORCH_OVERLAP_API NcclError : public Error {
   NcclError(ncclResult_t result, const std::string& message)
       : Error(ErrorKind::kRuntime, message), result_(result) {}
   // The communicator cannot be used any more. A refused argument leaves it as it was.
-  bool is_fatal() const {
-    return result_ != ncclInvalidArgument && result_ != ncclInvalidUsage;
-  }
+  bool is_fatal() const { return result_ != ncclInvalidArgument && result_ != ncclInvalidUsage; }
 
  private:
   ncclResult_t result_;

@@ -70,8 +70,7 @@ at::Tensor make_workspace(c10::Device device) {
 
 std::shared_ptr<NcclBackend> NcclBackend::create(const BackendContext& context,
                                                  const NcclApi& api) {
-  std::shared_ptr<NcclBackend> backend(
-      new NcclBackend(context, NcclHandle::create(api, context)));
+  std::shared_ptr<NcclBackend> backend(new NcclBackend(context, NcclHandle::create(api, context)));
   watch(backend);
   return backend;
 }
@@ -106,8 +105,7 @@ WorkPtr NcclBackend::launch(Call call) {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
   const cuda::Capture capture = cuda::capture_of(current.stream());
-  const auto work =
-      std::make_shared<CudaWork>(runtime_, std::move(call), current, capture.id);
+  const auto work = std::make_shared<CudaWork>(runtime_, std::move(call), current, capture.id);
   {
     Ended ended;
     const Lock lock = lock_unless_failed();
@@ -219,7 +217,8 @@ void NcclBackend::drain(std::string_view op) {
 
 std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
-  TORCH_OVERLAP_CHECK(!cuda::capture_of(current.stream()), kState, "split: expected a stream that "
+  TORCH_OVERLAP_CHECK(!cuda::capture_of(current.stream()), kState,
+                      "split: expected a stream that "
                       "is not capturing, got one that is; split before the capture");
   drain("split");  // NCCL asks for a parent with nothing outstanding
   std::shared_ptr<NcclHandle> child;
@@ -263,7 +262,8 @@ void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string
 void NcclBackend::end_process(WorkStatus status, const std::string& message) {
   std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
   if (context_.on_abort) {
-    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot wait.
+    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot
+    // wait.
     run_bounded(context_.on_abort, kHookLimit);
   }
   std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
@@ -293,8 +293,10 @@ void NcclBackend::tick() noexcept {
     if (state != ncclSuccess && state != ncclInProgress) {
       const char* last = api.last_error(nullptr);
       const std::string message =
-          concat("communicator '", runtime_->name, "': expected NCCL to work in the background, "
-                 "got ", api.error_string(state), "; NCCL says: ", last != nullptr ? last : "");
+          concat("communicator '", runtime_->name,
+                 "': expected NCCL to work in the background, "
+                 "got ",
+                 api.error_string(state), "; NCCL says: ", last != nullptr ? last : "");
       lock.unlock();
       return fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
     }
@@ -314,15 +316,15 @@ void NcclBackend::check_launching(Clock::time_point now) {
   const auto stuck = now - Clock::time_point(Clock::duration(since));
   const Milliseconds timeout(launching_timeout_ms_.load(std::memory_order_relaxed));
   if (stuck < timeout) return;
-  fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
-            concat("communicator '", runtime_->name,
-                   "': expected a call into NCCL to return within ", timeout.count(),
-                   " ms, got none for ", seconds(stuck),
-                   "; a peer does not answer: look at the other ranks"));
+  fail_with(
+      WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
+      concat("communicator '", runtime_->name, "': expected a call into NCCL to return within ",
+             timeout.count(), " ms, got none for ", seconds(stuck),
+             "; a peer does not answer: look at the other ranks"));
 }
 
-// The clock of an operation starts when the ones before it have ended and its stream has reached it:
-// work that is queued for long is not late.
+// The clock of an operation starts when the ones before it have ended and its stream has reached
+// it: work that is queued for long is not late.
 void NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
   if (!head.started) {
     const cudaError_t status = cudaEventQuery(head.ready());

@@ -19,14 +19,14 @@ namespace torch_overlap {
 
 // A communicator over NCCL on one GPU.
 //
-// Streams. async_op = false runs on the current stream. async_op = true runs on the communicator's own
-// stream of the asked priority, after an event on the current one. Every operation waits on the device
-// for the one before it when that ran on another stream, so all run in the order of issue.
+// Streams. async_op = false runs on the current stream. async_op = true runs on the communicator's
+// own stream of the asked priority, after an event on the current one. Every operation waits on the
+// device for the one before it when that ran on another stream, so all run in the order of issue.
 //
-// Captures. The same happens; events and waits become edges. An async operation is then left as a leaf
-// of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are ordered
-// among themselves; against eager ones and other graphs NCCL orders them. The watchdog does not see
-// them: a replay that hangs is found by the next eager operation.
+// Captures. The same happens; events and waits become edges. An async operation is then left as a
+// leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are
+// ordered among themselves; against eager ones and other graphs NCCL orders them. The watchdog does
+// not see them: a replay that hangs is found by the next eager operation.
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
 // done throws it, and NCCL is stopped. See handle.h for who may free what.

@@ -13,9 +13,9 @@ namespace {
 enum class Kind { kNumber, kFlag, kPolicy };
 
 struct Field {
-  std::string_view name;        // NCCL's own
+  std::string_view name;  // NCCL's own
   std::string_view snake_name;
-  int ncclConfig_t::*member;
+  int ncclConfig_t::* member;
   int since;
   Kind kind = Kind::kNumber;
 };

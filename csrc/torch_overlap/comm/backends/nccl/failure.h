@@ -7,8 +7,8 @@
 
 namespace torch_overlap {
 
-// Why a communicator can no longer be used. Set at most once, then read by every call and every work
-// that was not done by then. Threads: any; reading takes no lock.
+// Why a communicator can no longer be used. Set at most once, then read by every call and every
+// work that was not done by then. Threads: any; reading takes no lock.
 class Failure {
  public:
   bool is_set() const noexcept { return set_.load(std::memory_order_acquire); }

@@ -9,15 +9,16 @@
 
 namespace torch_overlap {
 
-// What one CUDA graph keeps alive of one communicator: the native communicator, the memory behind it,
-// and the works that were captured, with their tensors. The graph owns it, from the capture until the
-// graph and everything instantiated from it are gone.
+// What one CUDA graph keeps alive of one communicator: the native communicator, the memory behind
+// it, and the works that were captured, with their tensors. The graph owns it, from the capture
+// until the graph and everything instantiated from it are gone.
 //
-// CUDA says that on a thread of its own where no CUDA call is allowed, so the body is buried first and
-// freed later, by a thread of ours: the graveyard.
+// CUDA says that on a thread of its own where no CUDA call is allowed, so the body is buried first
+// and freed later, by a thread of ours: the graveyard.
 class GraphHold {
  public:
-  // Gives a new one to `graph`, which is being captured. The pointer stays valid during that capture.
+  // Gives a new one to `graph`, which is being captured. The pointer stays valid during that
+  // capture.
   static GraphHold* attach(cudaGraph_t graph, std::shared_ptr<NcclHandle> handle,
                            at::Tensor workspace);
 

@@ -38,15 +38,16 @@ ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) 
 
 [[noreturn]] void timed_out(std::string_view op, const std::string& name, Milliseconds timeout) {
   fail(ErrorKind::kTimeout, op, ": expected all ranks of '", name, "' in NCCL within ",
-       timeout.count(), " ms, got none of its answers; look for the rank that did not come "
+       timeout.count(),
+       " ms, got none of its answers; look for the rank that did not come "
        "(NCCL_DEBUG=INFO shows each rank's progress)");
 }
 
 }  // namespace
 
 std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const BackendContext& context) {
-  auto native = std::make_shared<Native>(api, context.name, context.options.hints,
-                                         context.device.index());
+  auto native =
+      std::make_shared<Native>(api, context.name, context.options.hints, context.device.index());
   native->id = share_unique_id(api, context);
   const auto make = [&api, native, rank = context.rank, size = context.size] {
     const c10::cuda::CUDAGuard device(native->device);
@@ -61,8 +62,8 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
     nccl_check(api, result, "ncclCommInitRankConfig");
   };
   if (!run_bounded(make, context.options.timeout)) {
-    // Raises the abort flags, on which the other thread comes out. NCCL has set the pointer before it
-    // began to talk to anybody; while it does, abort frees nothing that it needs.
+    // Raises the abort flags, on which the other thread comes out. NCCL has set the pointer before
+    // it began to talk to anybody; while it does, abort frees nothing that it needs.
     ncclComm_t comm = std::atomic_ref(native->comm).load();
     run_bounded([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
     timed_out("new_comm", context.name, context.options.timeout);
@@ -81,8 +82,7 @@ std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milli
     TORCH_OVERLAP_CHECK(self->comm() != nullptr, kState,
                         "split: expected a live communicator, got one that was aborted");
     const NcclApi& api = self->api();
-    nccl_check(api,
-               api.comm_split(self->comm(), color, key, &child->comm, child->config.get()),
+    nccl_check(api, api.comm_split(self->comm(), color, key, &child->comm, child->config.get()),
                "ncclCommSplit");
   };
   try {
@@ -93,8 +93,8 @@ std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milli
   }
   if (!request.member) return nullptr;
   const bool shares = child->config.get()->splitShare == 1;
-  return std::shared_ptr<NcclHandle>(
-      new NcclHandle(api_, std::move(child), shares ? mutex_ : std::make_shared<std::timed_mutex>()));
+  return std::shared_ptr<NcclHandle>(new NcclHandle(
+      api_, std::move(child), shares ? mutex_ : std::make_shared<std::timed_mutex>()));
 }
 
 void NcclHandle::free(const NcclApi& api, Native& native) {
@@ -155,7 +155,8 @@ void NcclHandle::stop_now() {
       nccl_check(api_, api_.comm_revoke(native->comm, NCCL_REVOKE_DEFAULT), "ncclCommRevoke");
     }
     if (!lock && !lock.try_lock_for(kComeOut)) {
-      fail(ErrorKind::kRuntime, "a thread is stuck inside NCCL and does not come out; the "
+      fail(ErrorKind::kRuntime,
+           "a thread is stuck inside NCCL and does not come out; the "
            "communicator is left to it");
     }
     if (graphs_ != 0) return;  // the last graph's owner frees it

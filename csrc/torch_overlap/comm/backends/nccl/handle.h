@@ -9,25 +9,26 @@
 #include <memory>
 #include <mutex>
 
+#include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/nccl/api.h"
 #include "torch_overlap/comm/backends/nccl/config.h"
-#include "torch_overlap/comm/backend.h"
 
 namespace torch_overlap {
 
 // The owner of one ncclComm_t. Shared by the backend and by every graph that captured the
 // communicator: the last of them to go frees it.
 //
-// Blocking or not. NCCL's non-blocking communicators start a thread for every launch (group.cc), which
-// costs more than the launch, and would capture from a thread that does not own the capture. So ours
-// is blocking, and what can hang is bounded from outside: making, splitting and freeing run on a
-// thread of their own that is waited for so long and no longer; a hang inside a launch is seen by the
-// watchdog and ended by stop().
+// Blocking or not. NCCL's non-blocking communicators start a thread for every launch (group.cc),
+// which costs more than the launch, and would capture from a thread that does not own the capture.
+// So ours is blocking, and what can hang is bounded from outside: making, splitting and freeing run
+// on a thread of their own that is waited for so long and no longer; a hang inside a launch is seen
+// by the watchdog and ended by stop().
 //
-// Freeing or stopping. ncclCommAbort frees the communicator, so it is never called while a thread may
-// be inside NCCL with it (mutex() is held around every use), nor while a graph may replay it: NCCL
-// would wait for the graph. In those two cases stop() calls ncclCommRevoke, which raises the same
-// abort flags, so that kernels and host threads come out, and frees nothing; the last owner does.
+// Freeing or stopping. ncclCommAbort frees the communicator, so it is never called while a thread
+// may be inside NCCL with it (mutex() is held around every use), nor while a graph may replay it:
+// NCCL would wait for the graph. In those two cases stop() calls ncclCommRevoke, which raises the
+// same abort flags, so that kernels and host threads come out, and frees nothing; the last owner
+// does.
 //
 // Threads: comm() under mutex(); everything else from any thread.
 class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
@@ -45,8 +46,8 @@ class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
   const NcclApi& api() const { return api_; }
   // Null once it is freed.
   ncclComm_t comm() const { return native_->gone ? nullptr : native_->comm; }
-  // Held around every NCCL call with comm(). One lock for a communicator and the children that share
-  // its resources (splitShare), which NCCL does not let two threads launch on at once.
+  // Held around every NCCL call with comm(). One lock for a communicator and the children that
+  // share its resources (splitShare), which NCCL does not let two threads launch on at once.
   std::timed_mutex& mutex() const { return *mutex_; }
 
   // Ends all operations. Waits for that, at most `limit`; 0 only starts it. Once; later calls do

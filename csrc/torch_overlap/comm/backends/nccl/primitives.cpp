@@ -107,10 +107,8 @@ void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
     NcclGroup group(api_);
     for (int r = 0; r < size(); ++r) {
       const void* from = r == rank() ? mine.data : to[r].data;
-      nccl_check(
-          api_,
-          api_.broadcast(from, to[r].data, to[r].bytes, ncclUint8, r, comm_, stream_),
-          "ncclBroadcast");
+      nccl_check(api_, api_.broadcast(from, to[r].data, to[r].bytes, ncclUint8, r, comm_, stream_),
+                 "ncclBroadcast");
     }
     return group.end();
   }
@@ -150,11 +148,11 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
     const auto rows = flat.view({size(), -1});
     for (int r = 0; r < size(); ++r) rows[r].copy_(in.parts[r].view({-1}));
   }
-  nccl_check(api_,
-             api_.reduce_scatter(source(flat).data, result,
-                                 tensor.numel() * native->elements_per_item, native->dtype,
-                                 red_op.get(), comm_, stream_),
-             "ncclReduceScatter");
+  nccl_check(
+      api_,
+      api_.reduce_scatter(source(flat).data, result, tensor.numel() * native->elements_per_item,
+                          native->dtype, red_op.get(), comm_, stream_),
+      "ncclReduceScatter");
 }
 
 void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {

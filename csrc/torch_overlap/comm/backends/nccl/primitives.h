@@ -8,8 +8,9 @@
 
 namespace torch_overlap {
 
-// What each operation is in NCCL calls, on one stream, which is also torch's current one: memory for
-// staging and composed reductions comes from its pool. Lives for one launch, under the launch lock.
+// What each operation is in NCCL calls, on one stream, which is also torch's current one: memory
+// for staging and composed reductions comes from its pool. Lives for one launch, under the launch
+// lock.
 //
 // Every rank must make the same NCCL calls. So the choice among forms rests only on what all ranks
 // know alike, which is sizes and dtypes, never on whether this rank's tensors happen to lie in one

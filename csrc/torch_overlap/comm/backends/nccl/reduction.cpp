@@ -119,10 +119,10 @@ NcclRedOp::NcclRedOp(const NcclApi& api, ncclComm_t comm, const NativeReduction&
                "ncclRedOpCreatePreMulSum");
   } else {
     uint64_t bits = scalar_bits(native.dtype, std::get<double>(op.factor()));
-    nccl_check(api_,
-               api_.red_op_create_premul_sum(&op_, &bits, native.dtype, ncclScalarHostImmediate,
-                                             comm_),
-               "ncclRedOpCreatePreMulSum");
+    nccl_check(
+        api_,
+        api_.red_op_create_premul_sum(&op_, &bits, native.dtype, ncclScalarHostImmediate, comm_),
+        "ncclRedOpCreatePreMulSum");
   }
   owned_ = true;
 }

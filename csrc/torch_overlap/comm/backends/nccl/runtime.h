@@ -23,9 +23,9 @@ struct CommRuntime {
   Failure failure;
   cuda::EventPool events;
 
-  // The communicator's own stream for async operations. Captures get streams of their own, made when
-  // first needed: a stream that a capture took in stays in it until that capture ends, and an eager
-  // operation may come before. Under the launch lock.
+  // The communicator's own stream for async operations. Captures get streams of their own, made
+  // when first needed: a stream that a capture took in stays in it until that capture ends, and an
+  // eager operation may come before. Under the launch lock.
   c10::cuda::CUDAStream stream(bool high_priority, bool capturing) {
     auto& slot = streams_[(capturing ? 2 : 0) + (high_priority ? 1 : 0)];
     if (!slot) slot.emplace(device, high_priority);

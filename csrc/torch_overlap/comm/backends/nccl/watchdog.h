@@ -12,8 +12,8 @@ class Watched {
   virtual void tick() noexcept = 0;
 };
 
-// One thread for all communicators of the process; calls each one's tick() every kWatchdogPeriod for
-// as long as it lives.
+// One thread for all communicators of the process; calls each one's tick() every kWatchdogPeriod
+// for as long as it lives.
 void watch(std::weak_ptr<Watched> watched);
 
 }  // namespace torch_overlap

@@ -94,7 +94,8 @@ void CudaWork::wait() {
     runtime_->failure.rethrow_if_set();
     if (current != stream_) {
       if (cuda::capture_of(current.stream())) {
-        // A wait for an event of outside would break the capture: it is legal only where none is due.
+        // A wait for an event of outside would break the capture: it is legal only where none is
+        // due.
         TORCH_OVERLAP_CHECK(has_ended(), kState, call_.describe(),
                             ": expected wait() before the capture began, got it inside; an "
                             "operation that was issued outside a graph cannot be joined by one");

@@ -15,11 +15,11 @@ namespace torch_overlap {
 
 // One operation on a CUDA stream. See TorchWork for the contract.
 //
-// Tensors. An operation on the current stream holds none: stream order protects them, as it does for
-// any kernel. An async one holds all of them until (a) wait() on the stream that issued it, after
-// which stream order protects them again, or (b) the communicator sees that the operation has ended.
-// An async operation in a capture holds them until (a), or until the graph is gone: a leaf of the
-// graph runs beside what comes later in the capture, and must not lend it its memory.
+// Tensors. An operation on the current stream holds none: stream order protects them, as it does
+// for any kernel. An async one holds all of them until (a) wait() on the stream that issued it,
+// after which stream order protects them again, or (b) the communicator sees that the operation has
+// ended. An async operation in a capture holds them until (a), or until the graph is gone: a leaf
+// of the graph runs beside what comes later in the capture, and must not lend it its memory.
 //
 // Threads: any. It takes no lock, and never calls into NCCL.
 class CudaWork final : public TorchWork {
