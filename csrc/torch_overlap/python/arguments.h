@@ -1,0 +1,19 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/comm/call.h"
+
+namespace torch_overlap::python {
+
+// The arguments of a call as the user's method has them, in its order, under the names that hooks
+// use: `tensor`, or `input` and `output`; `peer` or `root`; `op`; split sizes; `ops`; `async_op`.
+// Lists are in rank order; their members may be flat views of what the user passed.
+using Arguments = std::vector<std::pair<const char*, pybind11::object>>;
+Arguments arguments_of(const Call& call, int size);
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,65 @@
+#include <array>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/python/bindings.h"
+#include "torch_overlap/python/convert.h"
+
+namespace torch_overlap::python {
+namespace {
+
+struct ErrorClass {
+  ErrorKind kind;
+  const char* name;
+  PyObject** builtin;  // its second base, so that `except ValueError` catches it as well
+  const char* doc;
+};
+
+const std::array<ErrorClass, 5> kClasses{{
+    {ErrorKind::kValue, "InvalidValueError", &PyExc_ValueError,
+     "A wrong value: a shape, size, rank or name. Nothing was sent; the communicator stays usable."},
+    {ErrorKind::kType, "InvalidTypeError", &PyExc_TypeError,
+     "A wrong type: dtype, device or argument. Nothing was sent; the communicator stays usable."},
+    {ErrorKind::kTimeout, "OperationTimeoutError", &PyExc_TimeoutError,
+     "Another rank did not come in time."},
+    {ErrorKind::kUnsupported, "UnsupportedError", &PyExc_NotImplementedError,
+     "This backend, dtype or library version cannot do it."},
+    {ErrorKind::kState, "StateError", nullptr,
+     "The communicator was finalized or aborted."},
+}};
+
+// By kind; kRuntime is Error itself. Owned by the module, which is never unloaded.
+std::array<PyObject*, 6> classes{};
+
+PyObject* make_class(py::module_& module, const char* name, py::handle bases, const char* doc) {
+  const std::string qualified = std::string("torch_overlap.") + name;
+  PyObject* made = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, bases.ptr(), nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  module.add_object(name, made);
+  return made;
+}
+
+}  // namespace
+
+py::handle class_of(ErrorKind kind) { return classes.at(static_cast<size_t>(kind)); }
+
+void register_errors(py::module_& module) {
+  PyObject* base = make_class(module, "Error", PyExc_RuntimeError,
+                              "What torch_overlap raises, itself when a library or another rank failed.");
+  classes.fill(base);
+  for (const ErrorClass& entry : kClasses) {
+    const py::tuple bases = entry.builtin != nullptr
+                                ? py::make_tuple(py::handle(base), py::handle(*entry.builtin))
+                                : py::make_tuple(py::handle(base));
+    classes.at(static_cast<size_t>(entry.kind)) = make_class(module, entry.name, bases, entry.doc);
+  }
+  // Registered with pybind's shared state, so errors that pass torch.ops calls are translated too.
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const Error& ours) {
+      PyErr_SetString(class_of(ours.kind()).ptr(), ours.what());
+    }
+  });
+}
+
+}  // namespace torch_overlap::python

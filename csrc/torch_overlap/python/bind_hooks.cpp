@@ -1,0 +1,88 @@
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/python/arguments.h"
+#include "torch_overlap/python/bindings.h"
+#include "torch_overlap/python/convert.h"
+
+namespace torch_overlap::python {
+namespace {
+
+using CommPtr = std::shared_ptr<TorchComm>;
+
+// What a hook is given: an object of torch_overlap.hooks, made of the operation's arguments.
+py::object make_pre_args(const HookEvent& event, int size) {
+  py::dict fields;
+  if (event.call != nullptr) {
+    for (auto& [name, value] : arguments_of(*event.call, size)) fields[name] = value;
+  }
+  if (event.ranks != nullptr) {
+    fields["ranks"] = py::cast(*event.ranks);
+    fields["name"] = event.split_name != nullptr ? py::cast(*event.split_name) : py::none();
+  }
+  return py::module_::import("torch_overlap.hooks").attr("_make_pre_args")(event.name, fields);
+}
+
+py::object make_post_args(const HookEvent& event, const std::exception_ptr& error) {
+  return py::module_::import("torch_overlap.hooks").attr("_make_post_args")(event.name, from_exception(error));
+}
+
+// Takes a hook out again. Dropping the handle leaves the hook in.
+class RemovableHandle {
+ public:
+  RemovableHandle(const CommPtr& comm, std::function<bool(Hooks&)> remove)
+      : comm_(comm), remove_(std::move(remove)) {}
+
+  void remove() {
+    if (const CommPtr comm = comm_.lock()) remove_(comm->hooks());
+  }
+
+ private:
+  std::weak_ptr<TorchComm> comm_;
+  std::function<bool(Hooks&)> remove_;
+};
+
+RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {
+  const uint64_t id = comm->hooks().pre.add([shared = share(std::move(callback)), size = comm->size()](
+                                                const HookEvent& event) {
+    const py::gil_scoped_acquire gil;
+    borrow(shared)(event.name, event.id, make_pre_args(event, size));
+  });
+  return {comm, [id](Hooks& hooks) { return hooks.pre.remove(id); }};
+}
+
+RemovableHandle register_post_hook(const CommPtr& comm, py::function callback) {
+  const uint64_t id = comm->hooks().post.add(
+      [shared = share(std::move(callback))](const HookEvent& event, const std::exception_ptr& error) {
+        const py::gil_scoped_acquire gil;
+        borrow(shared)(event.id, make_post_args(event, error));
+      });
+  return {comm, [id](Hooks& hooks) { return hooks.post.remove(id); }};
+}
+
+RemovableHandle register_abort_hook(const CommPtr& comm, py::function callback) {
+  const uint64_t id = comm->hooks().abort.add([shared = share(std::move(callback))] {
+    const py::gil_scoped_acquire gil;
+    borrow(shared)();
+  });
+  return {comm, [id](Hooks& hooks) { return hooks.abort.remove(id); }};
+}
+
+}  // namespace
+
+void register_hooks(py::module_& module) {
+  py::class_<RemovableHandle>(module, "RemovableHandle", "A registered hook. Dropping the handle leaves the hook in.")
+      .def("remove", &RemovableHandle::remove, py::call_guard<py::gil_scoped_release>(),
+           "Takes the hook out, also from inside a call. A second time it does nothing.");
+
+  py::class_<TorchComm, CommPtr>(module.attr("TorchComm"))
+      .def("register_pre_hook", &register_pre_hook, py::arg("callback"),
+           "Calls callback(name: OpName, op_id: int, args) before every operation; `args` is of the operation's class "
+           "in torch_overlap.hooks. Hooks run in the order of registration. An exception stops the operation before "
+           "anything is sent.")
+      .def("register_post_hook", &register_post_hook, py::arg("callback"),
+           "Calls callback(op_id: int, args) when an operation was issued or failed (`args.error`), once for each time "
+           "that the pre-hooks ran.")
+      .def("register_abort_hook", &register_abort_hook, py::arg("callback"),
+           "Calls callback() on abort(), and before a timeout or an error ends the process, then on another thread.");
+}
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,93 @@
+#include <pybind11/chrono.h>
+
+#include "torch_overlap/base/env.h"
+#include "torch_overlap/comm/options.h"
+#include "torch_overlap/python/bindings.h"
+#include "torch_overlap/python/convert.h"
+
+namespace torch_overlap::python {
+namespace {
+
+// One class an operation: what is given to the wrong one is refused.
+template <typename Options>
+void bind_op_options(py::module_& module, const char* name) {
+  py::class_<Options>(module, name,
+                      "Options of one operation: `hints` (backend-specific strings) and `timeout` (zero: the "
+                      "communicator's). Pass it as options=; the keywords hints= and timeout= win over it.")
+      .def(py::init([name](const py::object& hints, const py::object& timeout) {
+             Options options;
+             options.hints = to_hints(name, hints);
+             options.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
+             return options;
+           }),
+           py::arg("hints") = py::none(), py::arg("timeout") = py::none())
+      .def_property(
+          "hints", [](const Options& self) { return from_hints(self.hints); },
+          [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); })
+      .def_property(
+          "timeout", [](const Options& self) { return from_timeout(self.timeout); },
+          [name](Options& self, const py::object& timeout) {
+            self.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
+          })
+      .def("__repr__", [name](const Options& self) {
+        return concat(name, "(hints=", std::string(py::repr(py::cast(self.hints))),
+                      ", timeout=", std::string(py::repr(from_timeout(self.timeout))), ")");
+      });
+}
+
+constexpr const char* kCommOptionsDoc =
+    R"(Options of a communicator, for new_comm(options=...). What is not set comes from the environment:
+reading such a field gives what a communicator made now would get. Arguments of new_comm win over both.)";
+
+}  // namespace
+
+void register_options(py::module_& module) {
+  bind_op_options<SendOptions>(module, "SendOptions");
+  bind_op_options<RecvOptions>(module, "RecvOptions");
+  bind_op_options<BroadcastOptions>(module, "BroadcastOptions");
+  bind_op_options<AllReduceOptions>(module, "AllReduceOptions");
+  bind_op_options<ReduceOptions>(module, "ReduceOptions");
+  bind_op_options<AllGatherOptions>(module, "AllGatherOptions");
+  bind_op_options<AllGatherSingleOptions>(module, "AllGatherSingleOptions");
+  bind_op_options<ReduceScatterOptions>(module, "ReduceScatterOptions");
+  bind_op_options<ReduceScatterSingleOptions>(module, "ReduceScatterSingleOptions");
+  bind_op_options<AllToAllOptions>(module, "AllToAllOptions");
+  bind_op_options<AllToAllSingleOptions>(module, "AllToAllSingleOptions");
+  bind_op_options<AllToAllvSingleOptions>(module, "AllToAllvSingleOptions");
+  bind_op_options<BarrierOptions>(module, "BarrierOptions");
+  bind_op_options<ScatterOptions>(module, "ScatterOptions");
+  bind_op_options<GatherOptions>(module, "GatherOptions");
+  bind_op_options<GatherSingleOptions>(module, "GatherSingleOptions");
+  bind_op_options<BatchP2POptions>(module, "BatchP2POptions");
+
+  py::class_<CommOptions> options(module, "CommOptions", kCommOptionsDoc);
+  options.def(py::init<>())
+      .def_property(
+          "abort_process_on_timeout_or_error",
+          [](const CommOptions& self) {
+            return self.abort_process_on_timeout_or_error.value_or(Env::read().abort_on_error);
+          },
+          [](CommOptions& self, std::optional<bool> value) { self.abort_process_on_timeout_or_error = value; },
+          "Whether a timeout or an asynchronous error ends the process. Default: TORCHCOMM_ABORT_ON_ERROR, else True.")
+      .def_property(
+          "timeout", [](const CommOptions& self) { return from_timeout(self.timeout.value_or(Env::read().timeout)); },
+          [](CommOptions& self, const py::object& value) { self.timeout = to_timeout("CommOptions", value); },
+          "How long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.")
+      .def_property(
+          "is_high_priority_stream",
+          [](const CommOptions& self) { return self.is_high_priority_stream.value_or(false); },
+          [](CommOptions& self, std::optional<bool> value) { self.is_high_priority_stream = value; },
+          "Whether asynchronous operations run on a CUDA stream of high priority. Default False.")
+      .def_property(
+          "enable_reconfigure", [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
+          [](CommOptions& self, std::optional<bool> value) { self.enable_reconfigure = value; })
+      .def_readwrite("name", &CommOptions::name, "The communicator's name, or None for a generated one.")
+      .def_readwrite("store", &CommOptions::store, "The store to meet at, or None for the environment's.")
+      .def_property(
+          "hints", [](const CommOptions& self) { return from_hints(self.hints); },
+          [](CommOptions& self, const py::object& hints) { self.hints = to_hints("CommOptions", hints); },
+          "Backend-specific strings. Read-only view: assign a dict to change them.")
+      .def("__copy__", [](const CommOptions& self) { return CommOptions(self); });
+}
+
+}  // namespace torch_overlap::python

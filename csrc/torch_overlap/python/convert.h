@@ -1,0 +1,63 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/options.h"
+#include "torch_overlap/comm/reduce_op.h"
+
+// Between Python values and ours. Optional arguments come as handles and are looked at only when
+// they are not None: an operation without them pays nothing for them.
+namespace torch_overlap::python {
+
+namespace py = pybind11;
+
+// A Python object that C++ may drop on any thread. After the interpreter's end it is let go unfreed.
+using SharedObject = std::shared_ptr<PyObject>;
+SharedObject share(py::object object);
+py::object borrow(const SharedObject& object);
+
+// "5 (int)": how errors show a value.
+std::string describe(py::handle value);
+
+// A timedelta, rounded up to milliseconds (0 would mean the default). None is nullopt.
+std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout);
+py::object from_timeout(Milliseconds timeout);
+
+// A dict of strings; None is empty.
+Hints to_hints(std::string_view op, py::handle hints);
+// Read-only: a write to a copy would be lost without notice.
+py::object from_hints(const Hints& hints);
+
+// The object belongs to `op`, which the caller's arguments hold.
+const ReduceOp& to_reduce_op(std::string_view name, py::handle op);
+
+// The Python exception for a C++ one.
+py::object from_exception(const std::exception_ptr& error);
+// The class of an error's kind. The reference is the module's.
+py::handle class_of(ErrorKind kind);
+
+[[noreturn]] void fail_options(std::string_view op, const std::type_info& expected, py::handle got);
+
+// `hints` and `timeout` over those of `options`.
+template <typename Options>
+OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout, py::handle options) {
+  OpOptions out;
+  if (!options.is_none()) {
+    py::detail::make_caster<Options> caster;
+    if (!caster.load(options, /*convert=*/false)) fail_options(op, typeid(Options), options);
+    out = py::detail::cast_op<const Options&>(caster);
+  }
+  if (!hints.is_none()) {
+    for (auto& [key, value] : to_hints(op, hints)) out.hints.insert_or_assign(key, value);
+  }
+  if (const auto value = to_timeout(op, timeout)) out.timeout = *value;
+  return out;
+}
+
+}  // namespace torch_overlap::python

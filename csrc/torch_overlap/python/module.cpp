@@ -1,0 +1,19 @@
+// torch_overlap._C: the Python face of libtorch_overlap.so. torch_overlap/__init__.py loads the library first.
+
+#include "torch_overlap/python/bindings.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace torch_overlap::python;
+  // The types of Store, Backend and Tensor in the signatures.
+  pybind11::module_::import("torch.distributed");
+  register_errors(module);
+  register_build(module);
+  register_reduce_op(module);
+  register_options(module);
+  register_work(module);
+  register_comm(module);
+  register_collectives(module);
+  register_batch(module);
+  register_hooks(module);
+  register_backends(module);
+}

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/python/convert.h"
+
+namespace torch_overlap::python {
+
+// A backend written in Python (torch_overlap.TorchCommBackend): one object of the user's class for
+// each communicator. Operations reach it validated, as its method of the operation's name, with
+// positional arguments; it returns None when done, or an object with wait(). Python runs under the
+// GIL on the thread that issues; waiting too.
+class PyBackend : public Backend {
+ public:
+  // Makes an object of `type` and calls its init(device, name, options). Needs the GIL.
+  PyBackend(SharedObject type, const BackendContext& context);
+
+  std::string version() const override;
+  WorkPtr launch(Call call) override;
+  std::shared_ptr<Backend> split(const SplitRequest& request) override;
+  void finalize() override;
+  void abort() override;
+  bool is_aborted() const override { return aborted_.load(); }
+
+ private:
+  SharedObject type_;
+  SharedObject self_;
+  int size_;
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace torch_overlap::python
