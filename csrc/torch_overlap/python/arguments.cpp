@@ -26,7 +26,9 @@ py::object splits_of(const Blocks& blocks, int size) {
 Arguments arguments_of(const Call& call, int size) {
   const at::NoGradGuard no_grad;
   Arguments args;
-  const auto add = [&args](const char* name, py::object value) { args.emplace_back(name, std::move(value)); };
+  const auto add = [&args](const char* name, py::object value) {
+    args.emplace_back(name, std::move(value));
+  };
   switch (call.name) {
     case OpName::send:
     case OpName::recv:

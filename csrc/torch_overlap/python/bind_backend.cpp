@@ -8,7 +8,8 @@ namespace {
 
 void register_py_backend(const std::string& name, py::type type) {
   BackendEntry entry;
-  entry.make = [shared = share(std::move(type))](const BackendContext& context) -> std::shared_ptr<Backend> {
+  entry.make =
+      [shared = share(std::move(type))](const BackendContext& context) -> std::shared_ptr<Backend> {
     const py::gil_scoped_acquire gil;
     return std::make_shared<PyBackend>(shared, context);
   };
@@ -19,7 +20,8 @@ void register_py_backend(const std::string& name, py::type type) {
 }  // namespace
 
 void register_backends(py::module_& module) {
-  module.def("built_backends", &registered_backends, "The names of the backends that new_comm knows now.");
+  module.def("built_backends", &registered_backends,
+             "The names of the backends that new_comm knows now.");
   module.def("_register_backend", &register_py_backend, py::arg("name"), py::arg("backend_class"));
 }
 

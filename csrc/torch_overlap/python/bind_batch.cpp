@@ -13,7 +13,9 @@ void register_batch(py::module_& module) {
       .finalize();
 
   py::class_<P2POp>(module, "P2POp", "One send or receive of a batch.")
-      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int peer) { return P2POp{type, tensor, peer}; }),
+      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int peer) {
+             return P2POp{type, tensor, peer};
+           }),
            py::arg("type"), py::arg("tensor"), py::arg("peer"))
       .def_readonly("type", &P2POp::type)
       .def_readonly("tensor", &P2POp::tensor)
@@ -21,17 +23,21 @@ void register_batch(py::module_& module) {
 
   py::class_<BatchSendRecv, std::shared_ptr<BatchSendRecv>>(
       module, "BatchSendRecv",
-      "Sends and receives that are issued at once, none waiting for another: any pattern that matches over the ranks "
+      "Sends and receives that are issued at once, none waiting for another: any pattern that "
+      "matches over the ranks "
       "ends. Made by TorchComm.batch_op_create(); empty again after issue().",
       py::release_gil_before_calling_cpp_dtor())
-      .def("send", &BatchSendRecv::send, py::arg("tensor"), py::arg("dst"), "Adds a send to rank `dst`.")
-      .def("recv", &BatchSendRecv::recv, py::arg("tensor"), py::arg("src"), "Adds a receive from rank `src`.")
+      .def("send", &BatchSendRecv::send, py::arg("tensor"), py::arg("dst"),
+           "Adds a send to rank `dst`.")
+      .def("recv", &BatchSendRecv::recv, py::arg("tensor"), py::arg("src"),
+           "Adds a receive from rank `src`.")
       .def(
           "issue",
           [](BatchSendRecv& self, bool async_op, const py::handle& options, const py::handle& hints,
              const py::handle& timeout) {
             BatchP2POptions merged;
-            static_cast<OpOptions&>(merged) = to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
+            static_cast<OpOptions&>(merged) =
+                to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
             const py::gil_scoped_release no_gil;
             return self.issue(async_op, merged);
           },
@@ -41,8 +47,12 @@ void register_batch(py::module_& module) {
       .def_property_readonly("ops", &BatchSendRecv::ops, "What was added, as a list of P2POp.");
 
   py::class_<TorchComm, std::shared_ptr<TorchComm>>(module.attr("TorchComm"))
-      .def("batch_op_create", [](const std::shared_ptr<TorchComm>& self) { return std::make_shared<BatchSendRecv>(self); },
-           "An empty BatchSendRecv.");
+      .def(
+          "batch_op_create",
+          [](const std::shared_ptr<TorchComm>& self) {
+            return std::make_shared<BatchSendRecv>(self);
+          },
+          "An empty BatchSendRecv.");
 }
 
 }  // namespace torch_overlap::python

@@ -33,8 +33,9 @@ CommPtr remember(CommPtr comm) {
   return comm;
 }
 
-CommPtr new_comm(const std::string& backend, c10::Device device, const std::optional<std::string>& name,
-                 const CommOptions& options, std::optional<int> rank, std::optional<int> size) {
+CommPtr new_comm(const std::string& backend, c10::Device device,
+                 const std::optional<std::string>& name, const CommOptions& options,
+                 std::optional<int> rank, std::optional<int> size) {
   TORCH_OVERLAP_CHECK(rank.has_value() == size.has_value(), kValue,
                       "new_comm: expected rank and size together, got only one of them");
   std::optional<RankAndSize> who;
@@ -42,7 +43,8 @@ CommPtr new_comm(const std::string& backend, c10::Device device, const std::opti
   return remember(TorchComm::create(backend, device, name, options, who));
 }
 
-// No thread of a communicator may outlive the interpreter. Returns the names of those that were left.
+// No thread of a communicator may outlive the interpreter. Returns the names of those that were
+// left.
 std::vector<std::string> abort_all() {
   std::vector<CommPtr> left;
   {
@@ -74,12 +76,13 @@ CommOptions options_of(const TorchComm& comm) {
 }
 
 std::string repr(const TorchComm& comm) {
-  return concat("<torch_overlap.TorchComm '", comm.name(), "' ", comm.backend_name(), " rank ", comm.rank(), " of ",
-                comm.size(), " on ", comm.device(),
+  return concat("<torch_overlap.TorchComm '", comm.name(), "' ", comm.backend_name(), " rank ",
+                comm.rank(), " of ", comm.size(), " on ", comm.device(),
                 comm.is_finalized() ? " finalized>" : (comm.is_aborted() ? " aborted>" : ">"));
 }
 
-constexpr const char* kCommDoc = R"(One rank's end of a group that communicates. new_comm() and split() make it, collectively.
+constexpr const char* kCommDoc =
+    R"(One rank's end of a group that communicates. new_comm() and split() make it, collectively.
 
 Streams (CUDA). async_op=False: the operation runs on the current stream; the host does not wait. async_op=True: it
 runs on the communicator's own stream, after everything that is on the current stream now, and TorchWork.wait()
@@ -95,7 +98,8 @@ order of precedence: communicator, options, keyword.
 
 As a context manager it finalizes at the end, or aborts when the block raised.)";
 
-constexpr const char* kSplitDoc = R"(Makes a communicator of some of the ranks. Collective over this communicator.
+constexpr const char* kSplitDoc =
+    R"(Makes a communicator of some of the ranks. Collective over this communicator.
 
 ranks: the members; position becomes the rank in the new one. Ranks of different groups pass different lists in the
 same call; an empty list gives None. A list without the calling rank, with a rank twice or out of range, or unlike
@@ -105,20 +109,24 @@ name: generated if None. hints, timeout: over the options, which are this commun
 }  // namespace
 
 void register_comm(py::module_& module) {
-  py::native_enum<OpName> names(module, "OpName", "enum.Enum", "The operations, as hooks and errors name them.");
+  py::native_enum<OpName> names(module, "OpName", "enum.Enum",
+                                "The operations, as hooks and errors name them.");
   for (int i = 0; i <= static_cast<int>(OpName::finalize); ++i) {
     const auto name = static_cast<OpName>(i);
     names.value(std::string(to_string(name)).c_str(), name);
   }
   names.finalize();
 
-  py::class_<TorchComm, CommPtr>(module, "TorchComm", kCommDoc, py::release_gil_before_calling_cpp_dtor())
+  py::class_<TorchComm, CommPtr>(module, "TorchComm", kCommDoc,
+                                 py::release_gil_before_calling_cpp_dtor())
       .def("get_rank", &TorchComm::rank, "The rank of this end.")
       .def("get_size", &TorchComm::size, "The number of ranks.")
-      .def("get_name", &TorchComm::name, "The name: unique among the live communicators of this process.")
+      .def("get_name", &TorchComm::name,
+           "The name: unique among the live communicators of this process.")
       .def("get_device", &TorchComm::device, "The device that tensors must be on.")
       .def("get_backend", &TorchComm::backend_name, "The backend's name.")
-      .def("get_backend_version", &TorchComm::backend_version, "The version of the library underneath.")
+      .def("get_backend_version", &TorchComm::backend_version,
+           "The version of the library underneath.")
       .def("get_options", &options_of, "A copy of the options in force, as CommOptions.")
       .def("get_ranks_in_world", &TorchComm::ranks_in_world,
            "The members' ranks in the communicator that new_comm made, by rank.")
@@ -128,18 +136,22 @@ void register_comm(py::module_& module) {
           "split",
           [](TorchComm& self, const std::vector<int>& ranks, const std::optional<std::string>& name,
              const py::handle& hints, const py::handle& timeout) {
-            OpOptions options{to_hints("split", hints), to_timeout("split", timeout).value_or(Milliseconds{0})};
+            OpOptions options{to_hints("split", hints),
+                              to_timeout("split", timeout).value_or(Milliseconds{0})};
             const py::gil_scoped_release no_gil;
             return remember(self.split(ranks, name, options));
           },
           py::arg("ranks"), py::arg("name") = py::none(), py::arg("hints") = py::none(),
           py::arg("timeout") = py::none(), kSplitDoc)
       .def("finalize", &TorchComm::finalize, py::call_guard<py::gil_scoped_release>(),
-           "Waits for all operations, for the communicator's timeout at most, and frees it. Collective. Afterwards "
-           "every operation raises StateError, and so does a second finalize. The native communicator lives on until "
+           "Waits for all operations, for the communicator's timeout at most, and frees it. "
+           "Collective. Afterwards "
+           "every operation raises StateError, and so does a second finalize. The native "
+           "communicator lives on until "
            "the last CUDA graph that captured it is gone.")
       .def("abort", &TorchComm::abort, py::call_guard<py::gil_scoped_release>(),
-           "Ends all operations at once, on this rank, and runs the abort hooks. Never ends the process.")
+           "Ends all operations at once, on this rank, and runs the abort hooks. Never ends the "
+           "process.")
       .def("is_aborted", &TorchComm::is_aborted)
       .def("is_finalized", &TorchComm::is_finalized)
       .def("__copy__", [](const py::object& self) { return self; })
@@ -160,10 +172,12 @@ void register_comm(py::module_& module) {
            })
       .def("__repr__", &repr);
 
-  module.def("_new_comm", &new_comm, py::call_guard<py::gil_scoped_release>(), py::arg("backend"), py::arg("device"),
-             py::arg("name"), py::arg("options"), py::arg("rank"), py::arg("size"));
+  module.def("_new_comm", &new_comm, py::call_guard<py::gil_scoped_release>(), py::arg("backend"),
+             py::arg("device"), py::arg("name"), py::arg("options"), py::arg("rank"),
+             py::arg("size"));
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
-  module.def("get_comm", &get_comm, py::arg("name"), "The live communicator of that name in this process.");
+  module.def("get_comm", &get_comm, py::arg("name"),
+             "The live communicator of that name in this process.");
   module.def("comm_names", &comm_names, "The names of the live communicators of this process.");
 }
 

@@ -16,15 +16,15 @@ struct ErrorClass {
 
 const std::array<ErrorClass, 5> kClasses{{
     {ErrorKind::kValue, "InvalidValueError", &PyExc_ValueError,
-     "A wrong value: a shape, size, rank or name. Nothing was sent; the communicator stays usable."},
+     "A wrong value: a shape, size, rank or name. Nothing was sent; the communicator stays "
+     "usable."},
     {ErrorKind::kType, "InvalidTypeError", &PyExc_TypeError,
      "A wrong type: dtype, device or argument. Nothing was sent; the communicator stays usable."},
     {ErrorKind::kTimeout, "OperationTimeoutError", &PyExc_TimeoutError,
      "Another rank did not come in time."},
     {ErrorKind::kUnsupported, "UnsupportedError", &PyExc_NotImplementedError,
      "This backend, dtype or library version cannot do it."},
-    {ErrorKind::kState, "StateError", nullptr,
-     "The communicator was finalized or aborted."},
+    {ErrorKind::kState, "StateError", nullptr, "The communicator was finalized or aborted."},
 }};
 
 // By kind; kRuntime is Error itself. Owned by the module, which is never unloaded.
@@ -43,8 +43,9 @@ PyObject* make_class(py::module_& module, const char* name, py::handle bases, co
 py::handle class_of(ErrorKind kind) { return classes.at(static_cast<size_t>(kind)); }
 
 void register_errors(py::module_& module) {
-  PyObject* base = make_class(module, "Error", PyExc_RuntimeError,
-                              "What torch_overlap raises, itself when a library or another rank failed.");
+  PyObject* base =
+      make_class(module, "Error", PyExc_RuntimeError,
+                 "What torch_overlap raises, itself when a library or another rank failed.");
   classes.fill(base);
   for (const ErrorClass& entry : kClasses) {
     const py::tuple bases = entry.builtin != nullptr

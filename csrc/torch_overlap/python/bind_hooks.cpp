@@ -22,7 +22,8 @@ py::object make_pre_args(const HookEvent& event, int size) {
 }
 
 py::object make_post_args(const HookEvent& event, const std::exception_ptr& error) {
-  return py::module_::import("torch_overlap.hooks").attr("_make_post_args")(event.name, from_exception(error));
+  return py::module_::import("torch_overlap.hooks")
+      .attr("_make_post_args")(event.name, from_exception(error));
 }
 
 // Takes a hook out again. Dropping the handle leaves the hook in.
@@ -41,17 +42,18 @@ class RemovableHandle {
 };
 
 RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {
-  const uint64_t id = comm->hooks().pre.add([shared = share(std::move(callback)), size = comm->size()](
-                                                const HookEvent& event) {
-    const py::gil_scoped_acquire gil;
-    borrow(shared)(event.name, event.id, make_pre_args(event, size));
-  });
+  const uint64_t id = comm->hooks().pre.add(
+      [shared = share(std::move(callback)), size = comm->size()](const HookEvent& event) {
+        const py::gil_scoped_acquire gil;
+        borrow(shared)(event.name, event.id, make_pre_args(event, size));
+      });
   return {comm, [id](Hooks& hooks) { return hooks.pre.remove(id); }};
 }
 
 RemovableHandle register_post_hook(const CommPtr& comm, py::function callback) {
-  const uint64_t id = comm->hooks().post.add(
-      [shared = share(std::move(callback))](const HookEvent& event, const std::exception_ptr& error) {
+  const uint64_t id =
+      comm->hooks().post.add([shared = share(std::move(callback))](
+                                 const HookEvent& event, const std::exception_ptr& error) {
         const py::gil_scoped_acquire gil;
         borrow(shared)(event.id, make_post_args(event, error));
       });
@@ -69,20 +71,25 @@ RemovableHandle register_abort_hook(const CommPtr& comm, py::function callback) 
 }  // namespace
 
 void register_hooks(py::module_& module) {
-  py::class_<RemovableHandle>(module, "RemovableHandle", "A registered hook. Dropping the handle leaves the hook in.")
+  py::class_<RemovableHandle>(module, "RemovableHandle",
+                              "A registered hook. Dropping the handle leaves the hook in.")
       .def("remove", &RemovableHandle::remove, py::call_guard<py::gil_scoped_release>(),
            "Takes the hook out, also from inside a call. A second time it does nothing.");
 
   py::class_<TorchComm, CommPtr>(module.attr("TorchComm"))
       .def("register_pre_hook", &register_pre_hook, py::arg("callback"),
-           "Calls callback(name: OpName, op_id: int, args) before every operation; `args` is of the operation's class "
-           "in torch_overlap.hooks. Hooks run in the order of registration. An exception stops the operation before "
+           "Calls callback(name: OpName, op_id: int, args) before every operation; `args` is of "
+           "the operation's class "
+           "in torch_overlap.hooks. Hooks run in the order of registration. An exception stops the "
+           "operation before "
            "anything is sent.")
       .def("register_post_hook", &register_post_hook, py::arg("callback"),
-           "Calls callback(op_id: int, args) when an operation was issued or failed (`args.error`), once for each time "
+           "Calls callback(op_id: int, args) when an operation was issued or failed "
+           "(`args.error`), once for each time "
            "that the pre-hooks ran.")
       .def("register_abort_hook", &register_abort_hook, py::arg("callback"),
-           "Calls callback() on abort(), and before a timeout or an error ends the process, then on another thread.");
+           "Calls callback() on abort(), and before a timeout or an error ends the process, then "
+           "on another thread.");
 }
 
 }  // namespace torch_overlap::python

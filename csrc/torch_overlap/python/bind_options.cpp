@@ -11,9 +11,10 @@ namespace {
 // One class an operation: what is given to the wrong one is refused.
 template <typename Options>
 void bind_op_options(py::module_& module, const char* name) {
-  py::class_<Options>(module, name,
-                      "Options of one operation: `hints` (backend-specific strings) and `timeout` (zero: the "
-                      "communicator's). Pass it as options=; the keywords hints= and timeout= win over it.")
+  py::class_<Options>(
+      module, name,
+      "Options of one operation: `hints` (backend-specific strings) and `timeout` (zero: the "
+      "communicator's). Pass it as options=; the keywords hints= and timeout= win over it.")
       .def(py::init([name](const py::object& hints, const py::object& timeout) {
              Options options;
              options.hints = to_hints(name, hints);
@@ -67,25 +68,40 @@ void register_options(py::module_& module) {
           [](const CommOptions& self) {
             return self.abort_process_on_timeout_or_error.value_or(Env::read().abort_on_error);
           },
-          [](CommOptions& self, std::optional<bool> value) { self.abort_process_on_timeout_or_error = value; },
-          "Whether a timeout or an asynchronous error ends the process. Default: TORCHCOMM_ABORT_ON_ERROR, else True.")
+          [](CommOptions& self, std::optional<bool> value) {
+            self.abort_process_on_timeout_or_error = value;
+          },
+          "Whether a timeout or an asynchronous error ends the process. Default: "
+          "TORCHCOMM_ABORT_ON_ERROR, else True.")
       .def_property(
-          "timeout", [](const CommOptions& self) { return from_timeout(self.timeout.value_or(Env::read().timeout)); },
-          [](CommOptions& self, const py::object& value) { self.timeout = to_timeout("CommOptions", value); },
+          "timeout",
+          [](const CommOptions& self) {
+            return from_timeout(self.timeout.value_or(Env::read().timeout));
+          },
+          [](CommOptions& self, const py::object& value) {
+            self.timeout = to_timeout("CommOptions", value);
+          },
           "How long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.")
       .def_property(
           "is_high_priority_stream",
           [](const CommOptions& self) { return self.is_high_priority_stream.value_or(false); },
-          [](CommOptions& self, std::optional<bool> value) { self.is_high_priority_stream = value; },
+          [](CommOptions& self, std::optional<bool> value) {
+            self.is_high_priority_stream = value;
+          },
           "Whether asynchronous operations run on a CUDA stream of high priority. Default False.")
       .def_property(
-          "enable_reconfigure", [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
+          "enable_reconfigure",
+          [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
           [](CommOptions& self, std::optional<bool> value) { self.enable_reconfigure = value; })
-      .def_readwrite("name", &CommOptions::name, "The communicator's name, or None for a generated one.")
-      .def_readwrite("store", &CommOptions::store, "The store to meet at, or None for the environment's.")
+      .def_readwrite("name", &CommOptions::name,
+                     "The communicator's name, or None for a generated one.")
+      .def_readwrite("store", &CommOptions::store,
+                     "The store to meet at, or None for the environment's.")
       .def_property(
           "hints", [](const CommOptions& self) { return from_hints(self.hints); },
-          [](CommOptions& self, const py::object& hints) { self.hints = to_hints("CommOptions", hints); },
+          [](CommOptions& self, const py::object& hints) {
+            self.hints = to_hints("CommOptions", hints);
+          },
           "Backend-specific strings. Read-only view: assign a dict to change them.")
       .def("__copy__", [](const CommOptions& self) { return CommOptions(self); });
 }

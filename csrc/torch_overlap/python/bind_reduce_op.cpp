@@ -44,28 +44,37 @@ void register_reduce_op(py::module_& module) {
       .value("AVG", RedOpType::AVG)
       .finalize();
 
-  py::class_<ReduceOp> op(module, "ReduceOp", R"(How the ranks' elements become one. Immutable, comparable, hashable.
+  py::class_<ReduceOp> op(module, "ReduceOp",
+                          R"(How the ranks' elements become one. Immutable, comparable, hashable.
 
 SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR and BXOR are class attributes; PREMUL_SUM(factor) is a function:
 each rank's input is multiplied by that rank's own factor before the sum. bool tensors reduce with
 logical meaning; complex tensors take SUM, AVG and PREMUL_SUM; AVG of integers truncates toward zero.)");
   op.def(py::init<RedOpType>(), py::arg("opType"))
       .def_static("PREMUL_SUM", &premul_sum, py::arg("factor"),
-                  "A sum of the inputs times `factor`: a number, or a one-element tensor of the reduced tensor's "
+                  "A sum of the inputs times `factor`: a number, or a one-element tensor of the "
+                  "reduced tensor's "
                   "dtype and device, which is read when the operation runs.")
       .def_property_readonly("type", &ReduceOp::type, "The RedOpType.")
       .def_property_readonly("factor", &factor_of, "The factor of a PREMUL_SUM, else None.")
-      .def("__eq__", [](const ReduceOp& a, const ReduceOp& b) { return a == b; }, py::is_operator())
-      .def("__ne__", [](const ReduceOp& a, const ReduceOp& b) { return !(a == b); }, py::is_operator())
+      .def(
+          "__eq__", [](const ReduceOp& a, const ReduceOp& b) { return a == b; }, py::is_operator())
+      .def(
+          "__ne__", [](const ReduceOp& a, const ReduceOp& b) { return !(a == b); },
+          py::is_operator())
       .def("__hash__", &ReduceOp::hash)
       .def("__repr__", &ReduceOp::repr)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; }, py::arg("memo"))
-      .def(py::pickle([](const ReduceOp& self) { return py::make_tuple(self.type(), factor_of(self)); },
-                      [](const py::tuple& state) {
-                        return state[1].is_none() ? ReduceOp(state[0].cast<RedOpType>()) : premul_sum(state[1]);
-                      }));
-  for (const RedOpType type : kPlainTypes) op.attr(std::string(to_string(type)).c_str()) = ReduceOp(type);
+      .def(
+          "__deepcopy__", [](const py::object& self, const py::object&) { return self; },
+          py::arg("memo"))
+      .def(py::pickle(
+          [](const ReduceOp& self) { return py::make_tuple(self.type(), factor_of(self)); },
+          [](const py::tuple& state) {
+            return state[1].is_none() ? ReduceOp(state[0].cast<RedOpType>()) : premul_sum(state[1]);
+          }));
+  for (const RedOpType type : kPlainTypes)
+    op.attr(std::string(to_string(type)).c_str()) = ReduceOp(type);
 }
 
 }  // namespace torch_overlap::python

@@ -30,7 +30,8 @@ void register_work(py::module_& module) {
       .finalize();
 
   // The last reference may end a communicator, whose threads may want the GIL.
-  py::class_<TorchWork, WorkPtr>(module, "TorchWork", kWorkDoc, py::release_gil_before_calling_cpp_dtor())
+  py::class_<TorchWork, WorkPtr>(module, "TorchWork", kWorkDoc,
+                                 py::release_gil_before_calling_cpp_dtor())
       .def(
           "wait",
           [](TorchWork& self, const py::handle& timeout) {
@@ -49,9 +50,11 @@ void register_work(py::module_& module) {
           py::arg("timeout") = py::none(),
           "Blocks the thread, on every device, until the operation is done, for `timeout` at most.")
       .def("is_completed", &TorchWork::is_completed, py::call_guard<py::gil_scoped_release>(),
-           "Whether the operation is done, well or badly. Asks the device now; never blocks. False for an operation "
+           "Whether the operation is done, well or badly. Asks the device now; never blocks. False "
+           "for an operation "
            "that was captured in a CUDA graph: it runs at each replay.")
-      .def("status", &TorchWork::status, py::call_guard<py::gil_scoped_release>(), "The WorkStatus, now.")
+      .def("status", &TorchWork::status, py::call_guard<py::gil_scoped_release>(),
+           "The WorkStatus, now.")
       .def(
           "exception",
           [](TorchWork& self) {

@@ -2,11 +2,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-// One function a concept; module.cpp calls them in an order in which every signature finds its types.
+// One function a concept; module.cpp calls them in an order in which every signature finds its
+// types.
 namespace torch_overlap::python {
 
-void register_errors(pybind11::module_& module);       // Error and its subclasses, and how C++ ones become them
-void register_build(pybind11::module_& module);        // what this build is
+void register_errors(
+    pybind11::module_& module);  // Error and its subclasses, and how C++ ones become them
+void register_build(
+    pybind11::module_& module);  // what this build is, and the environment's variables
 void register_reduce_op(pybind11::module_& module);    // RedOpType, ReduceOp
 void register_options(pybind11::module_& module);      // CommOptions and one class an operation
 void register_work(pybind11::module_& module);         // WorkStatus, TorchWork
@@ -15,5 +18,6 @@ void register_collectives(pybind11::module_& module);  // the operations of Torc
 void register_batch(pybind11::module_& module);        // P2POpType, P2POp, BatchSendRecv
 void register_hooks(pybind11::module_& module);        // RemovableHandle, TorchComm.register_*_hook
 void register_backends(pybind11::module_& module);     // built_backends, backends written in Python
+void register_gloo(pybind11::module_& module);         // who makes torch's gloo
 
 }  // namespace torch_overlap::python

@@ -75,8 +75,8 @@ const ReduceOp& to_reduce_op(std::string_view name, py::handle op) {
 
 void fail_options(std::string_view op, const std::type_info& expected, py::handle got) {
   const auto* info = py::detail::get_type_info(expected);
-  fail(ErrorKind::kType, op, ": expected options as ",
-       info ? info->type->tp_name : expected.name(), ", got ", describe(got));
+  fail(ErrorKind::kType, op, ": expected options as ", info ? info->type->tp_name : expected.name(),
+       ", got ", describe(got));
 }
 
 py::object from_exception(const std::exception_ptr& error) {

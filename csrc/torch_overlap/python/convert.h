@@ -17,7 +17,8 @@ namespace torch_overlap::python {
 
 namespace py = pybind11;
 
-// A Python object that C++ may drop on any thread. After the interpreter's end it is let go unfreed.
+// A Python object that C++ may drop on any thread. After the interpreter's end it is let go
+// unfreed.
 using SharedObject = std::shared_ptr<PyObject>;
 SharedObject share(py::object object);
 py::object borrow(const SharedObject& object);
@@ -46,7 +47,8 @@ py::handle class_of(ErrorKind kind);
 
 // `hints` and `timeout` over those of `options`.
 template <typename Options>
-OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout, py::handle options) {
+OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout,
+                     py::handle options) {
   OpOptions out;
   if (!options.is_none()) {
     py::detail::make_caster<Options> caster;

@@ -1,4 +1,5 @@
-// torch_overlap._C: the Python face of libtorch_overlap.so. torch_overlap/__init__.py loads the library first.
+// torch_overlap._C: the Python face of libtorch_overlap.so. torch_overlap/__init__.py loads the
+// library first.
 
 #include "torch_overlap/python/bindings.h"
 
@@ -16,4 +17,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_batch(module);
   register_hooks(module);
   register_backends(module);
+  register_gloo(module);
 }

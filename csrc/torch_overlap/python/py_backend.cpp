@@ -11,7 +11,8 @@ namespace {
 // The object that a Python backend returned, or none: then the operation is done.
 class PyWork : public TorchWork {
  public:
-  PyWork(py::object work, Call::Tensors tensors) : done_(work.is_none()), tensors_(std::move(tensors)) {
+  PyWork(py::object work, Call::Tensors tensors)
+      : done_(work.is_none()), tensors_(std::move(tensors)) {
     if (!done_) work_ = share(std::move(work));
   }
 
@@ -95,7 +96,8 @@ CommOptions options_of(const BackendContext& context) {
 
 }  // namespace
 
-PyBackend::PyBackend(SharedObject type, const BackendContext& context) : type_(std::move(type)), size_(context.size) {
+PyBackend::PyBackend(SharedObject type, const BackendContext& context)
+    : type_(std::move(type)), size_(context.size) {
   const py::gil_scoped_acquire gil;
   py::object self = borrow(type_)();
   self.attr("rank") = context.rank;
@@ -115,7 +117,8 @@ WorkPtr PyBackend::launch(Call call) {
   for (auto& [name, value] : arguments_of(call, size_)) args.append(value);
   py::object work = borrow(self_).attr(std::string(to_string(call.name)).c_str())(*py::tuple(args));
   TORCH_OVERLAP_CHECK(work.is_none() || py::hasattr(work, "wait"), kType, call.describe(),
-                      ": expected None or an object with wait() from the Python backend, got ", python::describe(work));
+                      ": expected None or an object with wait() from the Python backend, got ",
+                      python::describe(work));
   return std::make_shared<PyWork>(std::move(work), call.tensors());
 }
 

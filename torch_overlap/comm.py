@@ -1,0 +1,253 @@
+"""new_comm, and backends: built in, from other packages, or written in Python."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from torch_overlap import _C, _gloo
+from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
+
+# Packages that bring a backend name a function in this group; loading it registers the backend.
+ENTRY_POINT_GROUP = "torch_overlap.backends"
+
+
+class Timeout(timedelta):
+    """A timedelta under a name of our own: what every timeout= takes."""
+
+
+def new_comm(
+    backend: str,
+    device: torch.device | str,
+    name: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    hints: Mapping[str, str] | None = None,
+    store: Store | None = None,
+    abort_process_on_timeout_or_error: bool | None = None,
+    is_high_priority_stream: bool | None = None,
+    enable_reconfigure: bool | None = None,
+    options: CommOptions | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> TorchComm:
+    """Makes a communicator. Collective: every rank calls it, with the same backend and name.
+
+    Args:
+        backend: "nccl" (also "ncclx"), "gloo", "local" (ranks are threads), "fake" (no peers), or a registered one.
+        device: where tensors will be. A device without an index is that of the local rank, and becomes current.
+        name: unique among the live communicators of the process; operators find theirs by it. Generated if None:
+            ranks that make their communicators in the same order get the same names.
+        timeout: how long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.
+        hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. Unknown ones are named in a warning.
+        store: where the ranks meet. Without one: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
+        abort_process_on_timeout_or_error: whether a timeout or an asynchronous error ends the process (a hung rank
+            cannot raise). Default: TORCHCOMM_ABORT_ON_ERROR, else True.
+        is_high_priority_stream: asynchronous operations run on a CUDA stream of high priority.
+        options: all of these in one object. Arguments win over it, and it wins over the environment.
+        rank, size: given together, instead of the environment's (ranks that are threads need that).
+
+    Raises:
+        ModuleNotFoundError: there is no such backend.
+        InvalidValueError, InvalidTypeError: an argument is wrong; or the ranks' arguments differ, on every rank.
+        OperationTimeoutError: another rank did not come.
+    """
+    if backend.lower() not in built_backends():
+        _load_backend(backend)
+    merged = _copy(options) if options is not None else CommOptions()
+    if timeout is not None:
+        merged.timeout = timeout
+    if hints is not None:
+        merged.hints = {**merged.hints, **hints}
+    if store is not None:
+        merged.store = store
+    if abort_process_on_timeout_or_error is not None:
+        merged.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error
+    if is_high_priority_stream is not None:
+        merged.is_high_priority_stream = is_high_priority_stream
+    if enable_reconfigure is not None:
+        merged.enable_reconfigure = enable_reconfigure
+    return _C._new_comm(backend, torch.device(device), name, merged, rank, size)
+
+
+def _copy(options: CommOptions) -> CommOptions:
+    if not isinstance(options, CommOptions):
+        raise _C.InvalidTypeError(f"new_comm: expected options as CommOptions, got {options!r}")
+    return options.__copy__()
+
+
+def is_backend_built(name: str) -> bool:
+    """Whether `new_comm` knows the backend now, without looking for packages that bring it."""
+    return name.lower() in built_backends()
+
+
+def _load_backend(name: str) -> None:
+    """Loads the package that brings the backend, by its entry point.
+
+    Raises:
+        ModuleNotFoundError: no package does.
+    """
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        register = entry.load()
+        if callable(register):
+            register()
+        if is_backend_built(name):
+            return
+        raise ModuleNotFoundError(
+            f"failed to find backend {name!r}: {entry.value} was loaded and did not register it; "
+            f"it must call torch_overlap.register_backend({name!r}, ...)"
+        )
+    raise ModuleNotFoundError(
+        f"failed to find backend {name!r}: expected one of {built_backends()}, or a package with an entry point "
+        f"{name!r} in the group {ENTRY_POINT_GROUP!r}; nccl needs a CUDA build (FORCE_CUDA=1)"
+    )
+
+
+class TorchCommBackend:
+    """Base of backends written in Python: `register_backend("mine", Mine)`, then `new_comm("mine", ...)`.
+
+    One object for each communicator, made without arguments; `rank` and `size` are set before init(). Operations come
+    validated and with positional arguments; each returns None when it is done, or an object with wait() (and, if it
+    can tell, is_completed()). Tensors in lists may be flat views of the caller's. A split makes another object.
+    """
+
+    rank: int
+    size: int
+
+    def init(self, device: torch.device, name: str, options: CommOptions) -> None:
+        """Starts. `options.store` is this communicator's alone."""
+
+    def finalize(self) -> None:
+        """Collective. No operation is under way."""
+
+    def abort(self) -> None:
+        """Ends everything at once, on this rank."""
+
+    def get_backend_version(self) -> str:
+        return "0"
+
+    def _unsupported(self, op: str) -> Any:
+        raise _C.UnsupportedError(
+            f"{op}: expected a backend that has it, got {type(self).__name__}; define {type(self).__name__}.{op}"
+        )
+
+    def send(self, tensor: torch.Tensor, dst: int, async_op: bool) -> Any:
+        return self._unsupported("send")
+
+    def recv(self, tensor: torch.Tensor, src: int, async_op: bool) -> Any:
+        return self._unsupported("recv")
+
+    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
+        return self._unsupported("broadcast")
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
+        return self._unsupported("all_reduce")
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, async_op: bool) -> Any:
+        return self._unsupported("reduce")
+
+    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
+        return self._unsupported("all_gather")
+
+    def all_gather_v(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
+        return self._unsupported("all_gather_v")
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        return self._unsupported("all_gather_single")
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool
+    ) -> Any:
+        return self._unsupported("reduce_scatter")
+
+    def reduce_scatter_v(
+        self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool
+    ) -> Any:
+        return self._unsupported("reduce_scatter_v")
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
+        return self._unsupported("reduce_scatter_single")
+
+    def all_to_all(self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], async_op: bool) -> Any:
+        return self._unsupported("all_to_all")
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        return self._unsupported("all_to_all_single")
+
+    def all_to_all_v_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        async_op: bool,
+    ) -> Any:
+        return self._unsupported("all_to_all_v_single")
+
+    def barrier(self, async_op: bool) -> Any:
+        return self._unsupported("barrier")
+
+    def scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], root: int, async_op: bool) -> Any:
+        return self._unsupported("scatter")
+
+    def gather(self, output_list: list[torch.Tensor], input: torch.Tensor, root: int, async_op: bool) -> Any:
+        return self._unsupported("gather")
+
+    def gather_single(self, output: torch.Tensor | None, input: torch.Tensor, root: int, async_op: bool) -> Any:
+        return self._unsupported("gather_single")
+
+    def batch_op_issue(self, ops: list[P2POp], async_op: bool) -> Any:
+        """By default one after the other: enough for a backend whose sends do not wait for their receives."""
+        works = [
+            self.send(op.tensor, op.peer, async_op)
+            if op.type is _C.P2POpType.SEND
+            else self.recv(op.tensor, op.peer, async_op)
+            for op in ops
+        ]
+        pending = [work for work in works if work is not None]
+        return _AllOf(pending) if pending else None
+
+
+class _AllOf:
+    """Several works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def register_backend(name: str, backend_class: type[TorchCommBackend]) -> None:
+    """Makes a Python class a backend of `new_comm`. A name that is taken is replaced for later communicators.
+
+    Raises:
+        InvalidTypeError: it does not derive from TorchCommBackend.
+    """
+    if not (isinstance(backend_class, type) and issubclass(backend_class, TorchCommBackend)):
+        raise _C.InvalidTypeError(f"register_backend: expected a subclass of TorchCommBackend, got {backend_class!r}")
+    _C._register_backend(name, backend_class)
+
+
+@atexit.register
+def _abort_what_is_left() -> None:
+    """Python's threads are gone after this: no communicator's may be left."""
+    left = _C._abort_all()
+    if left:
+        warnings.warn(
+            f"torch_overlap: expected finalize() before the end of the process, got live communicators {left}; "
+            "they were aborted",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_gloo.install()
