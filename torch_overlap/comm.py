@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import Store
 
 from torch_overlap import _C, _gloo
 from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Packages that bring a backend name a function in this group; loading it registers the backend.
 ENTRY_POINT_GROUP = "torch_overlap.backends"
@@ -162,9 +164,7 @@ class TorchCommBackend:
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
         return self._unsupported("all_gather_single")
 
-    def reduce_scatter(
-        self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool
-    ) -> Any:
+    def reduce_scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool) -> Any:
         return self._unsupported("reduce_scatter")
 
     def reduce_scatter_v(

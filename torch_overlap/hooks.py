@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torch_overlap._C import OpName, P2POp, ReduceOp, RemovableHandle
+from torch_overlap._C import OpName, P2POp, ReduceOp
 
 # One line an operation: its fields are its arguments.
 
@@ -252,5 +252,3 @@ def _make_pre_args(name: OpName, fields: dict[str, Any]) -> PreHookArgs:
 def _make_post_args(name: OpName, error: BaseException | None) -> PostHookArgs:
     args: PostHookArgs = _POST[name.name](name, error)
     return args
-
-

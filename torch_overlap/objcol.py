@@ -129,7 +129,7 @@ def recv_object_list(
         comm.recv(sizes, src, False, timeout=timeout).wait()
         data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=comm.get_device())
         comm.recv(data, src, False, timeout=timeout).wait()
-        received = [_from_bytes(part, weights_only) for part in data.split(sizes.tolist())]
+        received = [_from_bytes(part, weights_only) for part in torch.split(data, sizes.tolist())]
     _check_length("recv_object_list", "object_list", len(object_list), len(received))
     object_list[:] = received
 
@@ -153,7 +153,7 @@ def broadcast_object_list(
     data = torch.cat(parts) if at_root else torch.empty(int(sizes.sum()), dtype=torch.uint8, device=device)
     comm.broadcast(data, root, False, timeout=timeout).wait()
     if not at_root:
-        object_list[:] = [_from_bytes(part, weights_only) for part in data.split(sizes.tolist())]
+        object_list[:] = [_from_bytes(part, weights_only) for part in torch.split(data, sizes.tolist())]
 
 
 def scatter_object_list(
@@ -167,7 +167,9 @@ def scatter_object_list(
     """scatter_object_output_list[0] becomes the object of rank `root`'s input list that has this rank's number."""
     _check_root("scatter_object_list", comm, root)
     if not scatter_object_output_list:
-        raise InvalidValueError("scatter_object_list: expected scatter_object_output_list with a place, got an empty list")
+        raise InvalidValueError(
+            "scatter_object_list: expected scatter_object_output_list with a place, got an empty list"
+        )
     device = comm.get_device()
     at_root = comm.get_rank() == root
     parts: list[torch.Tensor] = []

@@ -46,7 +46,9 @@ class Worker:
             return
         try:
             if not self.pipe.poll(START_SECONDS):
-                raise RuntimeError(f"run_ranks: a rank process did not start in {START_SECONDS:.0f} s\n{self.printed()}")
+                raise RuntimeError(
+                    f"run_ranks: a rank process did not start in {START_SECONDS:.0f} s\n{self.printed()}"
+                )
             self.pipe.recv()
         except EOFError:
             raise RuntimeError(f"run_ranks: a rank process {self.end()} at start\n{self.printed()}") from None
@@ -90,7 +92,7 @@ class Pool:
         self._workers.clear()
 
     def run(self, make_task: Callable[[int, int], Task], job: Job) -> dict[int, Outcome]:
-        """Runs the task of each rank on a process of its own. Afterwards every process is idle, or a new pool begins."""
+        """Runs each rank's task on a process of its own. Afterwards every process is idle, or a new pool begins."""
         port = self._grow(job.size)
         workers = self._workers[: job.size]
         for rank, worker in enumerate(workers):
@@ -109,16 +111,18 @@ class Pool:
         """Fills `outcomes`; False if a rank died or did not end in time."""
         healthy = True
         deadline = time.monotonic() + job.timeout
-        pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        pending: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in pending.values():
                     where = workers[rank].stacks()
-                    outcomes[rank] = Outcome(False, error=f"did not end; killed. Its threads, and what it printed:\n{where}")
+                    outcomes[rank] = Outcome(
+                        False, error=f"did not end; killed. Its threads, and what it printed:\n{where}"
+                    )
                 return False
             for pipe in ready:
-                rank = pending.pop(pipe)  # type: ignore[arg-type]
+                rank = pending.pop(pipe)
                 try:
                     outcomes[rank] = pickle.loads(workers[rank].pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
@@ -131,8 +135,9 @@ class Pool:
 
     def _grow(self, size: int) -> int:
         """At least `size` processes, and the port of the store that they meet at."""
-        import torch.distributed as dist
+        import torch.distributed as c10d
 
+        dist: Any = c10d
         if self._store is None:
             # Port 0 and no wait: clients come and go with the calls.
             self._store = dist.TCPStore(

@@ -25,7 +25,7 @@ def run_ranks(
     comm: bool = True,
     env: Mapping[str, str | None] | None = None,
 ) -> list[Any]:
-    """Calls `fn(comm, *args)` on `size` ranks, each with its end of a fresh communicator, and returns the results by rank.
+    """Calls `fn(comm, *args)` on `size` ranks, with a fresh communicator, and returns the results by rank.
 
     With `comm=False` it calls `fn(rank, size, store, *args)` instead; `store` is this call's own.
 
@@ -72,8 +72,9 @@ def _locate(fn: Callable[..., Any]) -> tuple[str, str]:
 
 def _run_threads(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
                  changes: Mapping[str, str | None]) -> dict[int, Outcome]:  # fmt: skip
-    import torch.distributed as dist
+    import torch.distributed as c10d
 
+    dist: Any = c10d
     store = dist.HashStore()
     outcomes: dict[int, Outcome] = {}
     comms: dict[int, Any] = {}
@@ -103,7 +104,9 @@ def _run_threads(job: Job, fn: Callable[..., Any], args: tuple[Any, ...],
             thread.join(GRACE_SECONDS if late else None)
     for rank in late:
         told = outcomes[rank].error if rank in outcomes else _stack(threads[rank])
-        outcomes[rank] = Outcome(False, error=f"did not end within {job.timeout:g} s; its communicator was aborted\n{told}")
+        outcomes[rank] = Outcome(
+            False, error=f"did not end within {job.timeout:g} s; its communicator was aborted\n{told}"
+        )
     return outcomes
 
 

@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from datetime import timedelta
-from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,6 @@ from typing import Any
 
 from torch_overlap.testing._body import Task, environment, run_body
 from torch_overlap.testing._report import Outcome
-
 
 _loaded: dict[str, tuple[float, ModuleType]] = {}
 
@@ -39,18 +37,21 @@ def load_module(name: str, file: str) -> ModuleType:
 
 
 def run_task(task: Task) -> Outcome:
-    import torch.distributed as dist
+    import torch.distributed as c10d
 
+    dist: Any = c10d
     try:
         sys.path[:] = task.path
         with environment(task.env):
             module = load_module(task.module, task.file)
-            fn = reduce(getattr, task.qualname.split("."), module)
+            fn: Any = module
+            for part in task.qualname.split("."):
+                fn = getattr(fn, part)
             args = pickle.loads(task.args)
             store: Any = dist.TCPStore(
                 "127.0.0.1", task.store_port, is_master=False, timeout=timedelta(seconds=task.job.timeout / 2)
             )
-            return run_body(task.job, task.rank, dist.PrefixStore(task.job.name, store), fn, args)  # type: ignore[arg-type]
+            return run_body(task.job, task.rank, dist.PrefixStore(task.job.name, store), fn, args)
     except BaseException:
         return Outcome(False, error=traceback.format_exc())
 

@@ -1,0 +1,405 @@
+"""Types of the compiled module. The docstrings are in the module itself: help(torch_overlap.TorchComm)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from types import TracebackType
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from torch_overlap.hooks import PostHookArgs, PreHookArgs
+
+class Error(RuntimeError): ...
+class InvalidValueError(Error, ValueError): ...
+class InvalidTypeError(Error, TypeError): ...
+class OperationTimeoutError(Error, TimeoutError): ...
+class UnsupportedError(Error, NotImplementedError): ...
+class StateError(Error): ...
+
+build_config: dict[str, str]
+
+class _Env(TypedDict):
+    abort_on_error: bool
+    timeout: timedelta
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    launcher: str
+    master_addr: str | None
+    master_port: int
+    serialization: str
+
+def _read_env() -> _Env: ...
+
+class RedOpType(Enum):
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    PREMUL_SUM = 7
+    AVG = 8
+
+class ReduceOp:
+    SUM: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    def __init__(self, opType: RedOpType) -> None: ...
+    @staticmethod
+    def PREMUL_SUM(factor: float | Tensor) -> ReduceOp: ...
+    @property
+    def type(self) -> RedOpType: ...
+    @property
+    def factor(self) -> float | Tensor | None: ...
+    def __hash__(self) -> int: ...
+    def __copy__(self) -> ReduceOp: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReduceOp: ...
+
+class _OpOptions:
+    def __init__(self, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None: ...
+    @property
+    def hints(self) -> Mapping[str, str]: ...
+    @hints.setter
+    def hints(self, hints: Mapping[str, str] | None) -> None: ...
+    @property
+    def timeout(self) -> timedelta: ...
+    @timeout.setter
+    def timeout(self, timeout: timedelta | None) -> None: ...
+
+class SendOptions(_OpOptions): ...
+class RecvOptions(_OpOptions): ...
+class BroadcastOptions(_OpOptions): ...
+class AllReduceOptions(_OpOptions): ...
+class ReduceOptions(_OpOptions): ...
+class AllGatherOptions(_OpOptions): ...
+class AllGatherSingleOptions(_OpOptions): ...
+class ReduceScatterOptions(_OpOptions): ...
+class ReduceScatterSingleOptions(_OpOptions): ...
+class AllToAllOptions(_OpOptions): ...
+class AllToAllSingleOptions(_OpOptions): ...
+class AllToAllvSingleOptions(_OpOptions): ...
+class BarrierOptions(_OpOptions): ...
+class ScatterOptions(_OpOptions): ...
+class GatherOptions(_OpOptions): ...
+class GatherSingleOptions(_OpOptions): ...
+class BatchP2POptions(_OpOptions): ...
+
+class CommOptions:
+    name: str | None
+    store: Store | None
+    def __init__(self) -> None: ...
+    def __copy__(self) -> CommOptions: ...
+    @property
+    def abort_process_on_timeout_or_error(self) -> bool: ...
+    @abort_process_on_timeout_or_error.setter
+    def abort_process_on_timeout_or_error(self, value: bool | None) -> None: ...
+    @property
+    def timeout(self) -> timedelta: ...
+    @timeout.setter
+    def timeout(self, value: timedelta | None) -> None: ...
+    @property
+    def is_high_priority_stream(self) -> bool: ...
+    @is_high_priority_stream.setter
+    def is_high_priority_stream(self, value: bool | None) -> None: ...
+    @property
+    def enable_reconfigure(self) -> bool: ...
+    @enable_reconfigure.setter
+    def enable_reconfigure(self, value: bool | None) -> None: ...
+    @property
+    def hints(self) -> Mapping[str, str]: ...
+    @hints.setter
+    def hints(self, value: Mapping[str, str] | None) -> None: ...
+
+class WorkStatus(Enum):
+    NOT_STARTED = 0
+    INPROGRESS = 1
+    COMPLETED = 2
+    TIMEDOUT = 3
+    ERROR = 4
+
+class TorchWork:
+    def wait(self, timeout: timedelta | None = None) -> None: ...
+    def wait_blocking(self, timeout: timedelta | None = None) -> None: ...
+    def is_completed(self) -> bool: ...
+    def status(self) -> WorkStatus: ...
+    def exception(self) -> BaseException | None: ...
+    def _on_completion(self, callback: Callable[[BaseException | None], object]) -> None: ...
+
+class OpName(Enum):
+    send = 0
+    recv = 1
+    broadcast = 2
+    all_reduce = 3
+    reduce = 4
+    all_gather = 5
+    all_gather_v = 6
+    all_gather_single = 7
+    reduce_scatter = 8
+    reduce_scatter_v = 9
+    reduce_scatter_single = 10
+    all_to_all = 11
+    all_to_all_single = 12
+    all_to_all_v_single = 13
+    barrier = 14
+    scatter = 15
+    gather = 16
+    gather_single = 17
+    batch_op_issue = 18
+    split = 19
+    new_window = 20
+    finalize = 21
+
+class P2POpType(Enum):
+    SEND = 0
+    RECV = 1
+
+class P2POp:
+    def __init__(self, type: P2POpType, tensor: Tensor, peer: int) -> None: ...
+    @property
+    def type(self) -> P2POpType: ...
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def peer(self) -> int: ...
+
+class BatchSendRecv:
+    def send(self, tensor: Tensor, dst: int) -> None: ...
+    def recv(self, tensor: Tensor, src: int) -> None: ...
+    def issue(
+        self,
+        async_op: bool,
+        options: BatchP2POptions | None = None,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork: ...
+    @property
+    def ops(self) -> list[P2POp]: ...
+
+class RemovableHandle:
+    def remove(self) -> None: ...
+
+class TorchComm:
+    def get_rank(self) -> int: ...
+    def get_size(self) -> int: ...
+    def get_name(self) -> str: ...
+    def get_device(self) -> torch.device: ...
+    def get_backend(self) -> str: ...
+    def get_backend_version(self) -> str: ...
+    def get_options(self) -> CommOptions: ...
+    def get_ranks_in_world(self) -> list[int]: ...
+    def get_native_handle(self) -> int: ...
+    def split(
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+    ) -> TorchComm | None: ...
+    def finalize(self) -> None: ...
+    def abort(self) -> None: ...
+    def is_aborted(self) -> bool: ...
+    def is_finalized(self) -> bool: ...
+    def batch_op_create(self) -> BatchSendRecv: ...
+    def register_pre_hook(self, callback: Callable[[OpName, int, PreHookArgs], object]) -> RemovableHandle: ...
+    def register_post_hook(self, callback: Callable[[int, PostHookArgs], object]) -> RemovableHandle: ...
+    def register_abort_hook(self, callback: Callable[[], object]) -> RemovableHandle: ...
+    def __copy__(self) -> TorchComm: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm: ...
+    def __enter__(self) -> TorchComm: ...
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: SendOptions | None = None,
+    ) -> TorchWork: ...
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: RecvOptions | None = None,
+    ) -> TorchWork: ...
+    def broadcast(
+        self,
+        tensor: Tensor,
+        root: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: BroadcastOptions | None = None,
+    ) -> TorchWork: ...
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllReduceOptions | None = None,
+    ) -> TorchWork: ...
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: ReduceOptions | None = None,
+    ) -> TorchWork: ...
+    def barrier(
+        self,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: BarrierOptions | None = None,
+    ) -> TorchWork: ...
+    def all_gather(
+        self,
+        tensor_list: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllGatherOptions | None = None,
+    ) -> TorchWork: ...
+    def all_gather_v(
+        self,
+        tensor_list: Sequence[Tensor],
+        tensor: Tensor,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllGatherOptions | None = None,
+    ) -> TorchWork: ...
+    def all_gather_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllGatherSingleOptions | None = None,
+    ) -> TorchWork: ...
+    def gather(
+        self,
+        output_tensor_list: Sequence[Tensor] | None,
+        input_tensor: Tensor,
+        root: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: GatherOptions | None = None,
+    ) -> TorchWork: ...
+    def gather_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        root: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: GatherSingleOptions | None = None,
+    ) -> TorchWork: ...
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: ReduceScatterOptions | None = None,
+    ) -> TorchWork: ...
+    def reduce_scatter_v(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: ReduceScatterOptions | None = None,
+    ) -> TorchWork: ...
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: ReduceScatterSingleOptions | None = None,
+    ) -> TorchWork: ...
+    def scatter(
+        self,
+        output_tensor: Tensor,
+        input_tensor_list: Sequence[Tensor] | None,
+        root: int,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: ScatterOptions | None = None,
+    ) -> TorchWork: ...
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[Tensor],
+        input_tensor_list: Sequence[Tensor],
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllToAllOptions | None = None,
+    ) -> TorchWork: ...
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllToAllSingleOptions | None = None,
+    ) -> TorchWork: ...
+    def all_to_all_v_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        async_op: bool,
+        hints: Mapping[str, str] | None = None,
+        timeout: timedelta | None = None,
+        options: AllToAllvSingleOptions | None = None,
+    ) -> TorchWork: ...
+
+def _new_comm(
+    backend: str,
+    device: torch.device,
+    name: str | None,
+    options: CommOptions,
+    rank: int | None,
+    size: int | None,
+) -> TorchComm: ...
+def _abort_all() -> list[str]: ...
+def get_comm(name: str) -> TorchComm: ...
+def comm_names() -> list[str]: ...
+def built_backends() -> list[str]: ...
+def _register_backend(name: str, backend_class: type) -> None: ...
+def _set_gloo_factory(factory: Callable[[Any, int, int, timedelta, str | None, str | None], Any]) -> None: ...
