@@ -10,7 +10,7 @@ from torch_overlap._load import load_library
 
 load_library()
 
-from torch_overlap import hooks, objcol  # noqa: E402
+from torch_overlap import _c10d, device_mesh, hooks, objcol  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -19,6 +19,7 @@ from torch_overlap._C import (  # noqa: E402
     AllToAllOptions,
     AllToAllSingleOptions,
     AllToAllvSingleOptions,
+    BackendOptions,
     BarrierOptions,
     BatchP2POptions,
     BatchSendRecv,
@@ -66,6 +67,7 @@ __all__ = [
     "AllToAllOptions",
     "AllToAllSingleOptions",
     "AllToAllvSingleOptions",
+    "BackendOptions",
     "BarrierOptions",
     "BatchP2POptions",
     "BatchSendRecv",
@@ -99,6 +101,7 @@ __all__ = [
     "__version__",
     "built_backends",
     "comm_names",
+    "device_mesh",
     "get_comm",
     "hooks",
     "is_backend_built",
@@ -106,3 +109,5 @@ __all__ = [
     "objcol",
     "register_backend",
 ]
+
+_c10d.register()

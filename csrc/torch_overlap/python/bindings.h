@@ -19,5 +19,6 @@ void register_batch(pybind11::module_& module);        // P2POpType, P2POp, Batc
 void register_hooks(pybind11::module_& module);        // RemovableHandle, TorchComm.register_*_hook
 void register_backends(pybind11::module_& module);     // built_backends, backends written in Python
 void register_gloo(pybind11::module_& module);         // who makes torch's gloo
+void register_c10d(pybind11::module_& module);         // the torch.distributed backend
 
 }  // namespace torch_overlap::python
