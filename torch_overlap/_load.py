@@ -24,7 +24,7 @@ def load_library() -> None:
         ) from None
     check_version(_build_info.TORCH_VERSION, _build_info.CUDA_VERSION, torch.__version__, torch.version.cuda)
     try:
-        torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
             f"torch_overlap: expected {LIBRARY} to load beside torch {torch.__version__}, got: {error}; "

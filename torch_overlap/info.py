@@ -55,7 +55,7 @@ def _nccl_version() -> str:
     if not (torch.version.cuda and torch.distributed.is_nccl_available()):
         return "none"
     try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
     except (RuntimeError, AttributeError) as error:
         return f"not loaded ({error})"
 
