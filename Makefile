@@ -34,7 +34,8 @@ BASE_PYTHON = $(shell for p in python3 python3.13 python3.12 python3.11 python3.
   $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
 define say_what_is_missing
-	@[ -n "$(1)" ] || { echo 'torch_overlap: expected Python 3.10 to 3.13 on the path, got none; install one'; exit 1; }
+	@[ -n "$(1)" ] && $(1) -c '' || \
+	  { echo 'torch_overlap: expected Python 3.10 to 3.13, got $(or $(PYTHON),none on the path); install one'; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo 'torch_overlap: expected a C++ compiler, got none; install g++ (12 or newer)'; exit 1; }
 	@$(1) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
 	  { echo 'torch_overlap: $(1) has no Python.h; install python3-dev'; exit 1; }
@@ -120,7 +121,7 @@ lint: $(LINT) check
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# FILES: those that differ from main, unless given.
+# FILES: some .cpp files, or all; those that differ from main, unless given.
 lint-tidy: build $(LINT)
 	PYTHON=$(PY) scripts/tidy.sh $(CURRENT) $(FILES)
 
