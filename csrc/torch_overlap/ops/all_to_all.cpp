@@ -1,0 +1,138 @@
+#include <ATen/ops/empty.h>
+
+#include "torch_overlap/ops/register.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+constexpr std::string_view kOp = "all_to_all";
+
+struct Dims {
+  int64_t split;
+  int64_t concat;
+};
+
+Dims wrap_dims(const Tensor& x, int64_t split_dim, int64_t concat_dim) {
+  return {wrap_dim(kOp, x, split_dim, "split_dim"), wrap_dim(kOp, x, concat_dim, "concat_dim")};
+}
+
+// Part r of x along split_dim goes to rank r; what arrives is put behind each other along concat_dim,
+// in rank order; contiguous.
+Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t group_size) {
+  check_group_size(kOp, group_size);
+  const auto dims = wrap_dims(x, split_dim, concat_dim);
+  check_divisible(kOp, x, dims.split, group_size);
+  auto sizes = x.sym_sizes().vec();
+  sizes[dims.split] = sizes[dims.split] / group_size;
+  sizes[dims.concat] = sizes[dims.concat] * group_size;
+  return at::empty_symint(sizes, x.options());
+}
+
+// Parts travel with concat_dim first, so that those that arrive are the result but for the order of
+// its dimensions. With both dims 0 nothing is copied.
+Started start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view comm,
+              int64_t group_size, bool async_op) {
+  check_group_size(kOp, group_size);
+  const auto dims = wrap_dims(x, split_dim, concat_dim);
+  check_divisible(kOp, x, dims.split, group_size);
+  const auto communicator = find_comm(kOp, comm, group_size);
+  const int64_t part = x.size(dims.split) / group_size;
+  const auto parts = x.unflatten(dims.split, {group_size, part})
+                         .movedim(dims.split, 0)
+                         .movedim(dims.concat + 1, 1)
+                         .contiguous();
+  const auto received = at::empty(parts.sizes(), parts.options());
+  auto work = communicator->all_to_all_single(received, parts, async_op);
+  return {received.flatten(0, 1).movedim(0, dims.concat), std::move(work)};
+}
+
+Tensor all_to_all_kernel(const Tensor& x, int64_t split_dim, int64_t concat_dim,
+                         std::string_view comm, int64_t group_size) {
+  return start(x, split_dim, concat_dim, comm, group_size, /*async_op=*/false).out.contiguous();
+}
+
+Tensor all_to_all_meta(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view,
+                       int64_t group_size) {
+  return all_to_all_out(x, split_dim, concat_dim, group_size);
+}
+
+// S(i) -> S(j): the gradient goes the way back.
+class AllToAll : public Function<AllToAll> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t split_dim,
+                        int64_t concat_dim, std::string_view comm, int64_t group_size,
+                        bool async_op) {
+    ctx->saved_data["split_dim"] = split_dim;
+    ctx->saved_data["concat_dim"] = concat_dim;
+    ctx->saved_data["comm"] = std::string(comm);
+    ctx->saved_data["group_size"] = group_size;
+    const BelowAutograd guard;
+    if (!async_op) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
+    return noted(start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {ops::all_to_all(grads[0], ctx->saved_data["concat_dim"].toInt(),
+                            ctx->saved_data["split_dim"].toInt(),
+                            ctx->saved_data["comm"].toStringRef(),
+                            ctx->saved_data["group_size"].toInt()),
+            {},
+            {},
+            {},
+            {},
+            {}};
+  }
+};
+
+Tensor all_to_all_autograd(const Tensor& x, int64_t split_dim, int64_t concat_dim,
+                           std::string_view comm, int64_t group_size) {
+  if (needs_autograd(x)) return AllToAll::apply(x, split_dim, concat_dim, comm, group_size, false);
+  const BelowAutograd guard;
+  return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
+}
+
+Tensor all_to_all_async(const Tensor& x, int64_t split_dim, int64_t concat_dim,
+                        std::string_view comm, int64_t group_size) {
+  if (!can_start_async(x)) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
+  if (needs_autograd(x)) return AllToAll::apply(x, split_dim, concat_dim, comm, group_size, true);
+  const BelowAutograd guard;
+  return noted(start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+}
+
+}  // namespace
+
+Tensor all_to_all(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view comm,
+                  int64_t group_size) {
+  static const auto handle = find_op<decltype(all_to_all_kernel)>("all_to_all");
+  return handle.call(x, split_dim, concat_dim, comm, group_size);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def(
+      "all_to_all(Tensor x, int split_dim, int concat_dim, str comm, int group_size) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "all_to_all_async(Tensor x, int split_dim, int concat_dim, str comm, int group_size)"
+      " -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("all_to_all", torch_overlap::ops::all_to_all_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("all_to_all", torch_overlap::ops::all_to_all_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("all_to_all", torch_overlap::ops::all_to_all_autograd);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+  m.impl("all_to_all_async", torch_overlap::ops::all_to_all_async);
+}

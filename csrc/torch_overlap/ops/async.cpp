@@ -1,0 +1,107 @@
+#include "torch_overlap/ops/async.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_overlap::ops {
+namespace {
+
+// A weak reference keeps the StorageImpl's address from being used again while the entry exists.
+struct Entry {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  WorkPtr work;
+};
+
+class PendingWorks {
+ public:
+  void add(const at::Tensor& tensor, WorkPtr work) {
+    const auto& storage = tensor.storage();
+    std::vector<WorkPtr> done;  // works die outside the lock
+    std::lock_guard lock(mutex_);
+    if (entries_.size() >= sweep_at_) done = sweep();
+    entries_.insert_or_assign(
+        storage.unsafeGetStorageImpl(),
+        Entry{storage.getWeakStorageImpl(), std::move(work)});
+  }
+
+  WorkPtr take(const at::Tensor& tensor) {
+    if (!tensor.has_storage()) return nullptr;
+    std::lock_guard lock(mutex_);
+    const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
+    if (found == entries_.end()) return nullptr;
+    auto work = std::move(found->second.work);
+    entries_.erase(found);
+    return work;
+  }
+
+  int64_t size() {
+    std::vector<WorkPtr> done;
+    std::lock_guard lock(mutex_);
+    done = sweep();
+    return static_cast<int64_t>(entries_.size());
+  }
+
+ private:
+  // Takes out what needs no wait any more: the result is dead, or it is there. A work that failed
+  // stays for its wait() to throw.
+  std::vector<WorkPtr> sweep() {
+    std::vector<WorkPtr> done;
+    for (auto entry = entries_.begin(); entry != entries_.end();) {
+      auto& work = entry->second.work;
+      if (entry->second.storage.expired() ||
+          (work->is_completed() && work->status() == WorkStatus::COMPLETED)) {
+        done.push_back(std::move(work));
+        entry = entries_.erase(entry);
+      } else {
+        ++entry;
+      }
+    }
+    sweep_at_ = std::max(kSweepAt, 2 * entries_.size());
+    return done;
+  }
+
+  static constexpr size_t kSweepAt = 64;
+  std::mutex mutex_;
+  std::unordered_map<c10::StorageImpl*, Entry> entries_;
+  size_t sweep_at_ = kSweepAt;
+};
+
+PendingWorks& pending() {
+  static auto* works = new PendingWorks;  // never destroyed: works outlive static destructors badly
+  return *works;
+}
+
+constexpr c10::DispatchKeySet kTracedKeys({
+    c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
+    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+    c10::DispatchKey::BatchedNestedTensor});
+
+}  // namespace
+
+void note_work(const at::Tensor& tensor, WorkPtr work) {
+  if (work) pending().add(tensor, std::move(work));
+}
+
+void wait_for_work(const at::Tensor& tensor) {
+  if (const auto work = pending().take(tensor)) work->wait();
+}
+
+int64_t pending_works() { return pending().size(); }
+
+bool can_start_async(const at::Tensor& x) {
+  return !x.is_meta() && !x.key_set().has_any(kTracedKeys) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+bool needs_autograd(const at::Tensor& x) {
+  return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+}
+
+}  // namespace torch_overlap::ops

@@ -1,0 +1,72 @@
+#include <ATen/autocast_mode.h>
+
+#include "torch_overlap/ops/register.h"
+
+// The fused operators under torch.autocast: operands take the autocast dtype, as those of
+// torch.nn.functional.linear do. The collectives alone keep their dtype.
+namespace torch_overlap::ops {
+namespace {
+
+using at::autocast::cached_cast;
+
+template <c10::DeviceType kDevice>
+struct Autocast {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  const c10::impl::ExcludeDispatchKeyGuard below{
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
+
+  Tensor operator()(const Tensor& tensor) const { return cached_cast(dtype, tensor, kDevice); }
+  std::optional<Tensor> operator()(const std::optional<Tensor>& tensor) const {
+    return tensor ? std::optional((*this)(*tensor)) : std::nullopt;
+  }
+};
+
+template <c10::DeviceType kDevice>
+std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_autocast(
+    const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
+    int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  std::vector<Tensor> cast_weights;
+  for (const auto& weight : weights) cast_weights.push_back(cast(weight));
+  OptionalTensors cast_biases;
+  for (size_t i = 0; i < biases.size(); ++i) cast_biases.push_back(cast(biases.get(i)));
+  return ops::all_gather_matmul(cast(x), cast_weights, cast_biases, comm, group_size, gather_dim,
+                                return_gathered, algorithm);
+}
+
+template <c10::DeviceType kDevice>
+Tensor matmul_reduce_scatter_autocast(const Tensor& x, const Tensor& weight,
+                                      const std::optional<Tensor>& bias, std::string_view comm,
+                                      int64_t group_size, int64_t scatter_dim, std::string_view op,
+                                      std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::matmul_reduce_scatter(cast(x), cast(weight), cast(bias), comm, group_size,
+                                    scatter_dim, op, algorithm);
+}
+
+template <c10::DeviceType kDevice>
+Tensor matmul_all_reduce_autocast(const Tensor& x, const Tensor& weight,
+                                  const std::optional<Tensor>& bias, std::string_view comm,
+                                  int64_t group_size, std::string_view op,
+                                  std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::matmul_all_reduce(cast(x), cast(weight), cast(bias), comm, group_size, op, algorithm);
+}
+
+template <c10::DeviceType kDevice>
+void register_autocast(torch::Library& m) {
+  m.impl("all_gather_matmul", all_gather_matmul_autocast<kDevice>);
+  m.impl("matmul_reduce_scatter", matmul_reduce_scatter_autocast<kDevice>);
+  m.impl("matmul_all_reduce", matmul_all_reduce_autocast<kDevice>);
+}
+
+}  // namespace
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
+  torch_overlap::ops::register_autocast<at::kCPU>(m);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
+  torch_overlap::ops::register_autocast<at::kCUDA>(m);
+}

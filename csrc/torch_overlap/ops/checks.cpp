@@ -1,0 +1,105 @@
+#include "torch_overlap/ops/checks.h"
+
+#include <ATen/ops/movedim.h>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
+#include "torch_overlap/comm/registry.h"
+
+namespace torch_overlap::ops {
+
+int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what) {
+  TORCH_OVERLAP_CHECK(x.dim() > 0, kValue, op, ": expected a tensor of one or more dimensions, got ",
+                      "a scalar; use x.reshape(1)");
+  TORCH_OVERLAP_CHECK(dim >= -x.dim() && dim < x.dim(), kValue, op, ": expected ", what, " in [",
+                      -x.dim(), ", ", x.dim() - 1, "], got ", dim, " for shape ", x.sym_sizes());
+  return dim < 0 ? dim + x.dim() : dim;
+}
+
+void check_group_size(std::string_view op, int64_t group_size) {
+  TORCH_OVERLAP_CHECK(group_size > 0, kValue, op, ": expected group_size > 0, got ", group_size,
+                      "; pass comm.get_size()");
+}
+
+void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
+                const c10::SymInt& got) {
+  TORCH_OVERLAP_CHECK(expected.sym_eq(got).expect_true(__FILE__, __LINE__), kValue, op,
+                      ": expected ", what, " ", expected, ", got ", got);
+}
+
+void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size) {
+  const auto rest = x.sym_size(dim) % group_size;
+  TORCH_OVERLAP_CHECK(rest.sym_eq(0).expect_true(__FILE__, __LINE__), kValue, op,
+                      ": expected dimension ", dim, " divisible by the group size ", group_size,
+                      ", got ", x.sym_size(dim), " in shape ", x.sym_sizes(),
+                      "; pad it, or use all_to_all_v");
+}
+
+void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
+                 const at::Tensor& got) {
+  TORCH_OVERLAP_CHECK(expected.scalar_type() == got.scalar_type(), kType, op, ": expected ", what,
+                      " of dtype ", expected.scalar_type(), " as x, got ", got.scalar_type(),
+                      "; convert one of them");
+  TORCH_OVERLAP_CHECK(expected.device() == got.device(), kType, op, ": expected ", what,
+                      " on device ", expected.device(), " as x, got ", got.device(),
+                      "; move one of them");
+}
+
+void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight) {
+  TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op, ": expected a weight [out_features, ",
+                      "in_features], got shape ", weight.sym_sizes());
+  check_dtype(op, "a weight", x, weight);
+  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1),
+             weight.sym_size(1));
+}
+
+void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
+                const at::Tensor& weight) {
+  TORCH_OVERLAP_CHECK(bias.dim() == 1, kValue, op, ": expected a bias [out_features], got shape ",
+                      bias.sym_sizes());
+  check_dtype(op, "a bias", x, bias);
+  check_size(op, "as many bias entries as out_features,", weight.sym_size(0), bias.sym_size(0));
+}
+
+void check_choice(std::string_view op, std::string_view what, std::string_view choices,
+                  std::string_view value) {
+  for (const auto& choice : split_string(choices, ' ')) {
+    if (choice == value) return;
+  }
+  fail(ErrorKind::kValue, op, ": expected ", what, " to be one of ", choices, ", got '", value, "'");
+}
+
+std::shared_ptr<TorchComm> find_comm(std::string_view name) { return get_comm(std::string(name)); }
+
+std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,
+                                     int64_t group_size) {
+  auto comm = find_comm(name);
+  TORCH_OVERLAP_CHECK(comm->size() == group_size, kValue, op, ": expected group_size ",
+                      comm->size(), ", the size of communicator '", name, "', got ", group_size,
+                      "; pass comm.get_size()");
+  return comm;
+}
+
+ReduceOp parse_reduction(std::string_view op, std::string_view name,
+                         const std::optional<at::Scalar>& factor) {
+  try {
+    return ReduceOp::parse(name, factor ? std::optional(factor->toDouble()) : std::nullopt);
+  } catch (const Error& error) {
+    fail(error.kind(), op, ": ", error.what());
+  }
+}
+
+double gradient_scale(std::string_view op, std::string_view name, int64_t group_size,
+                      const std::optional<at::Scalar>& factor) {
+  if (name == "sum") return 1.0;
+  if (name == "avg") return 1.0 / static_cast<double>(group_size);
+  if (name == "premul_sum" && factor) return factor->toDouble();
+  fail(ErrorKind::kUnsupported, op, ": expected op sum, avg or premul_sum where a gradient is ",
+       "asked, got '", name, "', which has no gradient; detach the input");
+}
+
+at::Tensor dim_first(const at::Tensor& x, int64_t dim) {
+  return dim == 0 ? x.contiguous() : at::movedim(x, dim, 0).contiguous();
+}
+
+}  // namespace torch_overlap::ops

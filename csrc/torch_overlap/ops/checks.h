@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
+#include <c10/core/SymInt.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "torch_overlap/comm/reduce_op.h"
+#include "torch_overlap/comm/torch_comm.h"
+
+// What the operators share: argument checks (all of them work on symbolic shapes) and how an
+// operator finds its communicator.
+namespace torch_overlap::ops {
+
+// `dim` as a non-negative dimension of `x`.
+int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what);
+void check_group_size(std::string_view op, int64_t group_size);
+// Guards on equality where the sizes are symbolic.
+void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
+                const c10::SymInt& got);
+void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size);
+void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
+                 const at::Tensor& got);
+// The operands of a linear layer on x [..., k]: weight [n, k], bias [n].
+void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight);
+void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
+                const at::Tensor& weight);
+// `value` is one of the space-separated `choices`.
+void check_choice(std::string_view op, std::string_view what, std::string_view choices,
+                  std::string_view value);
+
+// The communicator `name`, which must have `group_size` ranks.
+std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,
+                                     int64_t group_size);
+std::shared_ptr<TorchComm> find_comm(std::string_view name);
+
+ReduceOp parse_reduction(std::string_view op, std::string_view name,
+                         const std::optional<at::Scalar>& factor);
+
+// The number that the gradient of a linear reduction is multiplied with: 1 for sum, 1/group_size for
+// avg, the factor for premul_sum. A kUnsupported error for the others, which have no gradient here.
+double gradient_scale(std::string_view op, std::string_view name, int64_t group_size,
+                      const std::optional<at::Scalar>& factor);
+
+// `x` with dimension `dim` first and contiguous: what a rank's part of `x` looks like on the wire.
+at::Tensor dim_first(const at::Tensor& x, int64_t dim);
+
+}  // namespace torch_overlap::ops

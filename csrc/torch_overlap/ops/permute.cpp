@@ -1,0 +1,128 @@
+#include <ATen/ops/empty.h>
+
+#include <set>
+
+#include "torch_overlap/base/strings.h"
+#include "torch_overlap/ops/register.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+constexpr std::string_view kOp = "permute";
+
+// Shaped as x, contiguous. `pairs` is src0, dst0, src1, dst1, ...: no rank sends or receives twice.
+Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
+  TORCH_OVERLAP_CHECK(pairs.size() % 2 == 0, kValue, kOp,
+                      ": expected pairs as src0, dst0, src1, dst1, ..., got ", list_string(pairs));
+  std::set<int64_t> sources;
+  std::set<int64_t> targets;
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    TORCH_OVERLAP_CHECK(pairs[i] >= 0 && pairs[i + 1] >= 0, kValue, kOp,
+                        ": expected ranks >= 0 in pairs, got ", list_string(pairs));
+    TORCH_OVERLAP_CHECK(sources.insert(pairs[i]).second && targets.insert(pairs[i + 1]).second,
+                        kValue, kOp, ": expected every rank at most once as a source and once as a ",
+                        "target, got pairs ", list_string(pairs));
+  }
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+Started start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, bool async_op) {
+  auto out = permute_out(x, pairs);
+  const auto communicator = find_comm(comm);
+  const auto mine = x.contiguous();
+  std::vector<P2POp> moves;
+  bool receives = false;
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    const int64_t src = pairs[i];
+    const int64_t dst = pairs[i + 1];
+    TORCH_OVERLAP_CHECK(src < communicator->size() && dst < communicator->size(), kValue, kOp,
+                        ": expected ranks below ", communicator->size(), ", the size of '", comm,
+                        "', got pairs ", list_string(pairs));
+    if (src == communicator->rank()) {
+      moves.push_back({P2POp::Type::SEND, mine, static_cast<int>(dst)});
+    }
+    if (dst == communicator->rank()) {
+      moves.push_back({P2POp::Type::RECV, out, static_cast<int>(src)});
+      receives = true;
+    }
+  }
+  if (!receives) out.zero_();
+  auto work = moves.empty() ? nullptr : communicator->batch_send_recv(std::move(moves), async_op);
+  return {std::move(out), std::move(work)};
+}
+
+Tensor permute_kernel(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
+  return start(x, pairs, comm, /*async_op=*/false).out;
+}
+
+Tensor permute_meta(const Tensor& x, at::IntArrayRef pairs, std::string_view) {
+  return permute_out(x, pairs);
+}
+
+// The gradient goes the way back.
+class Permute : public Function<Permute> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::IntArrayRef pairs,
+                        std::string_view comm, bool async_op) {
+    std::vector<int64_t> inverse(pairs.begin(), pairs.end());
+    for (size_t i = 0; i + 1 < inverse.size(); i += 2) std::swap(inverse[i], inverse[i + 1]);
+    ctx->saved_data["inverse"] = IValue(inverse);
+    ctx->saved_data["comm"] = std::string(comm);
+    const BelowAutograd guard;
+    if (!async_op) return ops::permute(x, pairs, comm);
+    return noted(start(materialized(x), pairs, comm, true));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {ops::permute(grads[0], ctx->saved_data["inverse"].toIntVector(),
+                         ctx->saved_data["comm"].toStringRef()),
+            {},
+            {},
+            {}};
+  }
+};
+
+Tensor permute_autograd(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
+  if (needs_autograd(x)) return Permute::apply(x, pairs, comm, false);
+  const BelowAutograd guard;
+  return ops::permute(x, pairs, comm);
+}
+
+Tensor permute_async(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
+  if (!can_start_async(x)) return ops::permute(x, pairs, comm);
+  if (needs_autograd(x)) return Permute::apply(x, pairs, comm, true);
+  const BelowAutograd guard;
+  return noted(start(materialized(x), pairs, comm, true));
+}
+
+}  // namespace
+
+Tensor permute(const Tensor& x, at::IntArrayRef pairs, std::string_view comm) {
+  static const auto handle = find_op<decltype(permute_kernel)>("permute");
+  return handle.call(x, pairs, comm);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def("permute(Tensor x, int[] pairs, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("permute_async(Tensor x, int[] pairs, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("permute", torch_overlap::ops::permute_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("permute", torch_overlap::ops::permute_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("permute", torch_overlap::ops::permute_autograd);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+  m.impl("permute_async", torch_overlap::ops::permute_async);
+}

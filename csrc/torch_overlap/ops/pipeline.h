@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/ops/chunking.h"
+
+// The chunked executors: transfers on the communicator's stream (on CPU: in its background thread)
+// while the caller's GEMMs run on the current one. Device-neutral, and safe to capture in a CUDA
+// graph: they never look at the device from the host. Used by one thread, inside one operator call.
+namespace torch_overlap::ops {
+
+// A named stretch of host time in a profile, e.g. "torch_overlap::chunk_gemm[2]". Costs nothing when
+// nobody profiles. A timeline shows with these that transfer i+1 is issued before GEMM i ends.
+class Span {
+ public:
+  Span(std::string_view name, size_t index);
+
+ private:
+  at::RecordFunction record_;
+};
+
+// Rows of all ranks, gathered chunk by chunk in the order of gather_schedule().
+class GatherPipeline {
+ public:
+  // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. With `keep_own`
+  // gathered() has this rank's rows too.
+  GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep_own);
+
+  size_t steps() const { return schedule_.size(); }
+  int chunk(size_t step) const { return schedule_[step].chunk; }
+  // The rows of chunk(step), valid on the current stream.
+  at::Tensor wait(size_t step);
+  // [size * rows, k] in rank order, valid on the current stream. Needs keep_own.
+  at::Tensor gathered();
+
+ private:
+  std::vector<GatherStep> schedule_;
+  at::Tensor own_;
+  at::Tensor buffer_;  // [size, rows, k]
+  std::vector<WorkPtr> works_;
+};
+
+// Partial products that are sent to the ranks that sum them, in the order of scatter_schedule().
+class ScatterPipeline {
+ public:
+  ScatterPipeline(TorchComm& comm, int64_t rows, int64_t columns,
+                  const at::TensorOptions& options);
+
+  size_t steps() const { return schedule_.size(); }
+  int chunk(size_t step) const { return schedule_[step].chunk; }
+  bool is_own(size_t step) const { return step + 1 == schedule_.size(); }
+  // Where the caller writes its partial product of chunk(step): [rows, columns], uninitialized.
+  at::Tensor partial(size_t step);
+  // Starts the transfer of what was written there; nothing to do for the own chunk.
+  void send(size_t step);
+  // The sum of all ranks' partial products of this rank's rows, or their mean. In rank order, 8- and
+  // 16-bit floats accumulate in fp32 and are rounded once.
+  at::Tensor reduce(bool mean);
+
+ private:
+  TorchComm& comm_;
+  std::vector<ScatterStep> schedule_;
+  at::Tensor outgoing_;  // [size - 1, rows, columns], by step
+  at::Tensor arriving_;  // [size, rows, columns], by the rank it comes from
+  std::vector<WorkPtr> works_;
+};
+
+// out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor.
+void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+                const std::optional<at::Tensor>& bias);
+
+// `x` as [rows, features]: dimension `dim` first, then all but the last flattened.
+at::Tensor to_rows(const at::Tensor& x, int64_t dim);
+// The way back: rows whose leading dimensions, `dim` first, are those of `like` (of any length along
+// `dim`), as a contiguous tensor.
+at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like, int64_t dim);
+
+}  // namespace torch_overlap::ops

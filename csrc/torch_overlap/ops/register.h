@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/async.h"
+#include "torch_overlap/ops/checks.h"
+#include "torch_overlap/ops/ops.h"
+
+// What a file that defines an operator includes, and nothing else does (it is slow to compile).
+//
+// Such a file reads from top to bottom: the shape function, which checks the arguments and allocates
+// the result and serves the Meta and the real kernel; the kernel; the gradient; the `_async` form; and
+// last what is registered.
+namespace torch_overlap::ops {
+
+using at::IValue;
+using at::Scalar;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+using OptionalScalar = std::optional<Scalar>;
+
+// Kernels below autograd, views not tracked: what a Function's forward runs under.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+// The operator torch_overlap::<name>. Look it up once: `static const auto op = find_op<F>("x");`
+template <typename F>
+auto find_op(const char* name) {
+  const std::string full = std::string("torch_overlap::") + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "").typed<F>();
+}
+
+// Results that an operation started: `out` is valid once `work` is waited for.
+struct Started {
+  Tensor out;
+  WorkPtr work;
+};
+
+// The result of an `_async` form.
+inline Tensor noted(Started started) {
+  note_work(started.out, std::move(started.work));
+  return std::move(started.out);
+}
+
+// What a direct call of a kernel needs that the dispatcher would otherwise do first.
+inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
+
+}  // namespace torch_overlap::ops

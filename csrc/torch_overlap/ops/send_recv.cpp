@@ -1,0 +1,91 @@
+#include <ATen/ops/empty.h>
+
+#include "torch_overlap/ops/register.h"
+
+// Point to point. The two are registered with ordered effects in torch_overlap/ops (Python): a
+// compiler neither drops, merges nor reorders them.
+namespace torch_overlap::ops {
+namespace {
+
+void check_peer(std::string_view op, std::string_view what, int64_t peer) {
+  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected ", what, " >= 0, got ", peer);
+}
+
+void check_no_gradient(std::string_view op, const Tensor& x) {
+  TORCH_OVERLAP_CHECK(!needs_autograd(x), kUnsupported, op,
+                      ": expected a tensor that needs no gradient, got one that requires it; detach ",
+                      "it, or use permute, which has a gradient");
+}
+
+void send_kernel(const Tensor& x, int64_t dst, std::string_view comm) {
+  check_peer("send", "dst", dst);
+  find_comm(comm)->send(x.contiguous(), static_cast<int>(dst), /*async_op=*/false);
+}
+
+void send_meta(const Tensor&, int64_t dst, std::string_view) { check_peer("send", "dst", dst); }
+
+void send_autograd(const Tensor& x, int64_t dst, std::string_view comm) {
+  check_no_gradient("send", x);
+  const BelowAutograd guard;
+  ops::send(x, dst, comm);
+}
+
+// What recv_ is when it is traced: the same as a function, to be copied into x.
+Tensor recv_out(const Tensor& like, int64_t src) {
+  check_peer("recv_", "src", src);
+  return at::empty_symint(like.sym_sizes(), like.options());
+}
+
+Tensor recv_kernel(const Tensor& like, int64_t src, std::string_view comm) {
+  auto out = recv_out(like, src);
+  find_comm(comm)->recv(out, static_cast<int>(src), /*async_op=*/false);
+  return out;
+}
+
+Tensor recv_meta(const Tensor& like, int64_t src, std::string_view) { return recv_out(like, src); }
+
+Tensor& recv_(Tensor& x, int64_t src, std::string_view comm) {
+  check_no_gradient("recv_", x);
+  check_peer("recv_", "src", src);
+  static const auto functional = find_op<decltype(recv_kernel)>("_recv");
+  if (!can_start_async(x) || !x.is_contiguous() || x.is_conj() || x.is_neg()) {
+    return x.copy_(functional.call(x, src, comm));
+  }
+  const BelowAutograd guard;
+  find_comm(comm)->recv(x, static_cast<int>(src), /*async_op=*/false);
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+  return x;
+}
+
+}  // namespace
+
+void send(const Tensor& x, int64_t dst, std::string_view comm) {
+  static const auto handle = find_op<decltype(send_kernel)>("send");
+  handle.call(x, dst, comm);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def("send(Tensor x, int dst, str comm) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("recv_(Tensor(a!) x, int src, str comm) -> Tensor(a!)", {at::Tag::pt2_compliant_tag});
+  m.def("_recv(Tensor like, int src, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("send", torch_overlap::ops::send_kernel);
+  m.impl("_recv", torch_overlap::ops::recv_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("send", torch_overlap::ops::send_meta);
+  m.impl("_recv", torch_overlap::ops::recv_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("send", torch_overlap::ops::send_autograd);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+  m.impl("recv_", torch_overlap::ops::recv_);
+}
