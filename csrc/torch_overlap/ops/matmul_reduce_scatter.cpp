@@ -121,7 +121,7 @@ class MatmulReduceScatter : public Function<MatmulReduceScatter> {
     Tensor gathered;
     if (x_wanted) {
       auto [products, inputs] = ops::all_gather_matmul(
-          grad, {saved[1].t()}, {}, comm, group_size, dim, /*return_gathered=*/weight_wanted,
+          grad, {saved[1].t()}, OptionalTensors(), comm, group_size, dim, /*return_gathered=*/weight_wanted,
           ctx->saved_data["algorithm"].toStringRef());
       result[0] = std::move(products[0]);
       gathered = std::move(inputs);
