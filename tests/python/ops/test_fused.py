@@ -1,0 +1,346 @@
+"""Fused products against the same in fp64 on one rank: values, gradients, order of transfers and GEMMs."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_overlap import InvalidTypeError, ops
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+SIZES = [1, 2, 3, 4]
+ALGORITHMS = ["sequential", "chunked", "auto"]
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-9},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1},
+}
+
+
+class Data:
+    """Random tensors, equal on all ranks that start from the same seed."""
+
+    def __init__(self, seed, dtype=torch.float64):
+        self.gen = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def __call__(self, *shape):
+        return torch.randn(*shape, generator=self.gen, dtype=torch.float64).to(self.dtype)
+
+
+def seed():
+    return random.SystemRandom().randrange(2**31)
+
+
+def leaf(x):
+    return x.detach().clone().requires_grad_()
+
+
+def check(got, want):
+    torch.testing.assert_close(got.double(), want.double(), **TOLERANCE[got.dtype])
+
+
+def gather_problem(data, size, shape, features):
+    xs = [data(*shape) for _ in range(size)]
+    weights = [[data(n, shape[-1]) for n in features] for _ in range(size)]
+    biases = [[data(n) for n in features] for _ in range(size)]
+    return xs, weights, biases
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 0), ((2, 3, 5), 1), ((2, 3, 2, 5), -2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_all_gather_matmul(size, algorithm, shape, dim, dtype):
+    number = seed()
+
+    def rank(comm):
+        me = comm.get_rank()
+        xs, weights, biases = gather_problem(Data(number, dtype), size, shape, (4, 1, 6))
+        gathered = torch.cat(xs, dim)
+        biased = [biases[me][0], None, biases[me][2]]
+        for with_bias in (False, True):
+            for keep in (False, True):
+                outputs, kept = ops.all_gather_matmul(
+                    xs[me], weights[me], comm, biased if with_bias else (),
+                    gather_dim=dim, return_gathered=keep, algorithm=algorithm,
+                )  # fmt: skip
+                assert len(outputs) == 3
+                for output, weight, bias in zip(outputs, weights[me], biased, strict=True):
+                    bias = bias.double() if with_bias and bias is not None else None
+                    check(output, F.linear(gathered.double(), weight.double(), bias))
+                    assert output.is_contiguous()
+                assert torch.equal(kept, gathered if keep else torch.empty(0, dtype=dtype))
+
+    run_ranks(rank, size, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("shape", "dim"), [((12, 5), 0), ((12, 3, 5), 0), ((2, 12, 5), 1), ((2, 12, 3, 5), -3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op):
+    number = seed()
+
+    def rank(comm):
+        me, data = comm.get_rank(), Data(number, dtype)
+        xs = [data(*shape) for _ in range(size)]
+        weights = [data(4, shape[-1]) for _ in range(size)]
+        biases = [data(4) for _ in range(size)]
+        total = sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
+        part = (total / size if op == "avg" else total).chunk(size, dim)[me]
+        options = {"scatter_dim": dim, "op": op, "algorithm": algorithm}
+        result = ops.matmul_reduce_scatter(xs[me], weights[me], comm, **options)
+        check(result, part)
+        assert result.is_contiguous()
+        check(ops.matmul_reduce_scatter(xs[me], weights[me], comm, biases[me], **options), part + biases[me].double())
+
+    run_ranks(rank, size, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", [(1, 5), (9, 5), (2, 7, 5)])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_matmul_all_reduce(size, algorithm, shape, op):
+    number = seed()
+
+    def rank(comm):
+        me, data = comm.get_rank(), Data(number)
+        xs = [data(*shape) for _ in range(size)]
+        weights = [data(4, shape[-1]) for _ in range(size)]
+        bias = data(4)
+        want = sum(x @ w.t() for x, w in zip(xs, weights, strict=True)) / (size if op == "avg" else 1)
+        check(ops.matmul_all_reduce(xs[me], weights[me], comm, op=op, algorithm=algorithm), want)
+        check(ops.matmul_all_reduce(xs[me], weights[me], comm, bias, op=op, algorithm=algorithm), want + bias)
+
+    run_ranks(rank, size, backend="local")
+
+
+# --- Gradients: of the sum of all ranks' losses, first and second order ------------------------------
+
+
+def second_order(outputs, leaves, loss_weights, directions):
+    """First gradients, and the gradients of their product with `directions`."""
+    loss = sum((w * y * y).sum() for w, y in zip(loss_weights, outputs, strict=True))
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    again = sum((g * d).sum() for g, d in zip(first, directions, strict=True))
+    return [g.detach() for g in first], torch.autograd.grad(again, leaves)
+
+
+def compare(comm, sharded, leaves, want_outputs, want, loss_weights, directions):
+    outputs = sharded(leaves)
+    for got, output in zip(outputs, want_outputs, strict=True):
+        check(got.detach(), output.detach())
+    loss = sum((w * y * y).sum() for w, y in zip(loss_weights, outputs, strict=True))
+    # Once with the overlapped backward pass, once with the one that can be differentiated again.
+    for got, expected in zip(torch.autograd.grad(loss, leaves), want[0], strict=True):
+        check(got, expected)
+    first, second = second_order(sharded(leaves), leaves, loss_weights, directions)
+    for got, expected in zip((*first, *second), (*want[0], *want[1]), strict=True):
+        check(got, expected)
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 1)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep):
+    data = Data(seed())
+    features = (4, 6)
+    problem = gather_problem(data, size, shape, features)
+    leaves = [[leaf(problem[0][r]), *map(leaf, problem[1][r]), leaf(problem[2][r][1])] for r in range(size)]
+    gathered = torch.cat([mine[0] for mine in leaves], dim)
+    wants = [[F.linear(gathered, w1), F.linear(gathered, w2, b2)] + [gathered] * keep for _, w1, w2, b2 in leaves]
+    loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
+    directions = [[data(*x.shape) for x in mine] for mine in leaves]
+    flat = [second_order(sum(wants, []), sum(leaves, []), sum(loss_weights, []), sum(directions, []))]
+    first, second = flat[0]
+
+    def rank(comm):
+        me = comm.get_rank()
+
+        def sharded(mine):
+            x, w1, w2, b2 = mine
+            outputs, kept = ops.all_gather_matmul(
+                x, [w1, w2], comm, [None, b2], gather_dim=dim, return_gathered=keep, algorithm=algorithm
+            )
+            return [*outputs, kept] if keep else outputs
+
+        mine = [leaf(x) for x in leaves[me]]
+        want = first[4 * me : 4 * me + 4], second[4 * me : 4 * me + 4]
+        compare(comm, sharded, mine, wants[me], want, loss_weights[me], directions[me])
+
+    run_ranks(rank, size, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("kind", ["reduce_scatter 0", "reduce_scatter 1", "all_reduce"])
+def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind):
+    data = Data(seed())
+    shape = (2, 12, 5) if kind == "reduce_scatter 1" else (12, 2, 5)
+    dim = 1 if kind == "reduce_scatter 1" else 0
+    leaves = [[leaf(data(*shape)), leaf(data(4, 5)), leaf(data(4))] for _ in range(size)]
+    total = sum(x @ w.t() for x, w, _ in leaves) / (size if op == "avg" else 1)
+    if kind == "all_reduce":
+        wants = [[total + b] for _, _, b in leaves]
+    else:
+        wants = [[total.chunk(size, dim)[r] + leaves[r][2]] for r in range(size)]
+    loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
+    directions = [[data(*x.shape) for x in mine] for mine in leaves]
+    first, second = second_order(sum(wants, []), sum(leaves, []), sum(loss_weights, []), sum(directions, []))
+
+    def rank(comm):
+        me = comm.get_rank()
+
+        def sharded(mine):
+            if kind == "all_reduce":
+                return [ops.matmul_all_reduce(mine[0], mine[1], comm, mine[2], op=op, algorithm=algorithm)]
+            return [
+                ops.matmul_reduce_scatter(
+                    mine[0], mine[1], comm, mine[2], scatter_dim=dim, op=op, algorithm=algorithm
+                )
+            ]
+
+        mine = [leaf(x) for x in leaves[me]]
+        want = first[3 * me : 3 * me + 3], second[3 * me : 3 * me + 3]
+        compare(comm, sharded, mine, wants[me], want, loss_weights[me], directions[me])
+
+    run_ranks(rank, size, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+def test_only_the_gradients_that_are_asked_are_computed(algorithm):
+    """Any part of the operands may be constant, and any product unused."""
+    data = Data(seed())
+    xs, weights, _ = gather_problem(data, 2, (3, 5), (4, 6))
+
+    def rank(comm):
+        me = comm.get_rank()
+        for x_needs in (False, True):
+            for weight_needs in ((False, True), (True, False), (False, False)):
+                x = xs[me].clone().requires_grad_(x_needs)
+                ws = [w.clone().requires_grad_(n) for w, n in zip(weights[me], weight_needs, strict=True)]
+                outputs, _ = ops.all_gather_matmul(x, ws, comm, algorithm=algorithm)
+                if not outputs[1].requires_grad:
+                    continue
+                outputs[1].sum().backward()
+                gathered = torch.cat(xs)
+                if x_needs:
+                    ones = torch.ones(3, 6, dtype=torch.float64)
+                    check(x.grad, sum(ones @ weights[r][1] for r in range(2)))
+                assert ws[0].grad is None
+                if weight_needs[1]:
+                    check(ws[1].grad, torch.ones(6, 6, dtype=torch.float64).t() @ gathered)
+
+    run_ranks(rank, 2, backend="local")
+
+
+# --- Order of transfers and products -----------------------------------------------------------------
+
+
+def spans(profile):
+    """name -> (start, end) of this thread's torch_overlap spans, in order."""
+    found = {}
+    for event in profile.events():
+        if event.name.startswith("torch_overlap::chunk"):
+            found.setdefault(event.name.removeprefix("torch_overlap::"), []).append(
+                (event.time_range.start, event.time_range.end)
+            )
+    return found
+
+
+def assert_next_transfer_starts_before_product_ends(found, which, size):
+    """Transfer i + 1 is issued before product i ends (gather), or transfer i before product i + 1 ends (scatter)."""
+    if which == "gather":
+        for i in range(size - 1):
+            assert found[f"chunk_comm[{i + 1}]"][0][0] < found[f"chunk_gemm[{i}]"][-1][1]
+    else:
+        for i in range(size - 1):
+            assert found[f"chunk_comm[{i}]"][-1][0] < found[f"chunk_gemm[{i + 1}]"][-1][1]
+
+
+def trace_rank(comm, backward):
+    size = comm.get_size()
+    x = torch.randn(64, 32, requires_grad=True)
+    w = torch.randn(48, 32, requires_grad=True)
+    v = torch.randn(32, 48, requires_grad=True)
+
+    def record(fn):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            result = fn()
+        return result, spans(profile)
+
+    comm.barrier(async_op=False)
+    (y,), found = record(lambda: ops.all_gather_matmul(x, [w], comm, algorithm="chunked")[0])
+    assert_next_transfer_starts_before_product_ends(found, "gather", size)
+    z, found = record(lambda: ops.matmul_reduce_scatter(y, v, comm, algorithm="chunked"))
+    assert_next_transfer_starts_before_product_ends(found, "scatter", size)
+    if backward:
+        grad = torch.randn_like(z)
+        (gy,), found = record(lambda: torch.autograd.grad(z, y, grad, retain_graph=True))
+        assert_next_transfer_starts_before_product_ends(found, "gather", size)
+        _, found = record(lambda: torch.autograd.grad(y, (x, w), gy))
+        assert_next_transfer_starts_before_product_ends(found, "scatter", size)
+        assert f"chunk_comm[{size - 1}]" in found  # x is gathered again meanwhile
+    return sorted(found)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_next_transfer_is_issued_before_a_product_ends(size):
+    run_ranks(trace_rank, size, True, backend="gloo")
+
+
+# --- autocast, errors ---------------------------------------------------------------------------------
+
+
+def test_autocast_casts_the_operands():
+    data = Data(seed(), torch.float32)
+    xs, weights, biases = gather_problem(data, 2, (2, 5), (4,))
+
+    def rank(comm):
+        me = comm.get_rank()
+        x, w = leaf(xs[me]), leaf(weights[me][0])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (y,), _ = ops.all_gather_matmul(x, [w], comm, [biases[me][0]], algorithm="chunked")
+            z = ops.matmul_reduce_scatter(y, w.t(), comm)
+            a = ops.matmul_all_reduce(y, w.t(), comm, algorithm="chunked")
+        assert y.dtype == z.dtype == a.dtype == torch.bfloat16
+        check(y.detach(), F.linear(torch.cat(xs), weights[me][0], biases[me][0]))
+        (z.sum() + a.sum()).backward()
+        assert x.grad.dtype == w.grad.dtype == torch.float32
+
+    run_ranks(rank, 2, backend="local")
+
+
+ERRORS = {
+    "algorithm to be one of auto, sequential, chunked, got 'ring'": lambda c, x, w: ops.all_gather_matmul(
+        x, [w], c, algorithm="ring"
+    ),
+    "two or more dimensions, got shape": lambda c, x, w: ops.all_gather_matmul(x[0], [w], c),
+    "gather_dim to be a dimension of rows, got 1": lambda c, x, w: ops.all_gather_matmul(x, [w], c, gather_dim=1),
+    "one or more weights, got none": lambda c, x, w: ops.all_gather_matmul(x, [], c),
+    "one entry for each of the 1 weights, got 2": lambda c, x, w: ops.all_gather_matmul(x, [w], c, [None, None]),
+    r"a weight \[out_features, in_features\], got shape": lambda c, x, w: ops.matmul_all_reduce(x, w[0], c),
+    "in_features of the weight to be those of x, 5, got 4": lambda c, x, w: ops.matmul_reduce_scatter(x, w.t(), c),
+    "as many bias entries as out_features, 4, got 3": lambda c, x, w: ops.matmul_all_reduce(x, w, c, x[:3, 0]),
+    "divisible by the group size 2, got 3": lambda c, x, w: ops.matmul_reduce_scatter(x[:3], w, c),
+    "op to be one of sum avg, got 'max'": lambda c, x, w: ops.matmul_reduce_scatter(x, w, c, op="max"),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
+    def rank(comm):
+        with pytest.raises(ValueError, match=message):
+            ERRORS[message](comm, torch.ones(4, 5, requires_grad=needs_gradient), torch.ones(4, 5))
+        with pytest.raises(InvalidTypeError, match="a weight of dtype Float as x, got Double"):
+            ops.matmul_all_reduce(torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64), comm)
+
+    run_ranks(rank, 2, backend="local")

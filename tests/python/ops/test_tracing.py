@@ -1,0 +1,251 @@
+"""Shapes without a communicator, vmap, opcheck and torch.compile.
+
+What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_overlap import ops
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+raw = torch.ops.torch_overlap
+NOBODY = "no such communicator"
+
+
+def calls(size, comm=NOBODY, root=0):
+    """name -> (operator, shapes of its tensors, call). One or more of each operator."""
+    ring = [rank for r in range(size) for rank in (r, (r + 1) % size)]
+    return {
+        "all_reduce": (raw.all_reduce, [(4, 6)], lambda x: (x, "sum", comm, size)),
+        "all_reduce I": (raw.all_reduce, [(4, 6)], lambda x: (x, "avg", comm, size, "I")),
+        "all_reduce premul": (raw.all_reduce, [(4, 6)], lambda x: (x, "premul_sum", comm, size, "R", 2.0)),
+        "all_gather": (raw.all_gather, [(4, 6)], lambda x: (x, 0, comm, size)),
+        "all_gather 1": (raw.all_gather, [(4, 6)], lambda x: (x, -1, comm, size, "I")),
+        "reduce_scatter": (raw.reduce_scatter, [(4, 6)], lambda x: (x, 0, "sum", comm, size)),
+        "reduce_scatter 1": (raw.reduce_scatter, [(4, 6)], lambda x: (x, 1, "avg", comm, size)),
+        "all_to_all": (raw.all_to_all, [(4, 6)], lambda x: (x, 0, 1, comm, size)),
+        "all_to_all_v": (raw.all_to_all_v, [(4, 6)], lambda x: (x, [4 // size] * size, [4 // size] * size, comm)),
+        "broadcast": (raw.broadcast, [(4, 6)], lambda x: (x, root, comm)),
+        "permute": (raw.permute, [(4, 6)], lambda x: (x, ring, comm)),
+        "_own_part": (raw._own_part, [(4, 6)], lambda x: (x, 1, comm, size)),
+        "_reduce_to_root": (raw._reduce_to_root, [(4, 6)], lambda x: (x, root, comm)),
+        "all_reduce_async": (raw.all_reduce_async, [(4, 6)], lambda x: (x, "sum", comm, size)),
+        "all_gather_async": (raw.all_gather_async, [(4, 6)], lambda x: (x, 0, comm, size)),
+        "reduce_scatter_async": (raw.reduce_scatter_async, [(4, 6)], lambda x: (x, 0, "sum", comm, size)),
+        "all_to_all_async": (raw.all_to_all_async, [(4, 6)], lambda x: (x, 0, 0, comm, size)),
+        "broadcast_async": (raw.broadcast_async, [(4, 6)], lambda x: (x, root, comm)),
+        "permute_async": (raw.permute_async, [(4, 6)], lambda x: (x, ring, comm)),
+        "all_gather_matmul": (
+            raw.all_gather_matmul,
+            [(4, 6), (5, 6), (3, 6), (3,)],
+            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, 0, False, "chunked"),
+        ),
+        "all_gather_matmul 1": (
+            raw.all_gather_matmul,
+            [(2, 4, 6), (5, 6)],
+            lambda x, w: (x, [w], [], comm, size, 1, True, "sequential"),
+        ),
+        "matmul_reduce_scatter": (
+            raw.matmul_reduce_scatter,
+            [(4, 6), (5, 6), (5,)],
+            lambda x, w, b: (x, w, b, comm, size, 0, "sum", "chunked"),
+        ),
+        "matmul_reduce_scatter 1": (
+            raw.matmul_reduce_scatter,
+            [(3, 4, 6), (5, 6)],
+            lambda x, w: (x, w, None, comm, size, -2, "avg", "sequential"),
+        ),
+        "matmul_all_reduce": (
+            raw.matmul_all_reduce,
+            [(2, 4, 6), (5, 6), (5,)],
+            lambda x, w, b: (x, w, b, comm, size, "sum", "chunked"),
+        ),
+    }
+
+
+EXPECTED = {
+    "all_gather": [(8, 6)],
+    "all_gather 1": [(4, 12)],
+    "reduce_scatter": [(2, 6)],
+    "reduce_scatter 1": [(4, 3)],
+    "all_to_all": [(2, 12)],
+    "_own_part": [(4, 3)],
+    "all_gather_async": [(8, 6)],
+    "reduce_scatter_async": [(2, 6)],
+    "all_gather_matmul": [(8, 5), (8, 3), (0,)],
+    "all_gather_matmul 1": [(2, 8, 5), (2, 8, 6)],
+    "matmul_reduce_scatter": [(2, 5)],
+    "matmul_reduce_scatter 1": [(3, 2, 5)],
+    "matmul_all_reduce": [(2, 4, 5)],
+}
+
+
+def flat(result):
+    return [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", calls(2))
+@pytest.mark.parametrize("how", ["meta", "fake"])
+def test_shapes_and_gradients_need_no_communicator(name, how):
+    op, shapes, arguments = calls(2)[name]
+    with FakeTensorMode() if how == "fake" else torch.device("meta"):
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        results = flat(op(*arguments(*tensors)))
+        assert [tuple(t.shape) for t in results] == EXPECTED.get(name, [(4, 6)])
+        assert all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in results)
+        grads = torch.autograd.grad(sum(t.sum() for t in results), tensors)
+        assert [tuple(g.shape) for g in grads] == shapes
+
+
+def test_in_place_operators_need_no_communicator():
+    with FakeTensorMode():
+        x = torch.empty(4)
+        assert raw.all_reduce_(x, "sum", NOBODY) is x
+        assert raw.recv_(x, 0, NOBODY) is x
+        assert raw.wait_tensor(x) is x
+        raw.send(x, 1, NOBODY)
+
+
+def test_a_meta_kernel_checks_what_the_real_one_checks():
+    x = torch.empty(3, 4, device="meta")
+    with pytest.raises(ValueError, match="divisible by the group size 2, got 3"):
+        raw.reduce_scatter(x, 0, "sum", NOBODY, 2)
+    with pytest.raises(ValueError, match="expected group_size > 0, got 0"):
+        raw.all_gather(x, 0, NOBODY, 0)
+    with pytest.raises(ValueError, match="got 'ring'"):
+        raw.matmul_all_reduce(x, x, None, NOBODY, 2, "sum", "ring")
+
+
+# --- vmap -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("batch_dim", [0, 1, 2])
+def test_vmap_equals_a_loop(size, batch_dim):
+    def rank(comm):
+        torch.manual_seed(comm.get_rank())
+        x = torch.randn(6, 6, 6)
+        functions = [
+            lambda t: ops.all_reduce(t, comm),
+            lambda t: ops.all_gather(t, comm, 0),
+            lambda t: ops.all_gather(t, comm, -1),
+            lambda t: ops.reduce_scatter(t, comm, 1),
+            lambda t: ops.all_to_all(t, comm, 0, 1),
+            lambda t: ops.all_to_all_v(t, comm, [6 // size] * size, [6 // size] * size),
+            lambda t: ops.broadcast(t, comm, size - 1),
+            lambda t: ops.permute(t, comm, [(r, (r + 1) % size) for r in range(size)]),
+            lambda t: ops.wait_tensor(ops.all_gather_async(t, comm)),
+        ]
+        for function in functions:
+            want = torch.stack([function(t) for t in x.unbind(batch_dim)])
+            torch.testing.assert_close(torch.vmap(function, in_dims=batch_dim)(x), want)
+
+    run_ranks(rank, size, backend="local")
+
+
+def test_gradient_of_a_vmapped_reduction():
+    """d/du sum((all_reduce(u))^2) = 2 * (the sum), once for each rank's loss."""
+
+    def rank(comm):
+        u = torch.full((2, 2, 4), float(comm.get_rank() + 1), requires_grad=True)
+        nested = torch.vmap(torch.vmap(lambda t: ops.all_reduce(t, comm)))
+        nested(u).square().sum().backward()
+        torch.testing.assert_close(u.grad, torch.full((2, 2, 4), 2 * 3.0 * 2))
+
+    run_ranks(rank, 2, backend="local")
+
+
+# --- opcheck, torch.compile ---------------------------------------------------------------------------
+
+
+def make(shapes, rank):
+    gen = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=gen).requires_grad_() for shape in shapes]
+
+
+def opcheck_rank(comm, names):
+    size, rank = comm.get_size(), comm.get_rank()
+    for name in names:
+        op, shapes, arguments = calls(size, comm.get_name(), root=size - 1)[name]
+        torch.library.opcheck(op, arguments(*make(shapes, rank)))
+    plain = torch.randn(4, 6)
+    torch.library.opcheck(raw.all_reduce_, (plain, "sum", comm.get_name()))
+    torch.library.opcheck(raw.wait_tensor, (plain,))
+
+
+NAMES = list(calls(2))
+
+
+@pytest.mark.parametrize("names", [NAMES[:8], NAMES[8:16], NAMES[16:]])
+def test_opcheck_on_every_rank(names):
+    run_ranks(opcheck_rank, 2, names, backend="gloo", timeout=240)
+
+
+def layer(x, w1, w2, v, b, comm):
+    """A sequence-parallel MLP and a few collectives around it."""
+    (h, g), _ = ops.all_gather_matmul(x, [w1, w2], comm, algorithm="chunked")
+    y = ops.matmul_reduce_scatter(torch.relu(h) * g, v, comm, b, algorithm="chunked")
+    y = y + ops.wait_tensor(ops.all_reduce_async(y, comm, "avg"))
+    y = ops.all_to_all(ops.all_gather(y, comm, 1), comm, 1, 0)
+    return ops.reduce_scatter(y, comm, 0) + ops.broadcast(x, comm, 1).sum()
+
+
+def compile_rank(comm, backend, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (4, 6, 10) if dynamic else (4,):
+        tensors = make([(rows, 6), (8, 6), (8, 6), (6, 8), (6,)], comm.get_rank() + rows)
+        want = layer(*tensors, comm)
+        want_grads = torch.autograd.grad(want.square().sum(), tensors)
+        got = compiled(*tensors, comm)
+        torch.testing.assert_close(got, want)
+        grads = torch.autograd.grad(got.square().sum(), tensors)
+        for grad, want_grad in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*tensors, comm), want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    run_ranks(compile_rank, 2, "aot_eager", dynamic, backend="gloo", timeout=240)
+
+
+@pytest.mark.slow
+def test_compile_inductor():
+    run_ranks(compile_rank, 2, "inductor", False, backend="gloo", timeout=280)
+
+
+def exchange(x, comm):
+    """Sends and receives that a compiler would merge or drop if it took them for pure functions."""
+    first, second = torch.zeros(3), torch.zeros(3)
+    if comm.get_rank() == 0:
+        ops.send(x, comm, 1)
+        ops.send(x + 1, comm, 1)
+        ops.recv_(first, comm, 1)
+    else:
+        ops.recv_(first, comm, 0)
+        ops.recv_(second, comm, 0)
+        ops.send(x, comm, 0)
+    total = x.clone()
+    ops.all_reduce_(total, comm)
+    return first, second, total
+
+
+def exchange_rank(comm, backend):
+    torch._dynamo.reset()
+    x = torch.arange(3.0) + 10 * comm.get_rank()
+    want = exchange(x, comm)
+    got = torch.compile(exchange, backend=backend, fullgraph=True)(x, comm)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    return [t.tolist() for t in got]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile_keeps_every_send_and_receive_in_order(backend):
+    results = run_ranks(exchange_rank, 2, backend, backend="gloo", timeout=240)
+    assert results[1][:2] == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]

@@ -1,0 +1,66 @@
+"""The operators, with a `TorchComm` in place of the communicator's name and size.
+
+    (q, k, v), _ = torch_overlap.ops.all_gather_matmul(x, [wq, wk, wv], comm)
+
+Each function calls `torch.ops.torch_overlap.<name>` of the same meaning, whose schemas are in docs/ops.md. They have
+gradients, work with fake tensors, under `torch.compile(fullgraph=True)` and in CUDA graphs, and most under
+`torch.vmap`. The gradient convention is that of `torch.distributed._functional_collectives`: what a rank gets is the
+gradient of the sum of all ranks' losses.
+
+Streams: a result is valid on the current stream when the call returns; the host never waits for the GPU. A result of
+an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
+unwaited. While a compiler traces, the `*_async` functions are the plain ones.
+
+Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`)
+before anything is sent. All ranks must call the same operators in the same order with the same shapes and options.
+"""
+
+from torch_overlap.ops import _effects, _vmap
+from torch_overlap.ops.collectives import (
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_,
+    all_reduce_async,
+    all_to_all,
+    all_to_all_async,
+    all_to_all_v,
+    all_to_all_v_async,
+    broadcast,
+    broadcast_async,
+    permute,
+    permute_async,
+    recv_,
+    reduce_scatter,
+    reduce_scatter_async,
+    send,
+    wait_tensor,
+)
+from torch_overlap.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+__all__ = [
+    "all_gather",
+    "all_gather_async",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_async",
+    "all_to_all",
+    "all_to_all_async",
+    "all_to_all_v",
+    "all_to_all_v_async",
+    "broadcast",
+    "broadcast_async",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "permute",
+    "permute_async",
+    "recv_",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "send",
+    "wait_tensor",
+]
+
+_effects.register()
+_vmap.register()

@@ -1,0 +1,69 @@
+"""Batching rules: under torch.vmap a collective moves the whole batch at once.
+
+The batch dimension goes where it does not disturb: to the end for operators that look at dimension 0 or at a
+dimension by number (a negative one counts without the batch), anywhere for those that look at none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batched = tuple[Any, int | None]
+
+
+def _at_end(x: Tensor, bdim: int) -> Tensor:
+    return x.movedim(bdim, -1)
+
+
+def _wrap(x: Tensor, dim: int) -> int:
+    """`dim` of one element of the batch, where x has the batch dimension last."""
+    rank = x.dim() - 1
+    if not -rank <= dim < rank:
+        raise IndexError(f"vmap: expected a dimension in [{-rank}, {rank - 1}], got {dim}")
+    return dim % rank
+
+
+def register() -> None:
+    ops = torch.ops.torch_overlap
+
+    def rule(name: str) -> Any:
+        return torch.library.register_vmap(f"torch_overlap::{name}")
+
+    @rule("all_reduce")
+    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
+        return ops.all_reduce(x.movedim(in_dims[0], 0), *args), 0
+
+    @rule("all_gather")
+    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
+        x = _at_end(x, in_dims[0])
+        return ops.all_gather(x, _wrap(x, dim), *args), x.dim() - 1
+
+    @rule("_own_part")
+    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
+        x = _at_end(x, in_dims[0])
+        return ops._own_part(x, _wrap(x, dim), *args), x.dim() - 1
+
+    @rule("reduce_scatter")
+    def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
+        x = _at_end(x, in_dims[0])
+        return ops.reduce_scatter(x, _wrap(x, dim), *args), x.dim() - 1
+
+    @rule("all_to_all")
+    def _(info: Any, in_dims: Any, x: Tensor, split_dim: int, concat_dim: int, *args: Any) -> Batched:
+        x = _at_end(x, in_dims[0])
+        return ops.all_to_all(x, _wrap(x, split_dim), _wrap(x, concat_dim), *args), x.dim() - 1
+
+    @rule("all_to_all_v")
+    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
+        x = _at_end(x, in_dims[0])
+        return ops.all_to_all_v(x, *args), x.dim() - 1
+
+    for name in ("broadcast", "_reduce_to_root", "permute"):
+
+        def _(info: Any, in_dims: Any, x: Tensor, *args: Any, op: Any = getattr(ops, name)) -> Batched:
+            return op(x.movedim(in_dims[0], 0), *args), 0
+
+        torch.library.register_vmap(f"torch_overlap::{name}", _)
