@@ -1,0 +1,24 @@
+#pragma once
+
+#include "torch_overlap/comm/primitives.h"
+
+namespace torch_overlap {
+
+// The results of fake_backend.h, computed in place on the current stream.
+class FakePrimitives final : public Primitives {
+ public:
+  using Primitives::Primitives;
+
+  void p2p(const std::vector<P2POp>& ops) override;
+  void broadcast(const at::Tensor& tensor, int root) override {}
+  void all_reduce(const at::Tensor& tensor, const ReduceOp& op) override;
+  void reduce(const at::Tensor& tensor, const ReduceOp& op, int root) override;
+  void all_gather(const Blocks& out, const at::Tensor& tensor) override;
+  void reduce_scatter(const at::Tensor& tensor, const Blocks& in, const ReduceOp& op) override;
+  void all_to_all(const Blocks& out, const Blocks& in) override;
+  void barrier() override {}
+  void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
+  void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,14 @@
+#include "torch_overlap/comm/backends/fake/fake_backend.h"
+
+namespace torch_overlap {
+namespace {
+
+const BackendRegistration registration(
+    "fake", {.make = [](const BackendContext& context) -> std::shared_ptr<Backend> {
+               return std::make_shared<FakeBackend>(context);
+             },
+             .devices = {c10::kCPU, c10::kCUDA, c10::kMeta},
+             .has_peers = false});
+
+}  // namespace
+}  // namespace torch_overlap

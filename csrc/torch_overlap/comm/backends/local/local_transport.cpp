@@ -1,0 +1,40 @@
+#include "torch_overlap/comm/backends/local/local_transport.h"
+
+#include <algorithm>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+
+std::unique_ptr<Transfer> LocalTransport::send(const Message& message) {
+  return mailbox_->post(rank_, /*is_send=*/true, message);
+}
+
+std::unique_ptr<Transfer> LocalTransport::recv(const Message& message) {
+  return mailbox_->post(rank_, /*is_send=*/false, message);
+}
+
+void LocalTransport::before(uint64_t index, Deadline deadline) {
+  using Kind = Faults::Fault::Kind;
+  for (const auto& fault : faults_.faults) {
+    if (fault.rank != rank_ || fault.index.value_or(index) != index) continue;
+    switch (fault.kind) {
+      case Kind::kDelay:
+        mailbox_->sleep(rank_, std::min(deadline, HostClock::now() + fault.delay));
+        break;
+      case Kind::kFail:
+        fail(ErrorKind::kRuntime, "injected fault: rank ", rank_, " fails at operation ", index);
+      case Kind::kDrop:
+        mailbox_->sleep(rank_, deadline);
+        fail(ErrorKind::kTimeout, "injected fault: rank ", rank_, " did not come to operation ",
+             index);
+    }
+  }
+}
+
+void LocalTransport::stop(const std::string& reason, bool tell_peers) {
+  mailbox_->stop(rank_, reason);
+  if (tell_peers) mailbox_->leave(rank_, reason);
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "torch_overlap/comm/backends/local/faults.h"
+#include "torch_overlap/comm/host/mailbox.h"
+#include "torch_overlap/comm/host/transport.h"
+
+namespace torch_overlap {
+
+// Ranks that are threads of one process: they copy from each other's tensors.
+class LocalTransport final : public HostTransport {
+ public:
+  LocalTransport(std::shared_ptr<Mailbox> mailbox, int rank, Faults faults)
+      : mailbox_(std::move(mailbox)), rank_(rank), faults_(std::move(faults)) {}
+
+  std::string version() const override { return "1"; }
+  std::unique_ptr<Transfer> send(const Message& message) override;
+  std::unique_ptr<Transfer> recv(const Message& message) override;
+  void before(uint64_t index, Deadline deadline) override;
+  void stop(const std::string& reason, bool tell_peers) override;
+
+ private:
+  const std::shared_ptr<Mailbox> mailbox_;
+  const int rank_;
+  const Faults faults_;
+};
+
+}  // namespace torch_overlap

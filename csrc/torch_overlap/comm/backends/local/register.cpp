@@ -1,0 +1,80 @@
+#include <unistd.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/backends/local/local_transport.h"
+#include "torch_overlap/comm/host/host_backend.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr const char* kWorldKey = "local/world";
+
+// The mailboxes that the ranks of this process share, by number. Rank 0 makes one and publishes
+// "<process>:<number>" in the store; the others find it here.
+struct Worlds {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<Mailbox>> mailboxes;
+  uint64_t count = 0;
+};
+
+Worlds& worlds() {
+  static auto* instance = new Worlds;
+  return *instance;
+}
+
+std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
+  auto mailbox = std::make_shared<Mailbox>(context.size);
+  std::string id;
+  {
+    std::lock_guard lock(worlds().mutex);
+    std::erase_if(worlds().mailboxes, [](const auto& entry) { return entry.second.expired(); });
+    id = concat(getpid(), ":", worlds().count++);
+    worlds().mailboxes[id] = mailbox;
+  }
+  context.store->set(kWorldKey, std::vector<uint8_t>(id.begin(), id.end()));
+  return mailbox;
+}
+
+std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
+  try {
+    context.store->wait({kWorldKey}, context.options.timeout);
+  } catch (const std::exception& error) {
+    fail(ErrorKind::kTimeout, "new_comm: expected rank 0 of '", context.name,
+         "' to begin, got nothing in ", context.options.timeout.count(), " ms (", error.what(),
+         ")");
+  }
+  const auto bytes = context.store->get(kWorldKey);
+  const std::string id(bytes.begin(), bytes.end());
+  std::lock_guard lock(worlds().mutex);
+  const auto found = worlds().mailboxes.find(id);
+  TORCH_OVERLAP_CHECK(found != worlds().mailboxes.end(), kValue,
+                      "new_comm: expected all ranks of 'local' in one process, got rank 0 in "
+                      "process ",
+                      split_string(id, ':').front(), " and rank ", context.rank, " in ", getpid(),
+                      "; ranks that are processes use backend 'gloo'");
+  auto mailbox = found->second.lock();
+  TORCH_OVERLAP_CHECK(mailbox, kRuntime, "new_comm: expected rank 0 of '", context.name,
+                      "' to stay, got a communicator that is gone");
+  return mailbox;
+}
+
+std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
+  Hints hints = context.options.hints;
+  Faults faults = Faults::take(hints);
+  warn_unknown_hints(hints, "local");
+  auto mailbox = context.rank == 0 ? make_mailbox(context) : find_mailbox(context);
+  auto transport =
+      std::make_unique<LocalTransport>(std::move(mailbox), context.rank, std::move(faults));
+  return std::make_shared<HostBackend>(context, std::move(transport), make_local_backend);
+}
+
+const BackendRegistration registration("local",
+                                       {.make = make_local_backend, .devices = {c10::kCPU}});
+
+}  // namespace
+}  // namespace torch_overlap

@@ -1,0 +1,248 @@
+#include "torch_overlap/comm/host/host_backend.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/host/host_primitives.h"
+#include "torch_overlap/comm/host/plain_dispatch.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr int kCollectives = 0;  // the lane; those of sends and receives come after it
+
+bool is_timeout(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& thrown) {
+    return thrown.kind() == ErrorKind::kTimeout;
+  } catch (...) {
+    return false;
+  }
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& thrown) {
+    return thrown.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+// The same error, saying which operation it is of.
+std::exception_ptr named(const Call& call, const std::exception_ptr& error) {
+  const auto text = [&call](const char* what) { return concat(call.describe(), ": ", what); };
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& thrown) {
+    return std::make_exception_ptr(Error(thrown.kind(), text(thrown.what())));
+  } catch (const c10::Error& thrown) {
+    return std::make_exception_ptr(
+        Error(ErrorKind::kRuntime, text(thrown.what_without_backtrace())));
+  } catch (const std::exception& thrown) {
+    return std::make_exception_ptr(Error(ErrorKind::kRuntime, text(thrown.what())));
+  } catch (...) {
+    return error;
+  }
+}
+
+std::string overdue(const Call& call) {
+  return concat("did not end in ", call.timeout.count(), " ms");
+}
+
+}  // namespace
+
+HostBackend::HostBackend(const BackendContext& context, std::unique_ptr<HostTransport> transport,
+                         BackendFactory make_child)
+    : context_(context),
+      transport_(std::move(transport)),
+      make_child_(std::move(make_child)),
+      lanes_(1 + 2 * context.size) {}
+
+HostBackend::~HostBackend() {
+  transport_->stop(concat("communicator '", context_.name, "' was destroyed"), true);
+}
+
+int HostBackend::lane_of(const P2POp& op) const {
+  // Sends to oneself are copies to the receives of the same batch: one lane for both.
+  const bool is_recv = op.type == P2POp::Type::RECV && op.peer != context_.rank;
+  return 1 + op.peer + (is_recv ? context_.size : 0);
+}
+
+HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
+  if (call.primitive != Primitive::p2p) return {kCollectives};
+  LaneList lanes;
+  for (const P2POp& op : call.p2p) lanes.push_back(lane_of(op));
+  std::sort(lanes.begin(), lanes.end());
+  lanes.erase(std::unique(lanes.begin(), lanes.end()), lanes.end());
+  return lanes;
+}
+
+WorkPtr HostBackend::launch(Call call) {
+  require_usable(to_string(call.name));
+  call.comm = context_.name;  // the work may outlive the caller's copy of the name
+  const bool async_op = call.async_op;
+  const auto lanes = lanes_of(call);
+  const bool here = !async_op && lanes_.try_acquire(lanes);
+  const int parts = here ? 1 : static_cast<int>(lanes.size());
+  std::shared_ptr<HostWork> work;
+  const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
+  try {
+    auto staging = Staging::to_host(call, context_.rank, context_.device);
+    work = std::make_shared<HostWork>(std::move(call), std::move(staging), launched_.fetch_add(1),
+                                      parts, std::weak_ptr<HostWorkOwner>(self));
+    if (!here) {
+      std::vector<Lanes::Part> queue;
+      for (const int lane : lanes) {
+        const int part = lane == kCollectives ? kAllLanes : lane;
+        queue.emplace_back(lane, [self, work, part] { self->run(*work, part); });
+      }
+      lanes_.push(std::move(queue));
+    }
+  } catch (...) {
+    if (here) lanes_.release(lanes);
+    throw;
+  }
+  if (here) {
+    run(*work, kAllLanes);
+    lanes_.release(lanes);
+  }
+  if (!async_op) work->wait();
+  return work;
+}
+
+void HostBackend::run(HostWork& work, int lane) {
+  std::exception_ptr error;
+  bool has_begun = false;
+  try {
+    run_part(work, lane, has_begun);
+  } catch (...) {
+    error = named(work.call(), std::current_exception());
+    // Others may be in the middle of it, or be waiting: only what never began leaves no trace.
+    if (has_begun || is_timeout(error)) break_down(error);
+  }
+  work.end_part(error);
+}
+
+void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
+  if (HostClock::now() >= work.deadline()) fail(ErrorKind::kTimeout, overdue(work.call()));
+  if (broken_.load(std::memory_order_acquire)) {
+    fail(ErrorKind::kState, "not run, because of ", failure());
+  }
+  const PlainDispatch plain;
+  HostPrimitives primitives(context_.rank, context_.size, *transport_, work.deadline(),
+                            work.call().timeout);
+  has_begun = true;  // of a fault in before(), the others will hear
+  transport_->before(work.index(), work.deadline());
+  try {
+    if (lane == kAllLanes) {
+      primitives.run(work.call());
+    } else {
+      run_p2p_lane(work, lane, primitives);
+    }
+    if (const Staging* staging = work.staging(); staging != nullptr && lane == kAllLanes) {
+      const c10::DeviceGuard guard(context_.device);
+      staging->write_back();
+    }
+  } catch (...) {
+    has_begun = primitives.has_begun();
+    throw;
+  }
+}
+
+void HostBackend::run_p2p_lane(HostWork& work, int lane, Primitives& primitives) {
+  std::vector<P2POp> mine;
+  for (const P2POp& op : work.call().p2p) {
+    if (lane_of(op) == lane) mine.push_back(op);
+  }
+  primitives.p2p(mine);
+  const P2POp& any = mine.front();
+  const bool receives = any.type == P2POp::Type::RECV || any.peer == context_.rank;
+  if (work.staging() != nullptr && receives) {
+    const c10::DeviceGuard guard(context_.device);
+    work.staging()->write_back_from(any.peer);
+  }
+}
+
+void HostBackend::break_down(const std::exception_ptr& error) {
+  const std::string why = message_of(error);
+  {
+    std::lock_guard lock(mutex_);
+    if (!failure_.empty()) return;
+    failure_ = why;
+    broken_.store(true, std::memory_order_release);
+  }
+  const bool timeout = is_timeout(error);
+  if (context_.options.abort_process_on_timeout_or_error) {
+    if (context_.on_abort) context_.on_abort();
+    std::fprintf(stderr, "torch_overlap: Aborting process due to %s: %s\n",
+                 timeout ? "timeout" : "error", why.c_str());
+    std::fflush(stderr);
+    std::abort();
+  }
+  // After a timeout the peers are not told: their own clocks are about to end, and then they name
+  // the rank that is really missing.
+  transport_->stop(concat("not run, because of ", why), /*tell_peers=*/!timeout);
+}
+
+std::string HostBackend::failure() {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void HostBackend::require_usable(std::string_view op) {
+  if (__builtin_expect(broken_.load(std::memory_order_acquire), 0)) {
+    fail(ErrorKind::kState, op, ": expected a working communicator, got '", context_.name,
+         "', which failed: ", failure(), "; make a new one");
+  }
+  TORCH_OVERLAP_CHECK(!finalized_.load(std::memory_order_acquire), kState, op,
+                      ": expected a live communicator, got '", context_.name,
+                      "', which was finalized");
+}
+
+void HostBackend::expire(const HostWork& work) {
+  const Error error(ErrorKind::kTimeout, overdue(work.call()));
+  break_down(named(work.call(), std::make_exception_ptr(error)));
+}
+
+std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
+  require_usable("split");
+  return request.member ? make_child_(request.child) : nullptr;
+}
+
+void HostBackend::finalize() {
+  finalized_.store(true, std::memory_order_release);
+  const auto timeout =
+      std::min<Milliseconds>(context_.options.timeout, std::chrono::hours(24 * 365));
+  if (!lanes_.drain(HostClock::now() + timeout)) {
+    break_down(std::make_exception_ptr(Error(
+        ErrorKind::kTimeout, concat("finalize of '", context_.name, "': operations did not end in ",
+                                    timeout.count(), " ms"))));
+  }
+  lanes_.close(HostClock::now() + std::chrono::seconds(5));
+  transport_->stop(concat("communicator '", context_.name, "' was finalized"), true);
+  if (broken_.load(std::memory_order_acquire)) {
+    fail(ErrorKind::kState, "finalize: expected a working communicator, got '", context_.name,
+         "', which failed: ", failure());
+  }
+}
+
+void HostBackend::abort() {
+  if (aborted_.exchange(true)) return;
+  const std::string why = concat("communicator '", context_.name, "' was aborted");
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = why;
+    broken_.store(true, std::memory_order_release);
+  }
+  transport_->stop(why, /*tell_peers=*/true);
+}
+
+}  // namespace torch_overlap

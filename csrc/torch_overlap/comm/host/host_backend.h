@@ -1,0 +1,73 @@
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/host/host_work.h"
+#include "torch_overlap/comm/host/lanes.h"
+#include "torch_overlap/comm/host/transport.h"
+#include "torch_overlap/comm/primitives.h"
+
+namespace torch_overlap {
+
+// The launch path of all CPU communicators; a transport makes it a backend.
+//
+// Order: collectives run one after the other in the order of launch; so do the sends to one peer,
+// and the receives from one peer. Nothing else waits for each other, so any pattern of matching
+// sends and receives ends. An operation with async_op=false keeps that order too: it runs on the
+// caller's thread when nothing is before it, else it takes its turn.
+//
+// Timeouts count from launch. The first timeout or error after a message was posted breaks the
+// communicator: everything that runs or waits ends with an error, later launches and finalize()
+// throw one that names the first. A failure before that concerns one operation only.
+// With abort_process_on_timeout_or_error, that first failure ends the process.
+class HostBackend final : public Backend, public HostWorkOwner {
+ public:
+  HostBackend(const BackendContext& context, std::unique_ptr<HostTransport> transport,
+              BackendFactory make_child);
+  ~HostBackend() override;
+
+  std::string version() const override { return transport_->version(); }
+  WorkPtr launch(Call call) override;
+  std::shared_ptr<Backend> split(const SplitRequest& request) override;
+  void finalize() override;
+  void abort() override;
+  bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
+  void expire(const HostWork& work) override;
+
+ private:
+  static constexpr int kAllLanes = -1;
+
+  using LaneList = c10::SmallVector<int, 4>;
+
+  int lane_of(const P2POp& op) const;
+  LaneList lanes_of(const Call& call) const;
+  // Runs the part of `work` that belongs to `lane` and ends it.
+  void run(HostWork& work, int lane);
+  void run_part(HostWork& work, int lane, bool& has_begun);
+  void run_p2p_lane(HostWork& work, int lane, Primitives& primitives);
+  // The first call decides what the communicator failed of.
+  void break_down(const std::exception_ptr& error);
+  void require_usable(std::string_view op);
+  std::string failure();
+
+  const BackendContext context_;
+  const std::unique_ptr<HostTransport> transport_;
+  const BackendFactory make_child_;
+  std::atomic<uint64_t> launched_{0};
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> broken_{false};
+  std::atomic<bool> finalized_{false};
+  std::mutex mutex_;  // failure_
+  std::string failure_;
+  Lanes lanes_;  // last: its threads end before the rest does
+};
+
+}  // namespace torch_overlap

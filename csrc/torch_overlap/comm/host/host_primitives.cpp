@@ -1,0 +1,240 @@
+#include "torch_overlap/comm/host/host_primitives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/composed.h"
+
+namespace torch_overlap {
+namespace {
+
+using Bytes = std::span<std::byte>;
+using ConstBytes = std::span<const std::byte>;
+
+// A broadcast of more than this is a scatter and an all-gather: the root sends 2 (n-1)/n of the
+// bytes instead of n-1 times all.
+constexpr size_t kLargeBroadcast = 256 * 1024;
+
+ConstBytes read(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+Bytes write(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
+}
+
+// memmove: a rank's own part may be where it belongs already.
+void copy(Bytes to, ConstBytes from) {
+  if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
+}
+
+// The bytes of each rank's part, without making a tensor of each.
+template <typename Span, typename View>
+std::vector<Span> parts_of(const Blocks& blocks, int size, const View& view) {
+  std::vector<Span> parts(size);
+  if (blocks.is_uniform_flat()) {
+    const Span all = view(blocks.flat);
+    const size_t length = all.size() / size;
+    for (int r = 0; r < size; ++r) parts[r] = all.subspan(r * length, length);
+  } else {
+    for (int r = 0; r < size; ++r) parts[r] = view(blocks.parts[r]);
+  }
+  return parts;
+}
+
+std::vector<Bytes> write_parts(const Blocks& blocks, int size) {
+  return parts_of<Bytes>(blocks, size, write);
+}
+
+std::vector<ConstBytes> read_parts(const Blocks& blocks, int size) {
+  return parts_of<ConstBytes>(blocks, size, read);
+}
+
+bool overlaps(ConstBytes a, ConstBytes b) {
+  return !a.empty() && !b.empty() && a.data() < b.data() + b.size() &&
+         b.data() < a.data() + a.size();
+}
+
+}  // namespace
+
+void HostPrimitives::send(int peer, ConstBytes bytes) {
+  // Message has one type of span for both directions; a send only reads.
+  post(true, peer, {const_cast<std::byte*>(bytes.data()), bytes.size()});
+}
+
+void HostPrimitives::recv(int peer, Bytes bytes) { post(false, peer, bytes); }
+
+void HostPrimitives::post(bool is_send, int peer, Bytes bytes) {
+  if (bytes.empty()) return;  // the other side knows its size too, and skips as well
+  has_begun_ = true;
+  const auto channel = now_ == Primitive::p2p ? Channel::p2p : Channel::collective;
+  const Message message{peer, channel, now_, bytes};
+  try {
+    pending_.push_back({peer, is_send ? transport_.send(message) : transport_.recv(message)});
+  } catch (...) {
+    pending_.clear();  // before the caller's buffers go
+    throw;
+  }
+}
+
+void HostPrimitives::wait_all() {
+  const auto posted = std::exchange(pending_, {});  // taken back on every way out
+  for (const Pending& waited : posted) {
+    if (waited.transfer->wait(deadline_)) continue;
+    std::set<int> missing{waited.peer};
+    for (const Pending& other : posted) {
+      if (other.transfer->is_missing()) missing.insert(other.peer);
+    }
+    const auto who =
+        missing.size() == 1 ? concat("rank ", waited.peer) : concat("ranks ", list_string(missing));
+    fail(ErrorKind::kTimeout, who, " did not arrive in ", timeout_.count(), " ms");
+  }
+}
+
+void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
+  now_ = Primitive::p2p;
+  std::vector<ConstBytes> to_self;
+  std::vector<Bytes> from_self;
+  for (const P2POp& op : ops) {
+    const bool is_send = op.type == P2POp::Type::SEND;
+    if (op.peer == rank()) {
+      is_send ? to_self.push_back(read(op.tensor)) : from_self.push_back(write(op.tensor));
+    } else if (is_send) {
+      send(op.peer, read(op.tensor));
+    } else {
+      recv(op.peer, write(op.tensor));
+    }
+  }
+  for (size_t i = 0; i < to_self.size(); ++i) copy(from_self[i], to_self[i]);
+  wait_all();
+}
+
+void HostPrimitives::broadcast(const at::Tensor& tensor, int root) {
+  now_ = Primitive::broadcast;
+  const Bytes bytes = write(tensor);
+  if (size() == 1) return;
+  if (size() == 2 || bytes.size() <= kLargeBroadcast) {
+    if (rank() != root) {
+      recv(root, bytes);
+    } else {
+      for (int r = 0; r < size(); ++r) {
+        if (r != root) send(r, bytes);
+      }
+    }
+    return wait_all();
+  }
+  const size_t length = bytes.size() / size();
+  const auto chunk = [&](int r) {
+    return r == size() - 1 ? bytes.subspan(r * length) : bytes.subspan(r * length, length);
+  };
+  if (rank() != root) {
+    recv(root, chunk(rank()));
+  } else {
+    for (int r = 0; r < size(); ++r) {
+      if (r != root) send(r, chunk(r));
+    }
+  }
+  wait_all();
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    if (r != root) send(r, chunk(rank()));
+    if (rank() != root) recv(r, chunk(r));
+  }
+  wait_all();
+}
+
+void HostPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
+  now_ = Primitive::all_gather;
+  const auto parts = write_parts(out, size());
+  const ConstBytes mine = read(tensor);
+  for (int step = 1; step < size(); ++step) {
+    const int to = (rank() + step) % size();
+    const int from = (rank() + size() - step) % size();
+    send(to, mine);
+    recv(from, parts[from]);
+  }
+  copy(parts[rank()], mine);
+  wait_all();
+}
+
+void HostPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
+  now_ = Primitive::all_to_all;
+  const auto to_parts = write_parts(out, size());
+  auto from_parts = read_parts(in, size());
+  // In place: a part would be overwritten before it is sent.
+  std::vector<std::vector<std::byte>> kept(size());
+  for (int r = 0; r < size(); ++r) {
+    const auto hit = [&](Bytes part) { return overlaps(part, from_parts[r]); };
+    if (r == rank() || std::none_of(to_parts.begin(), to_parts.end(), hit)) continue;
+    kept[r].assign(from_parts[r].begin(), from_parts[r].end());
+    from_parts[r] = kept[r];
+  }
+  copy(to_parts[rank()], from_parts[rank()]);
+  for (int step = 1; step < size(); ++step) {
+    const int to = (rank() + step) % size();
+    const int from = (rank() + size() - step) % size();
+    send(to, from_parts[to]);
+    recv(from, to_parts[from]);
+  }
+  wait_all();
+}
+
+void HostPrimitives::barrier() {
+  now_ = Primitive::barrier;
+  std::byte token{};
+  std::vector<std::byte> tokens(size());
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    send(r, {&token, 1});
+    recv(r, {&tokens[r], 1});
+  }
+  wait_all();
+}
+
+void HostPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
+  now_ = Primitive::scatter;
+  const Bytes mine = write(tensor);
+  if (rank() != root) {
+    recv(root, mine);
+    return wait_all();
+  }
+  const auto parts = read_parts(in, size());
+  for (int r = 0; r < size(); ++r) {
+    if (r != root) send(r, parts[r]);
+  }
+  wait_all();
+  copy(mine, parts[root]);  // last: the output may lie on a part
+}
+
+void HostPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
+  now_ = Primitive::gather;
+  const ConstBytes mine = read(tensor);
+  if (rank() != root) {
+    send(root, mine);
+    return wait_all();
+  }
+  const auto parts = write_parts(out, size());
+  copy(parts[root], mine);  // first: the input may lie on a part
+  for (int r = 0; r < size(); ++r) {
+    if (r != root) recv(r, parts[r]);
+  }
+  wait_all();
+}
+
+void HostPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
+  composed_all_reduce(*this, tensor, op);
+}
+
+void HostPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
+  composed_reduce(*this, tensor, op, root);
+}
+
+void HostPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
+                                    const ReduceOp& op) {
+  composed_reduce_scatter(*this, tensor, in, op);
+}
+
+}  // namespace torch_overlap

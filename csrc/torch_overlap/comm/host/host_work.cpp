@@ -1,0 +1,115 @@
+#include "torch_overlap/comm/host/host_work.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+// The thread that runs an operation knows best why it is late (which ranks are missing): a waiter
+// speaks up only this much later.
+constexpr std::chrono::milliseconds kGrace{200};
+
+Deadline after(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
+  return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
+}
+
+}  // namespace
+
+HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
+                   std::weak_ptr<HostWorkOwner> owner)
+    : call_(std::move(call)),
+      staging_(std::move(staging)),
+      index_(index),
+      deadline_(after(call_.timeout)),
+      owner_(std::move(owner)),
+      parts_(parts) {}
+
+void HostWork::end_part(const std::exception_ptr& error) {
+  Call finished;  // declared first: tensors die last, after everybody was told
+  std::unique_ptr<Staging> staging;
+  std::vector<std::function<void(std::exception_ptr)>> callbacks;
+  std::exception_ptr result;
+  {
+    std::lock_guard lock(mutex_);
+    if (error && !error_) error_ = error;
+    if (--parts_ > 0) return;
+    finished = std::move(call_);
+    staging = std::move(staging_);
+    callbacks.swap(callbacks_);
+    result = error_;
+    done_ = true;
+    changed_.notify_all();
+  }
+  for (const auto& callback : callbacks) {
+    try {
+      callback(result);
+    } catch (const std::exception& thrown) {
+      TORCH_WARN(finished.describe(), ": a completion callback threw: ", thrown.what());
+    }
+  }
+}
+
+void HostWork::wait_until(Deadline until) {
+  std::unique_lock lock(mutex_);
+  const auto done = [this] { return done_; };
+  const Deadline expiry = deadline_ + kGrace;
+  if (!changed_.wait_until(lock, std::min(until, expiry), done)) {
+    if (until < expiry) {
+      fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),
+           " to end in the given time, got no end; it goes on and may be waited for again");
+    }
+    lock.unlock();
+    if (const auto owner = owner_.lock()) owner->expire(*this);
+    lock.lock();
+    changed_.wait(lock, done);
+  }
+  if (error_) std::rethrow_exception(error_);
+}
+
+void HostWork::wait() { wait_until(Deadline::max()); }
+
+void HostWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
+  wait_until(timeout ? after(*timeout) : Deadline::max());
+}
+
+bool HostWork::is_completed() {
+  std::lock_guard lock(mutex_);
+  return done_;
+}
+
+WorkStatus HostWork::status() {
+  const auto error = exception();
+  if (!error) return is_completed() ? WorkStatus::COMPLETED : WorkStatus::INPROGRESS;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& thrown) {
+    return thrown.kind() == ErrorKind::kTimeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR;
+  } catch (...) {
+    return WorkStatus::ERROR;
+  }
+}
+
+std::exception_ptr HostWork::exception() {
+  std::lock_guard lock(mutex_);
+  return done_ ? error_ : nullptr;
+}
+
+void HostWork::on_completion(std::function<void(std::exception_ptr)> callback) {
+  std::exception_ptr error;
+  {
+    std::lock_guard lock(mutex_);
+    if (!done_) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+    error = error_;
+  }
+  callback(error);
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "torch_overlap/comm/host/staging.h"
+#include "torch_overlap/comm/host/transport.h"
+#include "torch_overlap/comm/work.h"
+
+namespace torch_overlap {
+
+class HostWork;
+
+// Who runs the operation. Told when its deadline has passed and a waiter noticed before the thread
+// that runs it did, because another operation is in the way; ends it soon.
+class HostWorkOwner {
+ public:
+  virtual ~HostWorkOwner() = default;
+  virtual void expire(const HostWork& work) = 0;
+};
+
+// An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is
+// done; the tensors are released by the thread that ends it, with no lock held (the last reference
+// to a Python tensor takes Python's lock).
+class HostWork final : public TorchWork {
+ public:
+  // `index` counts the communicator's operations. `parts`: how many times end_part will be called.
+  HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
+           std::weak_ptr<HostWorkOwner> owner);
+
+  // Valid until the last end_part.
+  const Call& call() const { return call_; }
+  const Staging* staging() const { return staging_.get(); }
+  uint64_t index() const { return index_; }
+  Deadline deadline() const { return deadline_; }
+
+  // A part of the operation is over. The first error is the operation's; the last part completes
+  // it.
+  void end_part(const std::exception_ptr& error);
+
+  void wait() override;
+  void wait_blocking(std::optional<std::chrono::milliseconds> timeout) override;
+  bool is_completed() override;
+  WorkStatus status() override;
+  std::exception_ptr exception() override;
+  void on_completion(std::function<void(std::exception_ptr)> callback) override;
+
+ private:
+  void wait_until(Deadline until);
+
+  Call call_;
+  std::unique_ptr<Staging> staging_;
+  const uint64_t index_;
+  const Deadline deadline_;
+  const std::weak_ptr<HostWorkOwner> owner_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int parts_;
+  bool done_ = false;
+  std::exception_ptr error_;
+  std::vector<std::function<void(std::exception_ptr)>> callbacks_;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,129 @@
+#include "torch_overlap/comm/host/lanes.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace torch_overlap {
+namespace {
+
+struct Lane {
+  std::deque<Lanes::Task> queue;
+  bool busy = false;
+  std::condition_variable ready;
+  std::thread thread;
+
+  bool idle() const { return !busy && queue.empty(); }
+};
+
+}  // namespace
+
+struct Lanes::State {
+  std::mutex mutex;
+  std::condition_variable idle;  // a lane became idle, or a thread ended
+  std::vector<std::unique_ptr<Lane>> lanes;
+  bool closed = false;
+  int running = 0;  // threads
+
+  bool all_idle() const {
+    return std::all_of(lanes.begin(), lanes.end(),
+                       [](const auto& lane) { return lane == nullptr || lane->idle(); });
+  }
+
+  Lane& lane(int index) {
+    auto& slot = lanes[index];
+    if (slot == nullptr) slot = std::make_unique<Lane>();
+    return *slot;
+  }
+};
+
+Lanes::Lanes(int count) : state_(std::make_shared<State>()) { state_->lanes.resize(count); }
+
+Lanes::~Lanes() {
+  if (close(HostClock::now() + std::chrono::seconds(1))) return;
+  std::lock_guard lock(state_->mutex);
+  for (auto& lane : state_->lanes) {
+    if (lane != nullptr && lane->thread.joinable()) lane->thread.detach();
+  }
+}
+
+bool Lanes::try_acquire(std::span<const int> lanes) {
+  std::lock_guard lock(state_->mutex);
+  for (const int index : lanes) {
+    if (!state_->lane(index).idle()) return false;
+  }
+  for (const int index : lanes) state_->lane(index).busy = true;
+  return true;
+}
+
+void Lanes::release(std::span<const int> lanes) {
+  std::lock_guard lock(state_->mutex);
+  for (const int index : lanes) {
+    Lane& lane = state_->lane(index);
+    lane.busy = false;
+    lane.ready.notify_one();  // for what was queued meanwhile
+  }
+  state_->idle.notify_all();
+}
+
+void Lanes::push(std::vector<Part> parts) {
+  std::lock_guard lock(state_->mutex);
+  for (auto& [index, task] : parts) {
+    Lane& lane = state_->lane(index);
+    lane.queue.push_back(std::move(task));
+    if (lane.thread.joinable()) {
+      lane.ready.notify_one();
+    } else {
+      ++state_->running;
+      lane.thread = std::thread([state = state_, index = index] { work(state, index); });
+    }
+  }
+}
+
+void Lanes::work(const std::shared_ptr<State>& state, int index) {
+  std::unique_lock lock(state->mutex);
+  Lane& lane = *state->lanes[index];
+  while (true) {
+    lane.ready.wait(lock, [&] { return !lane.busy && (!lane.queue.empty() || state->closed); });
+    if (lane.queue.empty()) break;
+    Task task = std::move(lane.queue.front());
+    lane.queue.pop_front();
+    lane.busy = true;
+    lock.unlock();
+    task();
+    task = nullptr;  // what it holds dies outside the lock
+    lock.lock();
+    lane.busy = false;
+    if (lane.queue.empty()) state->idle.notify_all();
+  }
+  --state->running;
+  state->idle.notify_all();
+}
+
+bool Lanes::drain(Deadline deadline) {
+  std::unique_lock lock(state_->mutex);
+  return state_->idle.wait_until(lock, deadline, [this] { return state_->all_idle(); });
+}
+
+bool Lanes::close(Deadline deadline) {
+  std::unique_lock lock(state_->mutex);
+  state_->closed = true;
+  for (auto& lane : state_->lanes) {
+    if (lane != nullptr) lane->ready.notify_one();
+  }
+  const auto self = std::this_thread::get_id();
+  for (auto& lane : state_->lanes) {
+    if (lane != nullptr && lane->thread.get_id() == self) return false;
+  }
+  const auto ended = [this] { return state_->running == 0 && state_->all_idle(); };
+  if (!state_->idle.wait_until(lock, deadline, ended)) return false;
+  lock.unlock();
+  for (auto& lane : state_->lanes) {
+    if (lane != nullptr && lane->thread.joinable()) lane->thread.join();
+  }
+  return true;
+}
+
+}  // namespace torch_overlap

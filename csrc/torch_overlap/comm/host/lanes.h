@@ -1,0 +1,50 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/comm/host/transport.h"
+
+namespace torch_overlap {
+
+// Worker threads that each run their tasks one after the other, in the order in which they came: a
+// lane. The thread of a lane starts with its first task that cannot run on the caller's.
+//
+// Threads: any may call. Tasks must not throw. The destructor lets the threads run what is queued;
+// it waits for them for a second and then leaves them to end by themselves, so that it may run on a
+// lane, or on a thread that holds what a task waits for (Python's lock).
+class Lanes {
+ public:
+  using Task = std::function<void()>;
+  // Which lane, and what part of an operation runs there.
+  using Part = std::pair<int, Task>;
+
+  explicit Lanes(int count);
+  ~Lanes();
+  Lanes(const Lanes&) = delete;
+  Lanes& operator=(const Lanes&) = delete;
+
+  // Makes all `lanes` the caller's if they are idle: it may then do their work itself, and must
+  // call release(). Else false.
+  bool try_acquire(std::span<const int> lanes);
+  void release(std::span<const int> lanes);
+  // Queues all parts at once.
+  void push(std::vector<Part> parts);
+
+  // Waits until no lane has anything to do. False if `deadline` came first.
+  bool drain(Deadline deadline);
+  // Drains, then ends the threads. False if `deadline` came first; the threads then end when their
+  // tasks do.
+  bool close(Deadline deadline);
+
+ private:
+  struct State;
+  static void work(const std::shared_ptr<State>& state, int index);
+
+  std::shared_ptr<State> state_;  // the threads share it
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,160 @@
+#include "torch_overlap/comm/host/mailbox.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
+  return std::make_exception_ptr(Error(kind, message));
+}
+
+// In the order of Primitive.
+constexpr std::array<const char*, 10> kPrimitives{
+    "send/recv",      "broadcast",  "all_reduce", "reduce",  "all_gather",
+    "reduce_scatter", "all_to_all", "barrier",    "scatter", "gather"};
+
+std::string describe(const Message& message, int rank) {
+  return concat(kPrimitives.at(static_cast<size_t>(message.primitive)), " with ",
+                message.bytes.size(), " bytes on rank ", rank);
+}
+
+std::string left_message(int rank, const std::string& reason) {
+  return concat("rank ", rank, " has left (", reason, ")");
+}
+
+}  // namespace
+
+class Mailbox::Half final : public Transfer {
+ public:
+  enum class State { kWaiting, kCopying, kDone, kFailed };
+
+  Half(std::shared_ptr<Mailbox> box, int rank, bool is_send, const Message& message)
+      : box_(std::move(box)), rank(rank), is_send(is_send), message(message) {}
+
+  ~Half() override {
+    std::unique_lock lock(box_->mutex_);
+    if (state == State::kWaiting) std::erase(box_->slot(from(), to(), message.channel), this);
+    ended_.wait(lock, [this] { return state != State::kCopying; });
+  }
+
+  bool wait(Deadline deadline) override {
+    std::unique_lock lock(box_->mutex_);
+    ended_.wait_until(lock, deadline, [this] { return state > State::kCopying; });
+    // The other thread is in the middle of memcpy: that ends soon.
+    ended_.wait(lock, [this] { return state != State::kCopying; });
+    if (state == State::kFailed) std::rethrow_exception(error_);
+    return state == State::kDone;
+  }
+
+  bool is_missing() const override {
+    std::lock_guard lock(box_->mutex_);
+    return state == State::kWaiting;
+  }
+
+  int from() const { return is_send ? rank : message.peer; }
+  int to() const { return is_send ? message.peer : rank; }
+
+  // Ends this half. The lock is held, so that it cannot be destroyed before it is told.
+  void end(std::exception_ptr error) {
+    state = error ? State::kFailed : State::kDone;
+    error_ = std::move(error);
+    ended_.notify_one();
+  }
+
+ private:
+  const std::shared_ptr<Mailbox> box_;
+  std::condition_variable ended_;
+  std::exception_ptr error_;
+
+ public:
+  const int rank;
+  const bool is_send;
+  const Message message;
+  State state = State::kWaiting;  // guarded by the mailbox's mutex
+};
+
+Mailbox::Mailbox(int size)
+    : size_(size), ranks_(size), slots_(static_cast<size_t>(size) * size * 2) {}
+Mailbox::~Mailbox() = default;
+
+std::deque<Mailbox::Half*>& Mailbox::slot(int from, int to, Channel channel) {
+  return slots_[(static_cast<size_t>(from) * size_ + to) * 2 + static_cast<size_t>(channel)];
+}
+
+std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& message) {
+  auto mine = std::make_unique<Half>(shared_from_this(), rank, is_send, message);
+  std::unique_lock lock(mutex_);
+  if (!ranks_[rank].stopped.empty()) fail(ErrorKind::kState, ranks_[rank].stopped);
+  auto& waiting = slot(mine->from(), mine->to(), message.channel);
+  if (waiting.empty() || waiting.front()->is_send == is_send) {
+    if (const auto& reason = ranks_[message.peer].left; !reason.empty()) {
+      fail(ErrorKind::kRuntime, left_message(message.peer, reason));
+    }
+    waiting.push_back(mine.get());
+    return mine;
+  }
+  Half* other = waiting.front();
+  waiting.pop_front();
+  const Half& sender = is_send ? *mine : *other;
+  const Half& receiver = is_send ? *other : *mine;
+  std::exception_ptr error;
+  if (sender.message.bytes.size() != receiver.message.bytes.size() ||
+      sender.message.primitive != receiver.message.primitive) {
+    error = make_error(ErrorKind::kValue,
+                       concat("expected the same operation and size on both ranks, got ",
+                              describe(sender.message, sender.rank), " and ",
+                              describe(receiver.message, receiver.rank)));
+  } else {
+    mine->state = other->state = Half::State::kCopying;
+    lock.unlock();
+    std::memcpy(receiver.message.bytes.data(), sender.message.bytes.data(),
+                receiver.message.bytes.size());
+    lock.lock();
+  }
+  mine->end(error);
+  other->end(error);
+  return mine;
+}
+
+template <typename Predicate>
+void Mailbox::end_waiting(const Predicate& dies, const std::exception_ptr& error) {
+  for (auto& waiting : slots_) {
+    std::erase_if(waiting, [&](Half* half) {
+      if (!dies(*half)) return false;
+      half->end(error);
+      return true;
+    });
+  }
+}
+
+void Mailbox::stop(int rank, const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (!ranks_[rank].stopped.empty()) return;
+  ranks_[rank].stopped = reason;
+  ranks_[rank].changed.notify_all();
+  end_waiting([rank](const Half& half) { return half.rank == rank; },
+              make_error(ErrorKind::kState, reason));
+}
+
+void Mailbox::leave(int rank, const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (!ranks_[rank].left.empty()) return;
+  ranks_[rank].left = reason;
+  end_waiting([rank](const Half& half) { return half.message.peer == rank; },
+              make_error(ErrorKind::kRuntime, left_message(rank, reason)));
+}
+
+void Mailbox::sleep(int rank, Deadline until) {
+  std::unique_lock lock(mutex_);
+  Rank& me = ranks_[rank];
+  if (me.changed.wait_until(lock, until, [&me] { return !me.stopped.empty(); })) {
+    fail(ErrorKind::kState, me.stopped);
+  }
+}
+
+}  // namespace torch_overlap

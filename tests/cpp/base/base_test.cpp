@@ -1,0 +1,173 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/base/env.h"
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
+
+namespace torch_overlap {
+namespace {
+
+// Every variable that Env reads, so that a test sees only what it sets itself.
+constexpr const char* kVariables[] = {"TORCHCOMM_ABORT_ON_ERROR",
+                                      "TORCHCOMM_TIMEOUT_SECONDS",
+                                      "TORCHCOMM_RANK",
+                                      "TORCHCOMM_SIZE",
+                                      "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD",
+                                      "LOCAL_RANK",
+                                      "RANK",
+                                      "WORLD_SIZE",
+                                      "OMPI_COMM_WORLD_RANK",
+                                      "OMPI_COMM_WORLD_SIZE",
+                                      "OMPI_COMM_WORLD_LOCAL_RANK",
+                                      "MV2_COMM_WORLD_RANK",
+                                      "MV2_COMM_WORLD_SIZE",
+                                      "PMI_RANK",
+                                      "PMI_SIZE",
+                                      "MPI_LOCALRANKID",
+                                      "PALS_RANKID",
+                                      "PALS_SIZE",
+                                      "SLURM_PROCID",
+                                      "SLURM_NTASKS",
+                                      "SLURM_LOCALID",
+                                      "MASTER_ADDR",
+                                      "MASTER_PORT",
+                                      "SLURM_STEP_NODELIST",
+                                      "SLURM_JOB_NODELIST",
+                                      "TORCHELASTIC_USE_AGENT_STORE",
+                                      "TORCHELASTIC_RUN_ID",
+                                      "TORCHELASTIC_RESTART_COUNT",
+                                      "TORCHCOMM_GLOO_HOSTNAME",
+                                      "TORCHCOMM_GLOO_INTERFACE",
+                                      "TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD",
+                                      "TORCHCOMMS_SERIALIZATION"};
+
+class EnvTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (const char* name : kVariables) {
+      const char* value = std::getenv(name);
+      if (value != nullptr) before_.emplace_back(name, value);
+      unsetenv(name);
+    }
+  }
+  void TearDown() override {
+    for (const char* name : kVariables) unsetenv(name);
+    for (const auto& [name, value] : before_) setenv(name.c_str(), value.c_str(), 1);
+  }
+  static Env read(std::initializer_list<std::pair<const char*, const char*>> variables) {
+    for (const auto& [name, value] : variables) setenv(name, value, 1);
+    return Env::read();
+  }
+
+ private:
+  std::vector<std::pair<std::string, std::string>> before_;
+};
+
+template <typename Body>
+Error error_of(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "expected an Error";
+  return {ErrorKind::kRuntime, ""};
+}
+
+TEST(Strings, ConcatAndListsReadAsWritten) {
+  EXPECT_EQ(concat("rank ", 3, " of ", 4.5), "rank 3 of 4.5");
+  EXPECT_EQ(list_string(std::vector<int>{1, 2, 3}), "[1, 2, 3]");
+  EXPECT_EQ(list_string(std::vector<int>{}), "[]");
+  EXPECT_EQ(to_lower("NcCl-2"), "nccl-2");
+  EXPECT_EQ(split_string("a,,b", ','), (std::vector<std::string>{"a", "", "b"}));
+  EXPECT_EQ(split_string("", ','), (std::vector<std::string>{""}));
+}
+
+TEST(Strings, ParsersTakeWholeValuesOnly) {
+  for (const char* yes : {"1", "true", "Yes", "y", "ON"}) EXPECT_TRUE(parse_bool(yes, "x")) << yes;
+  for (const char* no : {"0", "False", "no", "n", "off"}) EXPECT_FALSE(parse_bool(no, "x")) << no;
+  EXPECT_EQ(parse_int("-12", "x"), -12);
+  EXPECT_EQ(parse_double("1.5", "x"), 1.5);
+  for (const char* bad : {"", "1x", " 1", "1.5", "99999999999999999999"}) {
+    const Error error = error_of([&] { parse_int(bad, "ranks"); });
+    EXPECT_EQ(error.kind(), ErrorKind::kValue);
+    EXPECT_EQ(error.what(), concat("ranks: expected an integer, got '", bad, "'"));
+  }
+  EXPECT_THROW(parse_bool("maybe", "x"), Error);
+  EXPECT_THROW(parse_double("inf", "x"), Error);
+}
+
+TEST(Errors, CheckBuildsItsMessageOnlyWhenItFails) {
+  int built = 0;
+  const auto part = [&built] { return ++built; };
+  TORCH_OVERLAP_CHECK(true, kValue, "never", part());
+  EXPECT_EQ(built, 0);
+  const Error error = error_of([&] { TORCH_OVERLAP_CHECK(false, kState, "op: got ", part()); });
+  EXPECT_EQ(error.kind(), ErrorKind::kState);
+  EXPECT_STREQ(error.what(), "op: got 1");
+}
+
+TEST_F(EnvTest, DefaultsAreTheDocumentedOnes) {
+  const Env env = read({});
+  EXPECT_TRUE(env.abort_on_error);
+  EXPECT_EQ(env.timeout, std::chrono::seconds(600));
+  EXPECT_FALSE(env.rank || env.size || env.local_rank || env.master_addr);
+  EXPECT_EQ(env.master_port, 29500);
+  EXPECT_EQ(env.restart_count, "0");
+  EXPECT_EQ(env.serialization, "torch_save");
+}
+
+TEST_F(EnvTest, TimeoutTakesFractionsAndRefusesNonsense) {
+  EXPECT_EQ(read({{"TORCHCOMM_TIMEOUT_SECONDS", "0.25"}}).timeout, std::chrono::milliseconds(250));
+  for (const char* bad : {"0", "-1", "soon"}) {
+    setenv("TORCHCOMM_TIMEOUT_SECONDS", bad, 1);
+    EXPECT_THROW(Env::read(), Error) << bad;
+  }
+}
+
+TEST_F(EnvTest, TheNearestLauncherNamesTheRank) {
+  Env env = read({{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "1"}});
+  EXPECT_EQ(env.launcher, "slurm");
+  EXPECT_EQ(env.local_rank, 1);
+  env = read({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}});
+  EXPECT_EQ(env.launcher, "torchrun");
+  EXPECT_EQ(env.rank, 2);
+  env = read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}});
+  EXPECT_EQ(env.launcher, "mpi");
+  env = read({{"TORCHCOMM_RANK", "7"}, {"TORCHCOMM_SIZE", "8"}});
+  EXPECT_EQ(env.launcher, "torchcomm");
+  EXPECT_EQ(env.rank, 7);
+}
+
+TEST_F(EnvTest, TheQueryMethodPicksOneLauncher) {
+  const Env env = read({{"RANK", "2"},
+                        {"WORLD_SIZE", "4"},
+                        {"PMI_RANK", "1"},
+                        {"PMI_SIZE", "3"},
+                        {"TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD", "torchrun"}});
+  EXPECT_EQ(env.rank, 2);
+  setenv("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD", "guess", 1);
+  EXPECT_THROW(Env::read(), Error);
+}
+
+TEST_F(EnvTest, HalfARankOrARankOutOfRangeIsAnError) {
+  EXPECT_THROW(read({{"RANK", "0"}}), Error);
+  EXPECT_THROW(read({{"RANK", "4"}, {"WORLD_SIZE", "4"}}), Error);
+}
+
+TEST_F(EnvTest, TheFirstSlurmHostIsTheMaster) {
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "gpu[003-007,9],cpu1"}}).master_addr, "gpu003");
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha,beta"}}).master_addr, "alpha");
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha"}}).master_addr, "alpha");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2]"}}).master_addr, "n2");
+  EXPECT_EQ(read({{"MASTER_ADDR", "1.2.3.4"}}).master_addr, "1.2.3.4");
+}
+
+}  // namespace
+}  // namespace torch_overlap
