@@ -26,7 +26,8 @@ Faults::Fault parse(const Form& form, const std::string& text) {
   TORCH_OVERLAP_CHECK(at != std::string::npos && has_delay == (form.kind == Kind::kDelay), kValue,
                       "hint ", form.key, ": expected ", form.grammar, ", got '", text, "'");
   Faults::Fault fault{.kind = form.kind,
-                      .rank = static_cast<int>(parse_int(text.substr(0, at), form.key))};
+                      .rank = static_cast<int>(parse_int(text.substr(0, at), form.key)),
+                      .index = std::nullopt};
   const std::string index = text.substr(at + 1, has_delay ? colon - at - 1 : std::string::npos);
   if (index != "*") fault.index = parse_int(index, form.key);
   if (has_delay) fault.delay = Milliseconds(parse_int(text.substr(colon + 1), form.key));
