@@ -95,7 +95,7 @@ bench: build
 
 # The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
 compat:
-	mkdir -p build/compat
+	mkdir -p build/compat && find build/compat -mindepth 1 -maxdepth 1 ! -name .venv ! -name build -exec rm -rf {} +
 	git ls-files -z --cached --others --exclude-standard | xargs -0 tar c --ignore-failed-read | tar x -C build/compat
 	FORCE_CUDA=0 $(MAKE) -C build/compat test TORCH=torch PYTHON= PYTHONPATH=
 
