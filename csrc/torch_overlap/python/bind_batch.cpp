@@ -38,8 +38,7 @@ void register_batch(py::module_& module) {
             BatchP2POptions merged;
             static_cast<OpOptions&>(merged) =
                 to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
-            const py::gil_scoped_release no_gil;
-            return self.issue(async_op, merged);
+            return without_gil([&] { return self.issue(async_op, merged); });
           },
           py::arg("async_op"), py::arg("options") = py::none(), py::arg("hints") = py::none(),
           py::arg("timeout") = py::none(),

@@ -21,8 +21,7 @@ WorkPtr run(std::string_view op, const py::handle& hints, const py::handle& time
     return operation(kNone);
   }
   const OpOptions merged = to_options<Options>(op, hints, timeout, options);
-  const py::gil_scoped_release no_gil;
-  return operation(merged);
+  return without_gil([&] { return operation(merged); });
 }
 
 using H = const py::handle&;

@@ -40,7 +40,8 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
                       "new_comm: expected rank and size together, got only one of them");
   std::optional<RankAndSize> who;
   if (rank) who = RankAndSize{*rank, *size};
-  return remember(TorchComm::create(backend, device, name, options, who));
+  return without_gil(
+      [&] { return remember(TorchComm::create(backend, device, name, options, who)); });
 }
 
 // No thread of a communicator may outlive the interpreter. Returns the names of those that were
@@ -138,8 +139,7 @@ void register_comm(py::module_& module) {
              const py::handle& hints, const py::handle& timeout) {
             OpOptions options{to_hints("split", hints),
                               to_timeout("split", timeout).value_or(Milliseconds{0})};
-            const py::gil_scoped_release no_gil;
-            return remember(self.split(ranks, name, options));
+            return without_gil([&] { return remember(self.split(ranks, name, options)); });
           },
           py::arg("ranks"), py::arg("name") = py::none(), py::arg("hints") = py::none(),
           py::arg("timeout") = py::none(), kSplitDoc)
@@ -172,9 +172,8 @@ void register_comm(py::module_& module) {
            })
       .def("__repr__", &repr);
 
-  module.def("_new_comm", &new_comm, py::call_guard<py::gil_scoped_release>(), py::arg("backend"),
-             py::arg("device"), py::arg("name"), py::arg("options"), py::arg("rank"),
-             py::arg("size"));
+  module.def("_new_comm", &new_comm, py::arg("backend"), py::arg("device"), py::arg("name"),
+             py::arg("options"), py::arg("rank"), py::arg("size"));
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
   module.def("get_comm", &get_comm, py::arg("name"),
              "The live communicator of that name in this process.");

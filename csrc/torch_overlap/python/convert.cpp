@@ -73,6 +73,12 @@ const ReduceOp& to_reduce_op(std::string_view name, py::handle op) {
        "; write torch_overlap.ReduceOp.SUM, for example");
 }
 
+void Warnings::emit() {
+  for (const std::string& message : messages_) {
+    if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) < 0) throw py::error_already_set();
+  }
+}
+
 void fail_options(std::string_view op, const std::type_info& expected, py::handle got) {
   const auto* info = py::detail::get_type_info(expected);
   fail(ErrorKind::kType, op, ": expected options as ", info ? info->type->tp_name : expected.name(),

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/options.h"
@@ -42,6 +44,30 @@ const ReduceOp& to_reduce_op(std::string_view name, py::handle op);
 py::object from_exception(const std::exception_ptr& error);
 // The class of an error's kind. The reference is the module's.
 py::handle class_of(ErrorKind kind);
+
+// Keeps the warnings of a call, which has no GIL, until they can become Python's.
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { messages_.push_back(warning.msg()); }
+  // Needs the GIL. Throws where the user's filter makes errors of warnings.
+  void emit();
+
+ private:
+  std::vector<std::string> messages_;
+};
+
+// Runs `body` without the GIL; what it warns of becomes Python warnings.
+template <typename Body>
+auto without_gil(const Body& body) -> decltype(body()) {
+  Warnings warnings;
+  auto result = [&] {
+    const py::gil_scoped_release no_gil;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    return body();
+  }();
+  warnings.emit();
+  return result;
+}
 
 [[noreturn]] void fail_options(std::string_view op, const std::type_info& expected, py::handle got);
 

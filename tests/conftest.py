@@ -1,0 +1,24 @@
+"""What all tests share: the GPUs that a test needs, and the seed of its data."""
+
+import os
+import secrets
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            needed = mark.args[0] if mark.args else 1
+            if needed > available:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, there are {available}"))
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh one for each test; TEST_SEED repeats one, which a failure prints."""
+    value = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
+    print(f"TEST_SEED={value}")
+    return value

@@ -1,0 +1,197 @@
+"""Hooks: when they run, in which order, with what."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from torch_overlap import InvalidValueError, OpName, ReduceOp, TorchComm, hooks, new_comm
+from torch_overlap.testing import run_ranks
+
+
+def exercise(comm: TorchComm) -> None:
+    """Every operation once, in the order of OpName (without windows, split and finalize)."""
+    size, rank, device = comm.get_size(), comm.get_rank(), comm.get_device()
+    x = torch.ones(2, device=device)
+    rows, flat = [x.clone() for _ in range(size)], x.repeat(size)
+    peer = (rank + 1) % size
+    if rank % 2 == 0:
+        comm.send(x, peer, False).wait()
+        comm.recv(x, peer, False).wait()
+    else:
+        comm.recv(x, peer, False).wait()
+        comm.send(x, peer, False).wait()
+    comm.broadcast(x, 0, False).wait()
+    comm.all_reduce(x, ReduceOp.MAX, True).wait()
+    comm.reduce(x, 1, ReduceOp.SUM, False).wait()
+    comm.all_gather(rows, x, False).wait()
+    comm.all_gather_v(rows, x, False).wait()
+    comm.all_gather_single(flat, x, False).wait()
+    comm.reduce_scatter(x, rows, ReduceOp.SUM, False).wait()
+    comm.reduce_scatter_v(x, rows, ReduceOp.SUM, False).wait()
+    comm.reduce_scatter_single(x, flat, ReduceOp.SUM, False).wait()
+    comm.all_to_all([row.clone() for row in rows], rows, False).wait()
+    comm.all_to_all_single(flat.clone(), flat, False).wait()
+    comm.all_to_all_v_single(flat.clone(), flat, [2] * size, [2] * size, False).wait()
+    comm.barrier(False).wait()
+    comm.scatter(x, rows if rank == 0 else [], 0, False).wait()
+    comm.gather(rows if rank == 0 else [], x, 0, False).wait()
+    comm.gather_single(flat if rank == 0 else None, x, 0, False).wait()
+    batch = comm.batch_op_create()
+    batch.send(x, peer)
+    batch.recv(x.clone(), peer)
+    batch.issue(True).wait()
+
+
+def run_arguments(comm: TorchComm) -> None:
+    seen: list[tuple[OpName, int, Any]] = []
+    after: list[tuple[int, Any]] = []
+    comm.register_pre_hook(lambda name, op_id, args: seen.append((name, op_id, args)))
+    comm.register_post_hook(lambda op_id, args: after.append((op_id, args)))
+    exercise(comm)
+    child = comm.split([0, 1], name="hooked")
+    assert child is not None
+    child.finalize()
+
+    expected = [name for name in OpName if name not in (OpName.new_window, OpName.finalize)]
+    names = [name for name, _, _ in seen]
+    if comm.get_rank() == 1:
+        expected[0], expected[1] = expected[1], expected[0]
+    assert names == expected
+    ids = [op_id for _, op_id, _ in seen]
+    assert ids == sorted(set(ids))
+    assert [op_id for op_id, _ in after] == ids
+    assert all(args.error is None for _, args in after)
+
+    by_name = {name.name: args for name, _, args in seen}
+    for name, args in by_name.items():
+        camel = "".join(part.capitalize() for part in name.split("_"))
+        assert type(args).__name__ == f"{camel}PreHookArgs"
+    assert by_name["send"].peer == 1 - comm.get_rank()
+    assert by_name["broadcast"].root == 0
+    assert by_name["all_reduce"].op == ReduceOp.MAX
+    assert by_name["all_reduce"].async_op is True
+    assert by_name["reduce"].root == 1
+    assert len(by_name["all_gather"].output) == comm.get_size()
+    assert by_name["all_gather_single"].output.numel() == 2 * comm.get_size()
+    assert by_name["all_to_all_v_single"].input_split_sizes == [2] * comm.get_size()
+    assert by_name["batch_op_issue"].num_ops == 2
+    assert by_name["split"].ranks == [0, 1]
+    assert by_name["split"].name == "hooked"
+    assert isinstance(after[-1][1], hooks.SplitPostHookArgs)
+
+
+def test_every_operation_calls_hooks_with_its_arguments(any_backend: str, device: str) -> None:
+    run_ranks(run_arguments, 2, backend=any_backend, device=device)
+
+
+def fake(name: str) -> TorchComm:
+    return new_comm("fake", "cpu", name=name, rank=0, size=2)
+
+
+def test_finalize_calls_hooks_too() -> None:
+    comm = fake("finalized")
+    names: list[OpName] = []
+    posts: list[Any] = []
+    comm.register_pre_hook(lambda name, op_id, args: names.append(name))
+    comm.register_post_hook(lambda op_id, args: posts.append(args))
+    comm.finalize()
+    assert names == [OpName.finalize]
+    assert [type(args) for args in posts] == [hooks.FinalizePostHookArgs]
+
+
+def test_hooks_run_in_order_and_may_be_removed_inside_a_call() -> None:
+    with fake("ordered") as comm:
+        calls: list[str] = []
+        comm.register_pre_hook(lambda *_: calls.append("first"))
+
+        def once(*_: object) -> None:
+            calls.append("once")
+            handle.remove()
+
+        handle = comm.register_pre_hook(once)
+        comm.register_pre_hook(lambda *_: calls.append("last"))
+        comm.barrier(False)
+        comm.barrier(False)
+        assert calls == ["first", "once", "last", "first", "last"]
+        handle.remove()  # a second time does nothing
+
+
+def test_a_dropped_handle_leaves_the_hook_in() -> None:
+    with fake("dropped") as comm:
+        calls: list[int] = []
+        comm.register_pre_hook(lambda *_: calls.append(1))
+        gc.collect()
+        comm.barrier(False)
+        assert calls == [1]
+
+
+def test_an_exception_in_a_pre_hook_stops_the_operation() -> None:
+    with fake("stopped") as comm:
+        posts: list[Any] = []
+
+        def refuse(*_: object) -> None:
+            raise KeyError("not today")
+
+        handle = comm.register_pre_hook(refuse)
+        comm.register_post_hook(lambda op_id, args: posts.append(args))
+        with pytest.raises(KeyError, match="not today"):
+            comm.barrier(False)
+        assert posts == []
+        handle.remove()
+        comm.barrier(False)
+        assert len(posts) == 1
+
+
+def test_a_validation_error_calls_no_hook() -> None:
+    with fake("invalid") as comm:
+        calls: list[int] = []
+        comm.register_pre_hook(lambda *_: calls.append(1))
+        with pytest.raises(InvalidValueError):
+            comm.broadcast(torch.ones(1), 5, False)
+        assert calls == []
+
+
+def test_the_post_hook_sees_the_error_of_a_split() -> None:
+    errors: list[Any] = []
+
+    def run(comm: TorchComm) -> None:
+        comm.register_post_hook(lambda op_id, args: errors.append(args.error))
+        with pytest.raises(InvalidValueError):
+            comm.split([5])
+
+    run_ranks(run, 1, backend="local")
+    assert len(errors) >= 1
+    assert isinstance(errors[0], InvalidValueError)
+
+
+def test_abort_runs_the_abort_hooks_once() -> None:
+    comm = fake("aborted")
+    calls: list[int] = []
+    removed = comm.register_abort_hook(lambda: calls.append(1))
+    comm.register_abort_hook(lambda: calls.append(2))
+    removed.remove()
+    comm.abort()
+    comm.abort()
+    assert calls == [2]
+    assert comm.is_aborted()
+
+
+def test_the_communicator_lets_go_of_a_removed_callback() -> None:
+    class Callback:
+        def __call__(self, *_: object) -> None:
+            pass
+
+    with fake("released") as comm:
+        callback = Callback()
+        gone = weakref.ref(callback)
+        handle = comm.register_post_hook(callback)
+        comm.barrier(False)
+        handle.remove()
+        del callback
+        gc.collect()
+        assert gone() is None

@@ -1,0 +1,249 @@
+"""Names, the registry, finalize, abort, copies, and the end of the process."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import torch_overlap as to
+from torch_overlap import InvalidValueError, OperationTimeoutError, ReduceOp, StateError, TorchComm
+from torch_overlap.testing import run_ranks
+
+
+def fake(name: str | None = None) -> TorchComm:
+    return to.new_comm("fake", "cpu", name, rank=1, size=3)
+
+
+def run_facts(comm: TorchComm, backend: str, size: int) -> int:
+    assert comm.get_size() == size
+    assert comm.get_backend() == backend
+    assert comm.get_device() == torch.device("cpu") or comm.get_device().index is not None
+    assert comm.get_backend_version()
+    assert comm.get_ranks_in_world() == list(range(size))
+    assert comm.get_name() in to.comm_names()
+    assert to.get_comm(comm.get_name()) is comm
+    assert not comm.is_aborted()
+    assert not comm.is_finalized()
+    assert backend in repr(comm)
+    return comm.get_rank()
+
+
+def test_a_communicator_knows_what_it_is(any_backend: str, device: str) -> None:
+    ranks = run_ranks(run_facts, 2, any_backend, 2, backend=any_backend, device=device)
+    assert ranks == [0, 1]
+
+
+def run_after_finalize(comm: TorchComm) -> None:
+    x = torch.ones(1, device=comm.get_device())
+    name = comm.get_name()
+    comm.finalize()
+    assert comm.is_finalized()
+    assert name not in to.comm_names()
+    with pytest.raises(StateError, match=f"all_reduce: expected a live communicator, got '{name}', .*finalized"):
+        comm.all_reduce(x, ReduceOp.SUM, False)
+    with pytest.raises(StateError, match="split"):
+        comm.split([0])
+    with pytest.raises(StateError, match="already finalized"):
+        comm.finalize()
+    with pytest.raises(InvalidValueError, match=f"get_comm: expected the name of a live communicator, got '{name}'"):
+        to.get_comm(name)
+    assert comm.get_rank() in range(comm.get_size())
+
+
+def test_after_finalize_everything_is_refused(any_backend: str, device: str) -> None:
+    run_ranks(run_after_finalize, 2, backend=any_backend, device=device)
+
+
+def run_after_abort(comm: TorchComm) -> None:
+    comm.abort()
+    assert comm.is_aborted()
+    with pytest.raises(StateError, match=r"barrier: expected a live communicator, .*aborted"):
+        comm.barrier(False)
+    comm.abort()
+    comm.finalize()  # lets go of what is left
+
+
+def test_after_abort_everything_is_refused(any_backend: str, device: str) -> None:
+    run_ranks(run_after_abort, 2, backend=any_backend, device=device)
+
+
+def run_abort_frees_waiters(comm: TorchComm) -> None:
+    if comm.get_rank() == 0:
+        with pytest.raises(to.Error):
+            comm.recv(torch.ones(1), 1, False).wait()
+    comm.abort()
+
+
+@pytest.mark.parametrize("which", ["gloo", "local"])
+def test_an_abort_of_one_rank_frees_those_that_wait_for_it(which: str) -> None:
+    run_ranks(run_abort_frees_waiters, 2, backend=which)
+
+
+def test_one_name_is_one_live_communicator() -> None:
+    first = fake("only")
+    with pytest.raises(InvalidValueError, match="expected a name that no live communicator has, got 'only'"):
+        fake("only")
+    first.finalize()
+    fake("only").finalize()
+
+
+def test_names_are_made_up_and_differ() -> None:
+    comms = [fake() for _ in range(3)]
+    assert len({comm.get_name() for comm in comms}) == 3
+    for comm in comms:
+        comm.finalize()
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="expected a name that is not empty"):
+        fake("")
+
+
+def run_same_name(rank: int, size: int, store: object) -> None:
+    for turn in range(3):
+        comm = to.new_comm("gloo", "cpu", "again", store=store, rank=rank, size=size)  # type: ignore[arg-type]
+        x = torch.tensor([turn + rank])
+        comm.all_reduce(x, ReduceOp.SUM, False).wait()
+        assert x.item() == size * turn + size * (size - 1) // 2
+        comm.finalize()
+
+
+def test_a_name_may_be_used_again_on_the_same_store() -> None:
+    run_ranks(run_same_name, 3, comm=False)
+
+
+def run_several(rank: int, size: int, store: object) -> None:
+    comms = [to.new_comm("gloo", "cpu", store=store, rank=rank, size=size) for _ in range(3)]  # type: ignore[arg-type]
+    tensors = [torch.tensor([10 * i + rank]) for i in range(3)]
+    works = [comm.all_reduce(x, ReduceOp.SUM, True) for comm, x in zip(comms, tensors, strict=True)]
+    for work in reversed(works):
+        work.wait()
+    assert [x.item() for x in tensors] == [10 * i * size + size * (size - 1) // 2 for i in range(3)]
+    for comm in comms:
+        comm.finalize()
+
+
+def test_several_communicators_side_by_side() -> None:
+    run_ranks(run_several, 2, comm=False)
+
+
+def run_different_requests(rank: int, size: int, store: object) -> None:
+    from datetime import timedelta
+
+    with pytest.raises(InvalidValueError, match="expected the same request for 'mixed' on all ranks"):
+        to.new_comm(
+            "gloo" if rank == 0 else "fake2", "cpu", "mixed", store=store, rank=rank, size=size,  # type: ignore[arg-type]
+            timeout=timedelta(seconds=20),
+        )  # fmt: skip
+
+
+class Other(to.TorchCommBackend):
+    pass
+
+
+def run_registered(rank: int, size: int, store: object) -> None:
+    to.register_backend("fake2", Other)
+    run_different_requests(rank, size, store)
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    run_ranks(run_registered, 2, comm=False)
+
+
+def run_missing_rank(rank: int, size: int, store: object) -> None:
+    from datetime import timedelta
+
+    if rank == 0:
+        with pytest.raises(OperationTimeoutError, match=r"expected 2 ranks within 500 ms, got none of ranks \[1\]"):
+            to.new_comm("gloo", "cpu", "lonely", store=store, rank=0, size=2, timeout=timedelta(milliseconds=500))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    run_ranks(run_missing_rank, 2, comm=False)
+
+
+def test_copies_are_the_same_communicator() -> None:
+    with fake() as comm:
+        assert copy.copy(comm) is comm
+        memo: dict[int, object] = {}
+        assert copy.deepcopy(comm, memo) is comm
+        assert memo[id(comm)] is comm
+        assert copy.deepcopy({"comm": [comm]})["comm"][0] is comm
+
+
+def test_a_with_block_finalizes_or_aborts() -> None:
+    with fake() as comm:
+        pass
+    assert comm.is_finalized()
+    with pytest.raises(KeyError), fake() as comm:
+        raise KeyError
+    assert comm.is_aborted()
+    with fake() as comm:
+        comm.finalize()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((1, None), "rank and size together"), ((3, 3), "rank in"), ((-1, 2), "rank in")]
+)
+def test_rank_and_size_are_checked(given: tuple[int, int | None], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        to.new_comm("fake", "cpu", rank=given[0], size=given[1])
+
+
+def test_no_launcher_and_no_store_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHCOMM_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "SLURM_PROCID",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidValueError, match="torchrun"):
+        to.new_comm("gloo", "cpu")
+
+
+def test_a_device_that_the_backend_lacks_is_refused() -> None:
+    with pytest.raises(to.InvalidTypeError, match="expected a device of backend 'local'"):
+        to.new_comm("local", "meta", rank=0, size=1)
+
+
+def test_the_destructor_warns_and_aborts() -> None:
+    comm = fake("forgotten")
+    with pytest.warns(UserWarning, match="'forgotten' is destroyed without finalize"):
+        del comm
+    assert "forgotten" not in to.comm_names()
+
+
+def run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+
+
+def test_the_interpreter_ends_although_a_communicator_lives() -> None:
+    done = run_python("""
+        import torch, torch_overlap as to
+        store = torch.distributed.HashStore()
+        comm = to.new_comm("gloo", "cpu", "left", store=store, rank=0, size=1)
+        comm.register_abort_hook(lambda: print("hook ran"))
+        work = comm.all_reduce(torch.ones(1000), to.ReduceOp.SUM, async_op=True)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "hook ran" in done.stdout
+    assert "got live communicators ['left']" in done.stderr
+
+
+def test_a_finalized_communicator_leaves_no_trace_at_the_end() -> None:
+    done = run_python("""
+        import torch, torch_overlap as to
+        store = torch.distributed.HashStore()
+        comm = to.new_comm("gloo", "cpu", store=store, rank=0, size=1)
+        comm.register_post_hook(lambda *_: comm)
+        comm.all_reduce(torch.ones(1000), to.ReduceOp.SUM, async_op=True).wait()
+        comm.finalize()
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

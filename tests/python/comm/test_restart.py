@@ -1,0 +1,88 @@
+"""Bootstrap from torchrun, and names after a restart: what the attempt before left in the store is not read."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from torch_overlap.testing import run_ranks
+
+
+def torchrun(script: Path, *options: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        *options,
+        str(script),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+
+
+@pytest.mark.slow
+def test_a_restarted_job_makes_its_communicators_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os
+        import sys
+        import torch
+        import torch_overlap as to
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        rank = int(os.environ["RANK"])
+        for generation in range(2):
+            comm = to.new_comm("gloo", torch.device("cpu"), "same_name", abort_process_on_timeout_or_error=False)
+            x = torch.tensor([float(10 * attempt + generation + comm.get_rank())])
+            comm.all_reduce(x, to.ReduceOp.SUM, False).wait()
+            assert x.item() == 2 * (10 * attempt + generation) + 1, x
+            if attempt == 0 and generation == 1:
+                os._exit(3)
+            comm.finalize()
+        print(f"rank {rank} attempt {attempt} ok", flush=True)
+        """)
+    )
+    done = torchrun(script, "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} attempt 1 ok" in done.stdout
+
+
+def run_from_environment(rank: int, size: int, store: object, names: dict[str, str], port: int) -> None:
+    import torch
+
+    import torch_overlap as to
+
+    os.environ.update({key: value.format(rank=rank, size=size) for key, value in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    with to.new_comm("gloo", "cpu", "launched") as comm:
+        assert (comm.get_rank(), comm.get_size()) == (rank, size)
+        x = torch.tensor([rank])
+        comm.all_reduce(x, to.ReduceOp.SUM, False).wait()
+        assert x.item() == size * (size - 1) // 2
+
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}"},
+    "torchcomm": {"TORCHCOMM_RANK": "{rank}", "TORCHCOMM_SIZE": "{size}", "RANK": "7", "WORLD_SIZE": "9"},
+    "mpi": {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}"},
+    "pmi": {"PMI_RANK": "{rank}", "PMI_SIZE": "{size}"},
+    "slurm": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}"},
+}
+ALL_NAMES = {name for names in LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_rank_and_size_come_from_the_launchers_variables(launcher: str) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(run_from_environment, 2, LAUNCHERS[launcher], port, comm=False, env=dict.fromkeys(ALL_NAMES))

@@ -1,0 +1,133 @@
+"""split: who is in, in which order, with which options."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from torch_overlap import CommOptions, InvalidValueError, ReduceOp, TorchComm, comm_names, get_comm
+from torch_overlap.testing import run_ranks
+from torch_overlap.testing.reference import assert_equal, assert_reduced, rank_input
+
+
+def check_works(comm: TorchComm, members: list[int], seed: int) -> None:
+    """The members, and nobody else, take part; rank r of the child is members[r]."""
+    assert comm.get_size() == len(members)
+    tensor = rank_input(seed, members[comm.get_rank()], (9,), torch.int32).to(comm.get_device())
+    gathered = tensor.new_empty((len(members), 9))
+    comm.all_gather_single(gathered, tensor, False).wait()
+    assert_equal(gathered, torch.stack([rank_input(seed, rank, (9,), torch.int32) for rank in members]))
+    comm.all_reduce(tensor, ReduceOp.SUM, True).wait()
+    assert_reduced(tensor, ReduceOp.SUM, [rank_input(seed, rank, (9,), torch.int32) for rank in members])
+
+
+def run_groups(comm: TorchComm, seed: int) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    groupings = [
+        [list(range(size))],  # all
+        [list(reversed(range(size)))],  # all, in another order
+        [[r] for r in range(size)],  # alone
+        [[r for r in range(size) if r % 2 == parity] for parity in range(2)],  # interleaved
+        [list(range(size // 2)), list(range(size // 2, size))],  # halves
+    ]
+    for groups in groupings:
+        members = next(group for group in groups if rank in group)
+        child = comm.split(members)
+        assert child is not None
+        assert child.get_rank() == members.index(rank)
+        assert child.get_ranks_in_world() == members
+        assert child.get_backend() == comm.get_backend()
+        assert child.get_device() == comm.get_device()
+        check_works(child, members, seed)
+        child.finalize()
+    comm.barrier(False).wait()
+
+
+def test_groups_and_their_order(backend: str, size: int, device: str, seed: int) -> None:
+    run_ranks(run_groups, size, seed, backend=backend, device=device)
+
+
+def run_outsiders(comm: TorchComm, seed: int) -> None:
+    rank = comm.get_rank()
+    child = comm.split([1, 0] if rank < 2 else [])
+    if rank < 2:
+        assert child is not None
+        check_works(child, [1, 0], seed)
+        child.finalize()
+    else:
+        assert child is None
+    comm.barrier(False).wait()
+
+
+def test_an_empty_list_gives_none(backend: str, size: int, device: str, seed: int) -> None:
+    if size > 2:
+        run_ranks(run_outsiders, size, seed, backend=backend, device=device)
+
+
+def run_nested(comm: TorchComm, seed: int) -> None:
+    rank = comm.get_rank()
+    outer_members = [3, 2, 1, 0]
+    outer = comm.split(outer_members, name="outer")
+    assert outer is not None
+    inner_ranks = [0, 2] if outer.get_rank() % 2 == 0 else [3, 1]
+    inner = outer.split(inner_ranks, name="inner")
+    assert inner is not None
+    world = [outer_members[r] for r in inner_ranks]
+    assert inner.get_ranks_in_world() == world
+    assert world[inner.get_rank()] == rank
+    check_works(inner, world, seed)
+    outer.finalize()
+    check_works(inner, world, seed)  # a child outlives its parent
+    inner.finalize()
+
+
+def test_splits_of_splits(backend: str, size: int, device: str, seed: int) -> None:
+    if size == 4:
+        run_ranks(run_nested, size, seed, backend=backend, device=device)
+
+
+BAD_LISTS = {
+    "own rank missing": ([1], [1]),
+    "twice": ([0, 0, 1], [0, 1]),
+    "out of range": ([0, 5], [0, 1]),
+    "negative": ([0, -1], [0, 1]),
+    "lists differ": ([0, 1], [1, 0]),
+    "one side only": ([0, 1], []),
+}
+
+
+def run_bad_list(comm: TorchComm, what: str) -> None:
+    lists = BAD_LISTS[what]
+    with pytest.raises(InvalidValueError, match=r"^split: expected"):
+        comm.split(lists[comm.get_rank()])
+    comm.barrier(False).wait()
+    child = comm.split([0, 1])
+    assert child is not None
+    child.finalize()
+
+
+@pytest.mark.parametrize("what", BAD_LISTS)
+@pytest.mark.parametrize("which", ["gloo", "local", pytest.param("nccl", marks=pytest.mark.gpu(2))])
+def test_one_bad_list_is_an_error_on_every_rank(which: str, what: str) -> None:
+    run_ranks(run_bad_list, 2, what, backend=which, device="cuda" if which == "nccl" else "cpu")
+
+
+def run_inherited(comm: TorchComm) -> None:
+    everyone = list(range(comm.get_size()))
+    child, changed = comm.split(everyone, "child"), comm.split(everyone, "changed", timeout=timedelta(seconds=7))
+    assert child is not None
+    assert changed is not None
+    assert child.get_name() == "child"
+    assert get_comm("child") is child
+    mine, theirs = comm.get_options(), child.get_options()
+    assert isinstance(theirs, CommOptions)
+    for field in ("abort_process_on_timeout_or_error", "timeout", "hints", "is_high_priority_stream"):
+        assert getattr(theirs, field) == getattr(mine, field), field
+    assert changed.get_options().timeout == timedelta(seconds=7)
+    child.finalize()
+    changed.finalize()
+    assert "child" not in comm_names()
+
+
+def test_options_are_the_parents(backend: str, size: int, device: str) -> None:
+    run_ranks(run_inherited, size, backend=backend, device=device)
