@@ -178,7 +178,8 @@ def barrier(case: Case) -> None:
 
 OPERATIONS = [
     broadcast, all_reduce, reduce, all_gather, all_gather_single, all_gather_v, gather, gather_single, reduce_scatter,
-    reduce_scatter_single, reduce_scatter_v, scatter, all_to_all, all_to_all_single, all_to_all_v_single, batch, barrier,
+    reduce_scatter_single, reduce_scatter_v, scatter, all_to_all, all_to_all_single, all_to_all_v_single, batch,
+    barrier,
 ]  # fmt: skip
 REDUCING = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_v"}
 
