@@ -53,7 +53,7 @@ def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[s
 
     def raw() -> float:
         torch.cuda.synchronize()
-        seconds = loops.raw_all_reduce_loop(comm.native_handle(), tensor.data_ptr(), tensor.numel(),
+        seconds = loops.raw_all_reduce_loop(comm.get_native_handle(), tensor.data_ptr(), tensor.numel(),
                                             CALLS, stream.cuda_stream)
         torch.cuda.synchronize()
         return float(seconds) * 1e6 / CALLS
