@@ -33,8 +33,7 @@ void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
 }
 
 std::string seconds(CudaWork::Clock::duration duration) {
-  return concat(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count() / 1e3,
-                " s");
+  return concat(std::chrono::duration<double>(duration).count(), " s");
 }
 
 // Leaves a forked stream as a leaf of the capture, also when the operation fails half way: else the
@@ -127,6 +126,12 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   const auto stream =
       call.async_op ? runtime_->stream(call.high_priority, static_cast<bool>(capture)) : current;
   work->runs_on(stream);
+  if (capture && stream != current) {
+    const cuda::Capture other = cuda::capture_of(stream.stream());
+    TORCH_OVERLAP_CHECK(!other || other.id == capture.id, kState, call.describe(),
+                        ": expected one capture of this communicator at a time, got a second; end "
+                        "the first one before");
+  }
 
   std::optional<LeafOnExit> leaf;
   // For an operation on the current stream `ready` only tells the watchdog when it could run.

@@ -27,8 +27,14 @@ ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) 
     context.store->set(kUniqueIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(id)));
     return id;
   }
-  context.store->wait({kUniqueIdKey}, context.options.timeout);
-  const std::vector<uint8_t> bytes = context.store->get(kUniqueIdKey);
+  std::vector<uint8_t> bytes;
+  try {
+    context.store->wait({kUniqueIdKey}, context.options.timeout);
+    bytes = context.store->get(kUniqueIdKey);
+  } catch (const std::exception& error) {
+    fail(ErrorKind::kTimeout, "new_comm: expected NCCL's unique id from rank 0 of '", context.name,
+         "' within ", context.options.timeout.count(), " ms, got: ", error.what());
+  }
   TORCH_OVERLAP_CHECK(bytes.size() == sizeof(id), kRuntime, "new_comm: expected ", sizeof(id),
                       " bytes as NCCL's unique id, got ", bytes.size(),
                       "; do all ranks load the same NCCL?");
