@@ -35,7 +35,11 @@ class Graveyard {
 
   Graveyard() {
     // Registered after CUDA's own handler, so run before it: from then on CUDA must not be called.
-    (void)std::atexit([] { instance().leaving_ = true; });
+    // A burial that is under way may end, within reason.
+    (void)std::atexit([] {
+      instance().leaving_ = true;
+      (void)instance().working_.try_lock_for(std::chrono::seconds(2));
+    });
     std::thread([this] { run(); }).detach();
   }
 
@@ -43,6 +47,7 @@ class Graveyard {
     while (true) {
       head_.wait(nullptr, std::memory_order_acquire);
       std::this_thread::sleep_for(kRest);
+      std::lock_guard lock(working_);
       GraphHold* dead = head_.exchange(nullptr, std::memory_order_acquire);
       while (dead != nullptr) {
         if (leaving_) return;
@@ -53,6 +58,7 @@ class Graveyard {
 
   std::atomic<GraphHold*> head_{nullptr};
   std::atomic<bool> leaving_{false};
+  std::timed_mutex working_;
 };
 
 GraphHold::~GraphHold() {

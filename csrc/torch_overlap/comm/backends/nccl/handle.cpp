@@ -15,7 +15,8 @@ namespace {
 constexpr const char* kUniqueIdKey = "nccl_unique_id";
 // How long a launch that is not stuck may still hold the lock when the communicator is stopped.
 constexpr auto kStopGrace = std::chrono::milliseconds(500);
-// How long a thread may take to come out of NCCL after the abort flags are up.
+// How long NCCL may take to let go: a thread that is inside after the abort flags are up, or
+// memory.
 constexpr auto kComeOut = std::chrono::seconds(10);
 
 // Rank 0 makes the id, the others read it from the store.
@@ -124,7 +125,7 @@ NcclHandle::~NcclHandle() {
           TORCH_WARN("NCCL communicator not freed: ", error.what());
         }
       },
-      Milliseconds(0));
+      kComeOut);
 }
 
 bool NcclHandle::close(Milliseconds limit) {

@@ -38,7 +38,7 @@ class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
   // Collective over the parent's ranks, none of which may have operations outstanding. Null for a
   // rank that is not a member. After a throw the parent is stopped: a rank may be stuck in it.
   std::shared_ptr<NcclHandle> split(const SplitRequest& request, Milliseconds timeout);
-  // Frees on a thread of its own, and does not wait for it.
+  // Frees on a thread of its own, and waits for it for a few seconds at most.
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
