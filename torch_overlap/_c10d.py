@@ -21,8 +21,8 @@ def _make_group(c10d_options: Any, pg_options: Any) -> Any:
 
     if pg_options is not None and not isinstance(pg_options, BackendOptions):
         raise TypeError(
-            f"init_process_group: expected pg_options to be torch_overlap.BackendOptions, got {type(pg_options).__name__}; "
-            "leave it out or make one"
+            "init_process_group: expected pg_options to be torch_overlap.BackendOptions, got "
+            f"{type(pg_options).__name__}; leave it out or make one"
         )
     return _BackendWrapper._make_group(
         c10d_options.store,

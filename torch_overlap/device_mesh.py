@@ -67,7 +67,8 @@ def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: Torc
         )
     if world is None:
         raise ValueError(
-            f"init_device_mesh: expected _global_comm for {len(comms)} dimensions, got None; pass the communicator of all"
+            f"init_device_mesh: expected _global_comm for {len(comms)} dimensions, got None; pass the communicator of "
+            "all ranks"
         )
     types = {comm.get_device().type for comm in [world, *comms]}
     if len(types) != 1:
@@ -80,9 +81,9 @@ def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: Torc
         )
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (world.get_rank(), world.get_size()):
         raise ValueError(
-            f"init_device_mesh: expected a default process group of rank {world.get_rank()} and size {world.get_size()} "
-            f"like the global communicator, got rank {dist.get_rank()} and size {dist.get_world_size()}; call "
-            "destroy_process_group first"
+            f"init_device_mesh: expected a default process group of rank {world.get_rank()} and size "
+            f"{world.get_size()} like the global communicator, got rank {dist.get_rank()} and size "
+            f"{dist.get_world_size()}; call destroy_process_group first"
         )
 
 
