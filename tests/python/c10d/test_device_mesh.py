@@ -1,0 +1,98 @@
+"""DeviceMesh: torch's own init_device_mesh on the backend, and ours over communicators."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import torch_overlap
+from torch_overlap.device_mesh import init_device_mesh
+from torch_overlap.testing import run_ranks
+
+
+def gathers(mesh, rank):
+    """A DTensor goes around the mesh: sharded on every dimension, then whole again."""
+    whole = torch.arange(8.0 * 8).reshape(8, 8)
+    placements = [Shard(d) for d in range(mesh.ndim)]
+    tensor = dist.tensor.distribute_tensor(whole, mesh, placements)
+    assert isinstance(tensor, DTensor)
+    assert torch.equal(tensor.redistribute(placements=[Replicate()] * mesh.ndim).to_local(), whole)
+    assert torch.equal((tensor + 1).sum().full_tensor(), (whole + 1).sum())
+
+
+def stock_mesh(rank, size, store):
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert mesh["tp"].get_group().name() in ("custom", "torch_overlap")
+    assert dist.get_backend(mesh["tp"].get_group()) == "torch_overlap"
+    gathers(mesh, rank)
+    flat = mesh._flatten("all")
+    gathers(flat, rank)
+    x = torch.full((3,), float(rank))
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    assert x[0].item() == 2 * (rank % 2) + 2
+
+
+def test_init_device_mesh_of_torch():
+    run_ranks(stock_mesh, 4, comm=False)
+
+
+def mesh_1d(comm):
+    mesh = init_device_mesh([comm], ["dp"])
+    assert (mesh.size(), mesh.ndim, mesh.mesh_dim_names) == (comm.get_size(), 1, ("dp",))
+    assert mesh.get_local_rank("dp") == comm.get_rank() == dist.get_rank()
+    assert dist.get_backend() == "torch_overlap"
+    gathers(mesh, comm.get_rank())
+    again = init_device_mesh([comm], ["x"])
+    assert again.get_group() is mesh.get_group()
+    everybody = dist.new_group()  # the communicator's store serves new groups
+    x = torch.ones(2)
+    dist.all_reduce(x, group=everybody)
+    assert x.tolist() == [2.0, 2.0]
+    dist.destroy_process_group()
+    assert comm.is_finalized()
+    assert not dist.is_initialized()
+
+
+def test_mesh_over_one_communicator():
+    run_ranks(mesh_1d, 2)
+
+
+def mesh_2d(comm):
+    rank = comm.get_rank()
+    dp = comm.split([rank % 2, rank % 2 + 2], name=f"dp{rank % 2}")
+    tp = comm.split([rank // 2 * 2, rank // 2 * 2 + 1], name=f"tp{rank // 2}")
+    with pytest.raises(ValueError, match="_global_comm"):
+        init_device_mesh([dp, tp], ["dp", "tp"])
+    with pytest.raises(ValueError, match="one name"):
+        init_device_mesh([dp, tp], ["dp", "dp"], _global_comm=comm)
+    with pytest.raises(ValueError, match="product"):
+        init_device_mesh([dp], ["dp"], _global_comm=comm)
+    if rank in (1, 2):
+        with pytest.raises(ValueError, match="outermost"):
+            init_device_mesh([tp, dp], ["tp", "dp"], _global_comm=comm)
+    assert not dist.is_initialized()
+    mesh = init_device_mesh([dp, tp], ["dp", "tp"], _global_comm=comm)
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh.get_coordinate() == [rank // 2, rank % 2] or mesh.get_coordinate() == (rank // 2, rank % 2)
+    assert dist.get_process_group_ranks(mesh.get_group("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(mesh.get_group("dp")) == [rank % 2, rank % 2 + 2]
+    gathers(mesh, rank)
+    gathers(mesh["dp"], rank)
+    x = torch.full((2,), float(rank))
+    dist.broadcast(x, src=rank // 2 * 2 + 1, group=mesh.get_group("tp"))
+    assert x[0].item() == rank // 2 * 2 + 1
+    dist.destroy_process_group()
+    assert all(c.is_finalized() for c in (comm, dp, tp))
+
+
+def test_mesh_over_split_communicators():
+    run_ranks(mesh_2d, 4)
+
+
+def test_module_is_importable_by_name():
+    assert torch_overlap.device_mesh.init_device_mesh is init_device_mesh

@@ -1,0 +1,252 @@
+"""Process groups of the backend "torch_overlap": making, mixing, splitting, timeouts, barriers, ending."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_overlap
+from torch_overlap.testing import run_ranks
+
+
+def init(rank, size, store, backend="torch_overlap", seconds=20, **kwargs):
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **kwargs
+    )
+
+
+def sum_of_ranks(group=None):
+    x = torch.full((5,), float(dist.get_rank()) + 1)
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, x[:1].expand(5))
+    return x[0].item()
+
+
+# --- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def subgroups(rank, size, store):
+    init(rank, size, store)
+    assert sum_of_ranks() == 10
+    evens = dist.new_group([0, 2])
+    odds = dist.new_group([1, 3])
+    mine = odds if rank % 2 else evens
+    assert sum_of_ranks(mine) == (6 if rank % 2 else 4)
+    assert dist.get_rank(mine) == rank // 2
+    everybody = dist.new_group()
+    assert sum_of_ranks(everybody) == 10
+    local, _ = dist.new_subgroups(2)
+    assert sum_of_ranks(local) == (3 if rank < 2 else 7)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert sum_of_ranks(alone) == rank + 1
+    dist.destroy_process_group(mine)
+    assert sum_of_ranks() == 10
+
+
+def test_new_group_and_subgroups():
+    run_ranks(subgroups, 4, comm=False)
+
+
+def split(rank, size, store):
+    init(rank, size, store)
+    parent = dist.group.WORLD
+    half = parent.split_group([0, 2] if rank % 2 == 0 else [1, 3], timeout=timedelta(seconds=7), group_name="half")
+    assert (half.rank(), half.size()) == (rank // 2, 2)
+    x = torch.tensor([float(rank)])
+    half.allreduce([x]).wait()
+    assert x.item() == (2.0 if rank % 2 == 0 else 4.0)
+    backend = half._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=7)
+    # Device types of one backend share one object, and the names of the parent's groups are left alone.
+    assert (
+        half._get_backend(torch.device("cuda")).get_comm(torch.device("cpu")).get_name()
+        == backend.get_comm(torch.device("cpu")).get_name()
+    )
+    quarter = half.split_group([half.rank()], group_name=f"quarter{rank}")
+    assert quarter.size() == 1
+    half.barrier().wait()
+    for group in (quarter, half):
+        group.shutdown()
+    assert sum_of_ranks() == 10
+
+
+def test_split_group():
+    run_ranks(split, 4, comm=False)
+
+
+def mixed(rank, size, store, backend, config):
+    init(rank, size, store, backend)
+    assert dist.get_backend_config() == config
+    assert sum_of_ranks() == 3
+    group = dist.new_group(backend="gloo")
+    assert sum_of_ranks(group) == 3
+    ours = dist.new_group(backend="torch_overlap")
+    assert sum_of_ranks(ours) == 3
+    assert dist.get_backend(ours) == "torch_overlap"
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        ("cpu:torch_overlap", "cpu:torch_overlap"),
+        ("cpu:torch_overlap,cuda:torch_overlap", "cpu:torch_overlap,cuda:torch_overlap"),
+        ("cpu:gloo,cuda:torch_overlap", "cpu:gloo,cuda:torch_overlap"),
+        ("cpu:torch_overlap,cuda:gloo", "cpu:torch_overlap,cuda:gloo"),
+        ("gloo", "cpu:gloo,cuda:gloo"),
+    ],
+)
+def test_device_strings_mix_with_stock_backends(backend, config):
+    run_ranks(mixed, 2, backend, config, comm=False)
+
+
+def options(rank, size, store):
+    given = torch_overlap.BackendOptions(backends={"cpu": "gloo"}, abort_process_on_timeout_or_error=False)
+    init(rank, size, store, seconds=17, pg_options=given)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options.backend == "torch_overlap"
+    assert backend.options._timeout == timedelta(seconds=17)
+    assert copy.deepcopy(backend.options).backends == {"cpu": "gloo"}
+    comm = backend.get_comm()
+    assert comm.get_options().timeout == timedelta(seconds=17)
+    assert comm.get_options().abort_process_on_timeout_or_error is False
+    assert (comm.get_rank(), comm.get_size(), comm.get_backend()) == (rank, size, "gloo")
+    assert backend.supports_splitting
+    assert backend.supports_coalescing
+    with pytest.raises(RuntimeError, match="cuda"):
+        backend.get_comm(torch.device("cuda", 0))
+    assert sum_of_ranks() == 3
+
+
+def test_options_reach_the_communicator():
+    run_ranks(options, 2, comm=False)
+
+
+# --- Barriers and timeouts -----------------------------------------------------------------------------------------
+
+
+def stragglers(rank, size, store, absent, wait_all_ranks):
+    init(rank, size, store)
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=20), wait_all_ranks)
+    message = None
+    if rank not in absent:
+        with pytest.raises(RuntimeError) as caught:
+            group.monitored_barrier(timedelta(milliseconds=400), wait_all_ranks)
+        message = str(caught.value)
+        assert isinstance(caught.value, TimeoutError)
+    # The communicator itself is not hurt, and who comes late hears of it at once.
+    assert sum_of_ranks() == sum(range(1, size + 1))
+    if rank in absent:
+        with pytest.raises(RuntimeError):
+            group.monitored_barrier(timedelta(seconds=20), wait_all_ranks)
+    group.monitored_barrier(timedelta(seconds=20), wait_all_ranks)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("absent", "wait_all_ranks", "expected"),
+    [
+        ((1,), False, "Rank 1 failed to pass monitoredBarrier in 400 ms"),
+        ((1, 2), False, "Rank 1 failed to pass monitoredBarrier in 400 ms"),
+        ((1, 2), True, "Ranks 1, 2 failed to pass monitoredBarrier in 400 ms"),
+        ((0,), True, "Rank 0 failed to pass monitoredBarrier in 400 ms"),
+    ],
+)
+def test_monitored_barrier_names_stragglers_on_every_rank(absent, wait_all_ranks, expected):
+    messages = run_ranks(stragglers, 4, absent, wait_all_ranks, comm=False)
+    for rank, message in enumerate(messages):
+        assert (message is None) if rank in absent else expected in message
+
+
+def short_timeout(rank, size, store):
+    init(rank, size, store, pg_options=torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False))
+    group = dist.group.WORLD
+    assert sum_of_ranks() == 3
+    group.set_timeout(timedelta(milliseconds=500))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="barrier"):
+            dist.barrier()
+        store.set("over", "1")
+    else:
+        store.wait(["over"], timedelta(seconds=30))
+    group.abort()
+
+
+def test_set_timeout_bounds_the_next_operation():
+    run_ranks(short_timeout, 2, comm=False)
+
+
+# --- Ending ------------------------------------------------------------------------------------------------------------
+
+
+def ending(rank, size, store):
+    for round_ in range(3):
+        init(rank, size, dist.PrefixStore(str(round_), store))
+        group = dist.group.WORLD
+        assert sum_of_ranks() == 3
+        comm = group._get_backend(torch.device("cpu")).get_comm()
+        if round_ == 1:
+            group.shutdown()
+            with pytest.raises(RuntimeError, match="finalized"):
+                dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        assert comm.is_finalized()
+        group.shutdown()
+        group.abort()
+    init(rank, size, dist.PrefixStore("abort", store))
+    group = dist.group.WORLD
+    group.abort()
+    with pytest.raises(RuntimeError, match="abort"):
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def test_destroy_shutdown_and_abort_are_idempotent():
+    run_ranks(ending, 2, comm=False)
+
+
+def pending_at_the_end(rank, size, store):
+    """Works and futures outlive their group."""
+    init(rank, size, store)
+    outputs = [torch.full((3,), float("nan")) for _ in range(size)]
+    work = dist.all_gather(outputs, torch.full((3,), float(rank)), async_op=True)
+    future = work.get_future()
+    dist.destroy_process_group()
+    work.wait()
+    assert [t.tolist() for t in future.wait()] == [[float(r)] * 3 for r in range(size)]
+
+
+def test_destroy_waits_for_pending_operations():
+    run_ranks(pending_at_the_end, 2, comm=False)
+
+
+# --- Over an existing communicator -------------------------------------------------------------------------------------
+
+
+def wrapper(comm):
+    backend = torch_overlap._BackendWrapper(comm)
+    assert (backend.rank(), backend.size(), backend.name()) == (comm.get_rank(), comm.get_size(), "torch_overlap")
+    assert backend.get_comm() is comm
+    assert backend.options._timeout == comm.get_options().timeout
+    x = torch.full((4,), comm.get_rank() + 1.0)
+    backend.allreduce([x]).wait()
+    assert x.tolist() == [3.0] * 4
+    # The same communicator, in the same order.
+    work = comm.all_reduce(x, torch_overlap.ReduceOp.SUM, async_op=True)
+    backend.allreduce([x]).wait()
+    work.wait()
+    assert x.tolist() == [12.0] * 4
+    backend.monitored_barrier(timedelta(seconds=10))
+    with pytest.raises(TypeError):
+        torch_overlap._BackendWrapper(None)
+    backend.shutdown()
+    backend.shutdown()
+    assert comm.is_finalized()
+
+
+def test_wrapper_over_a_communicator():
+    run_ranks(wrapper, 2)
