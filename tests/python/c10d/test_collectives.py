@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import torch_overlap
 from torch_overlap.testing import run_ranks
 
 SIZES = [2, 3]
 POISON = float("nan")
 
 
+GENERATOR = torch.Generator()
+
+
 def init(rank, size, store, backend="torch_overlap", seconds=20, **kwargs):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **kwargs
     )
+    # Fresh numbers in every run, the same on all ranks.
+    if rank == 0:
+        store.set("seed", str(secrets.randbits(32)))
+    GENERATOR.manual_seed(int(store.get("seed")))
 
 
 def inputs_of_all_ranks(size, *shape, dtype=torch.float32):
-    """What every rank brings, known to every rank; other numbers for every shape."""
-    generator = torch.Generator().manual_seed(hash((size, shape, str(dtype))) % 2**31)
+    """What every rank brings, known to every rank: all draw the same numbers in the same order."""
     if dtype.is_floating_point:
-        return [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
-    return [torch.randint(0, 100, shape, generator=generator).to(dtype) for _ in range(size)]
+        return [torch.randn(shape, generator=GENERATOR).to(dtype) for _ in range(size)]
+    return [torch.randint(0, 100, shape, generator=GENERATOR).to(dtype) for _ in range(size)]
 
 
 def poisoned(*shape):
@@ -128,14 +136,14 @@ def reductions(rank, size, store):
     init(rank, size, store)
     floats = inputs_of_all_ranks(size, 17)
     integers = inputs_of_all_ranks(size, 17, dtype=torch.int32)
-    stack, bits = torch.stack(floats).double(), torch.stack(integers)
+    stack = torch.stack(floats).double()
     table = [
         (dist.ReduceOp.SUM, floats, stack.sum(0)),
         (dist.ReduceOp.AVG, floats, stack.mean(0)),
         (dist.ReduceOp.PRODUCT, floats, stack.prod(0)),
         (dist.ReduceOp.MIN, floats, stack.min(0).values),
         (dist.ReduceOp.MAX, floats, stack.max(0).values),
-        (dist.ReduceOp.BAND, integers, torch.stack([b for b in bits]).tolist()),
+        (dist.ReduceOp.BAND, integers, None),
         (dist.ReduceOp.BOR, integers, None),
         (dist.ReduceOp.BXOR, integers, None),
     ]
@@ -266,7 +274,7 @@ def test_object_collectives(size):
     run_ranks(objects, size, comm=False)
 
 
-# --- Point to point, batches, coalescing -----------------------------------------------------------------------------
+# --- Point to point, batches, coalescing ---------------------------------------------------------------------------
 
 
 def point_to_point(rank, size, store):
@@ -379,7 +387,7 @@ def test_coalescing(size):
     run_ranks(coalescing, size, comm=False)
 
 
-# --- Works -----------------------------------------------------------------------------------------------------------
+# --- Works ---------------------------------------------------------------------------------------------------------
 
 
 def works(rank, size, store):
@@ -428,7 +436,7 @@ def test_works_and_futures():
 
 def late_rank(rank, size, store):
     """Rank 1 does not come; rank 0's work says so, and the group can still be destroyed."""
-    options = __import__("torch_overlap").BackendOptions(abort_process_on_timeout_or_error=False)
+    options = torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False)
     init(rank, size, store, seconds=3, pg_options=options)
     if rank == 1:
         store.wait(["rank 0 is done"], timedelta(seconds=40))
@@ -458,9 +466,9 @@ def bad_arguments(rank, size, store):
     init(rank, size, store)
     with pytest.raises(RuntimeError, match="all_gather"):
         dist.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
-    with pytest.raises(RuntimeError, match="dtype|float"):
+    with pytest.raises(RuntimeError, match=r"dtype|float"):
         dist.all_gather_into_tensor(torch.zeros(2 * size, dtype=torch.float64), torch.zeros(2))
-    with pytest.raises(RuntimeError, match="PREMUL_SUM|factor|bit|float"):
+    with pytest.raises(RuntimeError, match=r"BAND"):
         dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND)
     with pytest.raises((RuntimeError, TypeError), match="BackendOptions"):
         dist.new_group(pg_options=dist.ProcessGroupGloo._Options())
