@@ -232,7 +232,7 @@ void BackendWrapper::shutdown() {
     closed_ = true;
   }
   for (const auto& comm : all_comms()) {
-    if (comm->is_finalized() || comm->is_aborted()) continue;
+    if (comm->is_finalized()) continue;
     try {
       comm->finalize();
     } catch (const std::exception& error) {

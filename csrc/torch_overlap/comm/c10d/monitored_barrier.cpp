@@ -30,12 +30,13 @@ bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadl
 [[noreturn]] void fail_missing(const std::string& missing, int rank, int size,
                                Milliseconds timeout) {
   const bool several = missing.find(',') != std::string::npos;
-  fail(ErrorKind::kTimeout, "monitored_barrier: expected all ", size, " ranks within ",
-       timeout.count(), " ms, got no report at rank 0: ", several ? "Ranks " : "Rank ", missing,
-       " failed to pass monitoredBarrier in ", timeout.count(), " ms (this is rank ", rank,
+  fail(ErrorKind::kTimeout, "monitored_barrier: expected all ", size,
+       " ranks, got fewer: ", several ? "Ranks " : "Rank ", missing,
+       " failed to pass monitoredBarrier in ", timeout.count(), " ms (seen by rank ", rank,
        "); look at what ", several ? "those ranks do" : "that rank does");
 }
 
+// Rank 0's part: who has not come; empty if all have.
 std::string collect(c10d::Store& store, const std::string& key, int size, Milliseconds timeout,
                     bool wait_all_ranks) {
   const auto deadline = Clock::now() + timeout;
@@ -53,16 +54,22 @@ std::string collect(c10d::Store& store, const std::string& key, int size, Millis
 void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
                        Milliseconds timeout, bool wait_all_ranks) {
   const std::string verdict_key = key + "/missing";
+  const std::string gave_up_key = key + "/gave_up";
   store.set(concat(key, "/", rank), std::string("1"));
   if (rank == 0) {
-    const std::string missing = collect(store, key, size, timeout, wait_all_ranks);
+    std::string missing = collect(store, key, size, timeout, wait_all_ranks);
+    if (missing.empty() && store.check({gave_up_key})) missing = "0";
     // The leading character keeps the value of a good barrier from being empty.
     store.set(verdict_key, "=" + missing);
     if (!missing.empty()) fail_missing(missing, rank, size, timeout);
     return;
   }
   // Rank 0 counts its time from when it came, which may be later than this rank.
-  if (!arrives(store, key + "/0", Clock::now() + timeout)) fail_missing("0", rank, size, timeout);
+  if (!arrives(store, key + "/0", Clock::now() + timeout)) {
+    // Should it come just now, its verdict is for all; else it will find that this rank gave up.
+    store.set(gave_up_key, std::string("1"));
+    if (!store.check({key + "/0"})) fail_missing("0", rank, size, timeout);
+  }
   const bool decided = arrives(store, verdict_key, Clock::now() + timeout + kVerdictSlack);
   TORCH_OVERLAP_CHECK(decided, kTimeout, "monitored_barrier: expected rank 0 to decide within ",
                       (timeout + kVerdictSlack).count(),
