@@ -48,6 +48,7 @@ from torch_overlap._C import (  # noqa: E402
     TorchWork,
     UnsupportedError,
     WorkStatus,
+    _BackendWrapper,  # noqa: F401
     built_backends,
     comm_names,
     get_comm,

@@ -62,29 +62,31 @@ def test_mesh_over_one_communicator():
     run_ranks(mesh_1d, 2)
 
 
+# Names that no other test uses: DTensor remembers how it went about on a mesh that looks the same, and with it the
+# process groups, which here are gone by then.
 def mesh_2d(comm):
     rank = comm.get_rank()
     dp = comm.split([rank % 2, rank % 2 + 2], name=f"dp{rank % 2}")
     tp = comm.split([rank // 2 * 2, rank // 2 * 2 + 1], name=f"tp{rank // 2}")
     with pytest.raises(ValueError, match="_global_comm"):
-        init_device_mesh([dp, tp], ["dp", "tp"])
+        init_device_mesh([dp, tp], ["outer", "inner"])
     with pytest.raises(ValueError, match="one name"):
         init_device_mesh([dp, tp], ["dp", "dp"], _global_comm=comm)
     with pytest.raises(ValueError, match="product"):
         init_device_mesh([dp], ["dp"], _global_comm=comm)
     if rank in (1, 2):
         with pytest.raises(ValueError, match="outermost"):
-            init_device_mesh([tp, dp], ["tp", "dp"], _global_comm=comm)
+            init_device_mesh([tp, dp], ["inner", "outer"], _global_comm=comm)
     assert not dist.is_initialized()
-    mesh = init_device_mesh([dp, tp], ["dp", "tp"], _global_comm=comm)
+    mesh = init_device_mesh([dp, tp], ["outer", "inner"], _global_comm=comm)
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert mesh.get_coordinate() == [rank // 2, rank % 2] or mesh.get_coordinate() == (rank // 2, rank % 2)
-    assert dist.get_process_group_ranks(mesh.get_group("tp")) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert dist.get_process_group_ranks(mesh.get_group("dp")) == [rank % 2, rank % 2 + 2]
+    assert dist.get_process_group_ranks(mesh.get_group("inner")) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(mesh.get_group("outer")) == [rank % 2, rank % 2 + 2]
     gathers(mesh, rank)
-    gathers(mesh["dp"], rank)
+    gathers(mesh["outer"], rank)
     x = torch.full((2,), float(rank))
-    dist.broadcast(x, src=rank // 2 * 2 + 1, group=mesh.get_group("tp"))
+    dist.broadcast(x, src=rank // 2 * 2 + 1, group=mesh.get_group("inner"))
     assert x[0].item() == rank // 2 * 2 + 1
     dist.destroy_process_group()
     assert all(c.is_finalized() for c in (comm, dp, tp))
