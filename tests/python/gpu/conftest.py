@@ -69,9 +69,10 @@ def seed(comm):
 @pytest.fixture(autouse=True)
 def quiet_device(request):
     """A test begins and ends with nothing on the device, and no rank leaves it before all are there."""
+    comm = request.getfixturevalue("comm") if IN_TORCHRUN else None
     yield
-    if IN_TORCHRUN:
+    if comm is not None:
         import torch
 
-        request.getfixturevalue("comm").barrier(async_op=False)
+        comm.barrier(async_op=False)
         torch.cuda.synchronize()
