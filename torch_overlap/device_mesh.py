@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,7 +96,7 @@ def _set_default_group(world: TorchComm) -> None:
 
 def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.ProcessGroup:
     """The process group over `comm`, which is registered as c10d registers its own; the same one for a second call."""
-    world, name = c10d._world, comm.get_name()
+    world, name = c10d._world, c10d.GroupName(comm.get_name())
     for group, group_name in world.pg_names.items():
         if group_name == name:
             return group
@@ -110,14 +111,13 @@ def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.
     group._set_group_name(name)
     group._set_group_desc(description)
 
-    group_name = c10d.GroupName(name)
     world.pg_map[group] = (dist.Backend(BACKEND_NAME), store)
-    world.pg_names[group] = group_name
+    world.pg_names[group] = name
     world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
     world.pg_backend_config[group] = f"{device.type}:{BACKEND_NAME}"
     tag = f"ptd:{name}"
     world.pg_to_tag[group] = tag
     for key in ("", tag):
         world.tags_to_pg.setdefault(key, []).append(group)
-    c10d._register_process_group(group_name, group)
+    _register_process_group(name, group)
     return group

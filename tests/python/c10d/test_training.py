@@ -24,16 +24,16 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def make_model():
+def make_model(device="cpu"):
     torch.manual_seed(1234)
-    return nn.Sequential(Block(), Block(), nn.Linear(16, 4))
+    return nn.Sequential(Block(), Block(), nn.Linear(16, 4)).to(device)
 
 
-def train(model, rank):
+def train(model, rank, device):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
-        x = torch.randn(8, 16, generator=generator)
+        x = torch.randn(8, 16, generator=generator).to(device)
         loss = (model(x) - x[:, :4].tanh()).square().mean()
         loss.backward()
         optimizer.step()
@@ -45,71 +45,83 @@ def full(parameter):
     return value.detach().clone()
 
 
-def ddp(rank, size):
+def ddp(rank, size, device):
     # A small bucket: several reductions are in flight in a backward.
-    model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
-    train(model, rank)
+    model = nn.parallel.DistributedDataParallel(make_model(device), bucket_cap_mb=0.01)
+    train(model, rank, device)
     return model.module
 
 
-def ddp_fp16_hook(rank, size):
+def ddp_bf16_hook(rank, size, device):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    model = nn.parallel.DistributedDataParallel(make_model())
+    model = nn.parallel.DistributedDataParallel(make_model(device))
     model.register_comm_hook(None, bf16_compress_hook)
-    train(model, rank)
+    train(model, rank, device)
     return model.module
 
 
-def fsdp(rank, size):
+def fsdp(rank, size, device):
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("cpu", (size,))
-    model = make_model()
+    mesh = dist.init_device_mesh(device, (size,))
+    model = make_model(device)
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    train(model, rank)
+    train(model, rank, device)
     return model
 
 
-def tensor_parallel(rank, size):
+def tensor_parallel(rank, size, device):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    model = make_model()
+    mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=("tp",))
+    model = make_model(device)
     for block in list(model)[:2]:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    train(model, 0)  # all ranks see the same batch
+    train(model, 0, device)  # all ranks see the same batch
     return model
 
 
-RECIPES = {"ddp": ddp, "ddp_bf16_hook": ddp_fp16_hook, "fsdp": fsdp, "tensor_parallel": tensor_parallel}
+RECIPES = {"ddp": ddp, "ddp_bf16_hook": ddp_bf16_hook, "fsdp": fsdp, "tensor_parallel": tensor_parallel}
 
 
-def weights(rank, size, store, recipe):
+def weights(rank, size, store, recipe, device, stock):
     """The weights that each backend trains, one after the other in the same processes."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     trained = {}
-    for backend in ("gloo", "torch_overlap"):
+    for backend in (stock, "torch_overlap"):
         dist.init_process_group(
             backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
-        model = RECIPES[recipe](rank, size)
-        trained[backend] = [full(p) for p in model.parameters()]
+        model = RECIPES[recipe](rank, size, device)
+        trained[backend] = [full(p).cpu() for p in model.parameters()]
         dist.destroy_process_group()
     return trained
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", list(RECIPES))
-def test_training_matches_the_stock_backend(recipe):
+def compare(recipe, device, stock):
     size = 2
     before = [p.detach() for p in make_model().parameters()]
-    for trained in run_ranks(weights, size, recipe, comm=False, timeout=240):
-        for start, ours, stock in zip(before, trained["torch_overlap"], trained["gloo"], strict=True):
-            assert not torch.equal(start, stock)
+    for trained in run_ranks(weights, size, recipe, device, stock, comm=False, timeout=240):
+        for start, ours, theirs in zip(before, trained["torch_overlap"], trained[stock], strict=True):
+            assert not torch.equal(start, theirs)
             if "hook" in recipe:
-                torch.testing.assert_close(ours, stock, rtol=1e-2, atol=1e-3)
+                torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
             else:
                 # Two ranks: a sum of two has one order, so even the bits agree.
-                torch.testing.assert_close(ours, stock, rtol=0, atol=0)
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_training_matches_gloo(recipe):
+    compare(recipe, "cpu", "gloo")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_training_matches_nccl(recipe):
+    compare(recipe, "cuda", "nccl")

@@ -270,16 +270,19 @@ C10dWork BackendWrapper::recvAnysource(Tensors& /*tensors*/, int /*tag*/) {
 
 // --- Barrier -----------------------------------------------------------------------------------
 
-// The group's accelerator if it was used (a barrier then also waits for what runs there), else CPU.
+// The group's accelerator if it was used, or is asked for: a barrier then also waits for what runs
+// there. Else CPU.
 c10::Device BackendWrapper::barrier_device(const c10d::BarrierOptions& opts) const {
   if (fixed_) return fixed_->device();
-  const bool has_cpu = options_->backends.count("cpu") != 0;
+  const auto has = [&](const char* name) { return options_->backends.count(name) != 0; };
   const auto type = [&] {
     const std::lock_guard lock(mutex_);
     for (const auto& [used, slot] : slots_) {
       if (used != c10::kCPU) return used;
     }
-    return has_cpu ? c10::kCPU : c10::Device(options_->backends.begin()->first).type();
+    if (opts.device && opts.device->type() != c10::kCPU) return opts.device->type();
+    const bool asked = !opts.device_ids.empty() && at::hasCUDA();
+    return has("cuda") && (asked || !has("cpu")) ? c10::kCUDA : c10::kCPU;
   }();
   if (type == c10::kCPU) return c10::kCPU;
   if (opts.device && opts.device->type() == type && opts.device->has_index()) return *opts.device;
