@@ -68,8 +68,6 @@ void register_work(py::module_& module) {
             return from_exception(error);
           },
           "The exception that the operation ended with, or None.")
-      .def("stream", &TorchWork::stream,
-           "The CUDA stream that the operation runs on, as torch.Stream; None on a CPU device.")
       .def(
           "_on_completion",
           [](TorchWork& self, py::object callback) {

@@ -14,7 +14,7 @@ SECOND = 2_000_000_000  # cycles of torch.cuda._sleep, about
 
 
 def stream_of(work):
-    stream = work.stream()
+    stream = work.stream
     return torch.cuda.Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
