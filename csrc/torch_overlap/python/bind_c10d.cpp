@@ -141,7 +141,6 @@ void register_c10d(py::module_& module) {
            "The communicator that tensors on `device` use; made if need be, which is collective.")
       .def_property_readonly("options", &BackendWrapper::getBackendOptions)
       .def_property_readonly("_store", &BackendWrapper::store)
-      .def("_set_default_timeout", &BackendWrapper::setTimeout, py::arg("timeout"))
       .def("split", &BackendWrapper::split, py::call_guard<py::gil_scoped_release>(),
            py::arg("store"), py::arg("ranks"), py::arg("options"))
       // With a bound device, new_group calls this on the ranks that are not in the new group. That
