@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import HashStore, _register_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,7 +101,7 @@ def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.
         if group_name == name:
             return group
     backend = _BackendWrapper(comm)
-    store = backend._store if backend._store is not None else dist.HashStore()
+    store = backend._store if backend._store is not None else HashStore()
     device = comm.get_device()
     group = dist.ProcessGroup(store, comm.get_rank(), comm.get_size())
     if device.type != "cpu":
