@@ -79,12 +79,12 @@ def run_body(job: Job, rank: int, store: Any, fn: Callable[..., Any], args: tupl
             comm.finalize()
         return Outcome(True, value)
     except BaseException as error:
-        # The abort frees the other ranks, which may be waiting for this one.
+        text = traceback.format_exc()
+        skipped = type(error).__name__ == "Skipped"
         if comm is not None and not comm.is_finalized():
-            _quietly(comm.abort)
-        if type(error).__name__ == "Skipped":
-            return Outcome(False, skipped=str(error))
-        return Outcome(False, error=traceback.format_exc())
+            # An abort frees the other ranks, which may be waiting for this one. All ranks skip together.
+            _quietly(comm.finalize if skipped else comm.abort)
+        return Outcome(False, skipped=str(error)) if skipped else Outcome(False, error=text)
     finally:
         if threading.current_thread() is threading.main_thread():
             _end_process_group()

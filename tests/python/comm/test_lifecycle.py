@@ -41,15 +41,17 @@ def run_after_finalize(comm: TorchComm) -> None:
     name = comm.get_name()
     comm.finalize()
     assert comm.is_finalized()
-    assert name not in to.comm_names()
     with pytest.raises(StateError, match=f"all_reduce: expected a live communicator, got '{name}', .*finalized"):
         comm.all_reduce(x, ReduceOp.SUM, False)
     with pytest.raises(StateError, match="split"):
         comm.split([0])
     with pytest.raises(StateError, match="already finalized"):
         comm.finalize()
-    with pytest.raises(InvalidValueError, match=f"get_comm: expected the name of a live communicator, got '{name}'"):
-        to.get_comm(name)
+    if comm.get_backend() != "local":  # there the name is the other ranks' too
+        assert name not in to.comm_names()
+        message = f"get_comm: expected the name of a live communicator, got '{name}'"
+        with pytest.raises(InvalidValueError, match=message):
+            to.get_comm(name)
     assert comm.get_rank() in range(comm.get_size())
 
 
@@ -213,10 +215,11 @@ def test_a_device_that_the_backend_lacks_is_refused() -> None:
         to.new_comm("local", "meta", rank=0, size=1)
 
 
-def test_the_destructor_warns_and_aborts() -> None:
+def test_the_destructor_warns_and_aborts(capfd: pytest.CaptureFixture[str]) -> None:
     comm = fake("forgotten")
-    with pytest.warns(UserWarning, match="'forgotten' is destroyed without finalize"):
-        del comm
+    del comm
+    # Any thread may be the last to hold one, so the warning goes to stderr.
+    assert "'forgotten' is destroyed without finalize" in capfd.readouterr().err
     assert "forgotten" not in to.comm_names()
 
 

@@ -71,7 +71,7 @@ def run_tensor_factor(comm: TorchComm, seed: int) -> None:
     size, device = comm.get_size(), comm.get_device()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         inputs = [rank_input(seed, rank, (33,), dtype) for rank in range(size)]
-        tensor = inputs[comm.get_rank()].to(device)
+        tensor = inputs[comm.get_rank()].clone().to(device)
         factor = torch.tensor([0.5 + comm.get_rank()], dtype=dtype, device=device)
         op = ReduceOp.PREMUL_SUM(factor)
         work = comm.all_reduce(tensor, op, True)

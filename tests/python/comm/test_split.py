@@ -126,7 +126,8 @@ def run_inherited(comm: TorchComm) -> None:
     assert changed.get_options().timeout == timedelta(seconds=7)
     child.finalize()
     changed.finalize()
-    assert "child" not in comm_names()
+    if comm.get_backend() != "local":  # there the name is the other ranks' too
+        assert "child" not in comm_names()
 
 
 def test_options_are_the_parents(backend: str, size: int, device: str) -> None:
