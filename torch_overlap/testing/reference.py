@@ -90,9 +90,7 @@ def reduced(op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | N
     return out
 
 
-def assert_reduced(
-    got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | None = None
-) -> None:
+def assert_reduced(got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors: Sequence[float] | None = None) -> None:
     """Every element within the rounding of len(inputs) additions in its own type; integers and bools exactly."""
     expected = reduced(op, inputs, factors)
     dtype = inputs[0].dtype
