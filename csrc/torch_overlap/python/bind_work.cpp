@@ -53,6 +53,8 @@ void register_work(py::module_& module) {
            "Whether the operation is done, well or badly. Asks the device now; never blocks. False "
            "for an operation "
            "that was captured in a CUDA graph: it runs at each replay.")
+      .def_property_readonly("stream", &TorchWork::stream,
+                             "The torch.Stream that the operation runs on; None on CPU.")
       .def("status", &TorchWork::status, py::call_guard<py::gil_scoped_release>(),
            "The WorkStatus, now.")
       .def(

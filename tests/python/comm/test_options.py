@@ -218,7 +218,7 @@ def run_priority(comm: TorchComm) -> None:
     x = torch.ones(4, device=comm.get_device())
 
     def priority(work: to.TorchWork) -> int:
-        stream = work.stream()
+        stream = work.stream
         assert stream is not None
         kind = stream.device_type
         return torch.cuda.Stream(
