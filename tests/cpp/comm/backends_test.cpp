@@ -23,8 +23,9 @@ TEST(Backends, TheOnesOfACpuBuildAreThere) {
 }
 
 TEST(Backends, GlooWithoutPythonSaysWhatToUse) {
-  const Error error =
-      error_of([] { find_backend("gloo")->make(BackendContext{.name = "g", .options = {}}); });
+  BackendContext context;
+  context.name = "g";
+  const Error error = error_of([&] { find_backend("gloo")->make(context); });
   EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
   EXPECT_TRUE(contains(error.what(), "backend 'local'")) << error.what();
 }

@@ -290,7 +290,9 @@ TEST_P(Contract, WorkTellsItsState) {
   run([](TorchComm& comm) {
     at::Tensor x = sample(comm.rank(), 11, {10});
     const WorkPtr work = comm.all_reduce(x, RedOpType::MAX, async_op());
-    if (!async_op()) EXPECT_TRUE(work->is_completed());
+    if (!async_op()) {
+      EXPECT_TRUE(work->is_completed());
+    }
     std::atomic<int> calls{0};
     work->on_completion([&](std::exception_ptr error) {
       EXPECT_FALSE(error);
@@ -303,6 +305,24 @@ TEST_P(Contract, WorkTellsItsState) {
     EXPECT_FALSE(work->stream());
     comm.finalize();  // ends the thread that calls back
     EXPECT_EQ(calls.load(), 1);
+  });
+}
+
+TEST_P(Contract, ACallbackMayIssueButNotWait) {
+  run([](TorchComm& comm) {
+    at::Tensor x = at::ones({4});
+    at::Tensor y = at::ones({4});
+    WorkPtr next;
+    std::atomic<bool> called{false};
+    const WorkPtr work = comm.all_reduce(x, RedOpType::SUM, async_op());
+    work->on_completion([&](std::exception_ptr) {
+      next = comm.all_reduce(y, RedOpType::SUM, /*async_op=*/true);
+      called = true;
+    });
+    work->wait();
+    while (!called) std::this_thread::yield();
+    next->wait();
+    expect_equal(y, at::full({4}, comm.size()));
   });
 }
 

@@ -29,8 +29,8 @@ TEST(GatherSchedule, ReadsEveryChunkOnceTheOwnOneFirst) {
   }
 }
 
-// Every step is a permutation: who sends to me in a step is who I receive from. So no step waits for
-// another one, and none can deadlock.
+// Every step is a permutation: who sends to me in a step is who I receive from. So no step waits
+// for another one, and none can deadlock.
 TEST(GatherSchedule, EverySendMeetsItsReceiveInTheSameStep) {
   for (const int size : kSizes) {
     for (int rank = 0; rank < size; ++rank) {

@@ -88,12 +88,13 @@ HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
 WorkPtr HostBackend::launch(Call call) {
   require_usable(to_string(call.name));
   call.comm = context_.name;  // the work may outlive the caller's copy of the name
+  const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
   const auto lanes = lanes_of(call);
   const bool here = !async_op && lanes_.try_acquire(lanes);
+  if (!async_op && !here) OwnedThread::refuse_to_block(self.get(), to_string(call.name));
   const int parts = here ? 1 : static_cast<int>(lanes.size());
   std::shared_ptr<HostWork> work;
-  const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   try {
     auto staging = Staging::to_host(call, context_.rank, context_.device);
     work = std::make_shared<HostWork>(std::move(call), std::move(staging), launched_.fetch_add(1),
@@ -102,7 +103,10 @@ WorkPtr HostBackend::launch(Call call) {
       std::vector<Lanes::Part> queue;
       for (const int lane : lanes) {
         const int part = lane == kCollectives ? kAllLanes : lane;
-        queue.emplace_back(lane, [self, work, part] { self->run(*work, part); });
+        queue.emplace_back(lane, [self, work, part] {
+          const OwnedThread thread(self.get());
+          self->run(*work, part);
+        });
       }
       lanes_.push(std::move(queue));
     }
@@ -218,6 +222,7 @@ std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
 }
 
 void HostBackend::finalize() {
+  OwnedThread::refuse_to_block(this, "finalize");
   finalized_.store(true, std::memory_order_release);
   const auto timeout =
       std::min<Milliseconds>(context_.options.timeout, std::chrono::hours(24 * 365));

@@ -18,7 +18,18 @@ Deadline after(std::chrono::milliseconds timeout) {
   return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
 }
 
+thread_local const HostWorkOwner* thread_owner = nullptr;
+
 }  // namespace
+
+OwnedThread::OwnedThread(const HostWorkOwner* owner) { thread_owner = owner; }
+OwnedThread::~OwnedThread() { thread_owner = nullptr; }
+
+void OwnedThread::refuse_to_block(const HostWorkOwner* owner, std::string_view op) {
+  TORCH_OVERLAP_CHECK(thread_owner == nullptr || thread_owner != owner, kState, op,
+                      ": expected a thread of the caller, got the communicator's own, in a "
+                      "completion callback; issue with async_op=true there, and wait elsewhere");
+}
 
 HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
                    std::weak_ptr<HostWorkOwner> owner)
@@ -58,6 +69,7 @@ void HostWork::wait_until(Deadline until) {
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_; };
   const Deadline expiry = deadline_ + kGrace;
+  if (!done_) OwnedThread::refuse_to_block(owner_.lock().get(), "wait");
   if (!changed_.wait_until(lock, std::min(until, expiry), done)) {
     if (until < expiry) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "torch_overlap/comm/host/staging.h"
@@ -20,6 +21,18 @@ class HostWorkOwner {
  public:
   virtual ~HostWorkOwner() = default;
   virtual void expire(const HostWork& work) = 0;
+};
+
+// While this lives, the thread is one of `owner`'s: it must not wait for an operation of `owner`,
+// which may be one that the thread itself has to run. Completion callbacks run on such threads.
+class OwnedThread {
+ public:
+  explicit OwnedThread(const HostWorkOwner* owner);
+  ~OwnedThread();
+  OwnedThread(const OwnedThread&) = delete;
+  OwnedThread& operator=(const OwnedThread&) = delete;
+  // Throws if the thread is `owner`'s.
+  static void refuse_to_block(const HostWorkOwner* owner, std::string_view op);
 };
 
 // An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is

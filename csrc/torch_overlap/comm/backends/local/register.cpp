@@ -14,11 +14,16 @@ namespace {
 
 constexpr const char* kWorldKey = "local/world";
 
-// The mailboxes that the ranks of this process share, by number. Rank 0 makes one and publishes
-// "<process>:<number>" in the store; the others find it here.
+// The mailboxes that ranks of this process are about to share, by number. Rank 0 makes one and
+// publishes "<process>:<number>" in the store; the others find it here. It stays until all have
+// come, also when rank 0 is done and gone by then.
 struct Worlds {
+  struct World {
+    std::shared_ptr<Mailbox> mailbox;
+    int awaited;  // ranks
+  };
   std::mutex mutex;
-  std::map<std::string, std::weak_ptr<Mailbox>> mailboxes;
+  std::map<std::string, World> open;
   uint64_t count = 0;
 };
 
@@ -29,12 +34,12 @@ Worlds& worlds() {
 
 std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
   auto mailbox = std::make_shared<Mailbox>(context.size);
+  if (context.size == 1) return mailbox;
   std::string id;
   {
     std::lock_guard lock(worlds().mutex);
-    std::erase_if(worlds().mailboxes, [](const auto& entry) { return entry.second.expired(); });
     id = concat(getpid(), ":", worlds().count++);
-    worlds().mailboxes[id] = mailbox;
+    worlds().open[id] = {mailbox, context.size - 1};
   }
   context.store->set(kWorldKey, std::vector<uint8_t>(id.begin(), id.end()));
   return mailbox;
@@ -51,15 +56,14 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
   const auto bytes = context.store->get(kWorldKey);
   const std::string id(bytes.begin(), bytes.end());
   std::lock_guard lock(worlds().mutex);
-  const auto found = worlds().mailboxes.find(id);
-  TORCH_OVERLAP_CHECK(found != worlds().mailboxes.end(), kValue,
+  const auto found = worlds().open.find(id);
+  TORCH_OVERLAP_CHECK(found != worlds().open.end(), kValue,
                       "new_comm: expected all ranks of 'local' in one process, got rank 0 in "
                       "process ",
                       split_string(id, ':').front(), " and rank ", context.rank, " in ", getpid(),
                       "; ranks that are processes use backend 'gloo'");
-  auto mailbox = found->second.lock();
-  TORCH_OVERLAP_CHECK(mailbox, kRuntime, "new_comm: expected rank 0 of '", context.name,
-                      "' to stay, got a communicator that is gone");
+  auto mailbox = found->second.mailbox;
+  if (--found->second.awaited == 0) worlds().open.erase(found);
   return mailbox;
 }
 
