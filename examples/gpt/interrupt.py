@@ -46,11 +46,11 @@ class Interrupt:
             threading.Event().wait()  # the watching thread is about to end the process
 
     def _watch(self) -> NoReturn:
-        while self._read.recv(1)[0] not in SIGNALS:
+        while (number := self._read.recv(1)[0]) not in SIGNALS:
             pass
         self._received.set()
         if os.environ.get("RANK", "0") == "0":
-            print("\ninterrupted: ending all ranks", file=sys.stderr, flush=True)
+            print(f"\n{signal.Signals(number).name}: ending all ranks", file=sys.stderr, flush=True)
         if self._comm is not None:
             backstop = threading.Timer(GRACE_SECONDS, os._exit, (EXIT_CODE,))
             backstop.daemon = True

@@ -10,7 +10,7 @@ from gpt.model import GPT
 
 @torch.no_grad()
 def generate(model: GPT, comm: to.TorchComm, sequence: int, prompt: str, length: int, *, seed: int,
-             temperature: float = 0.7) -> str:  # fmt: skip
+             temperature: float = 0.8) -> str:  # fmt: skip
     """Collective: every rank computes its rows of the window and gets the same text.
 
     The logits that matter are those at the last byte: the rank that has this row puts them into a sum over all.

@@ -98,7 +98,7 @@ def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path):
         process.send_signal(signal.SIGINT)
     outputs = [process.communicate(timeout=30)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [130, 130], outputs
-    assert "interrupted: ending all ranks" in outputs[0]
+    assert "SIGINT: ending all ranks" in outputs[0]
     assert not any("Traceback" in output for output in outputs), outputs
 
 
