@@ -40,7 +40,7 @@ class Gradients:
         """Scales the gradients so that their norm over all ranks is at most `max_norm`. Only tensor operations."""
         self.loss.copy_(loss.detach())
         self.split_norm2.copy_(self.split.square().sum())
-        to.ops.all_reduce_(self.bucket, "sum", comm)
+        to.ops.all_reduce_(self.bucket, comm)
         norm = (self.replicated.square().sum() + self.split_norm2).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.replicated.mul_(scale)
