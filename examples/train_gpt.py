@@ -9,6 +9,7 @@ timeline of one step, and a check: the first steps again on one rank must give t
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -79,6 +80,13 @@ def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[fl
     return losses
 
 
+def are_finite(losses: list[float], *, shown: bool) -> bool:
+    step = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if step is not None and shown:
+        print(f"train_gpt: expected finite losses, got {losses[step]} at step {step}; lower --rate", file=sys.stderr)
+    return step is None
+
+
 def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, shown: bool) -> None:
     """Collective: the loss on held-out text, a sample, and the files."""
     validation = trainer.validation_loss()
@@ -133,8 +141,10 @@ def main() -> int:
         print(f"{size / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
               f"{text.train.numel() / 1e6:.1f} MB of text from {text.files} files", flush=True)  # fmt: skip
     losses = train(args, trainer, shown=shown)
-    report(args, trainer, losses, shown=shown)
-    good = check(args, comm, text, losses) if args.check_steps > 0 else True
+    good = are_finite(losses, shown=shown)
+    if good:
+        report(args, trainer, losses, shown=shown)
+        good = args.check_steps == 0 or check(args, comm, text, losses)
     del trainer
     comm.finalize()
     return 0 if good else 1

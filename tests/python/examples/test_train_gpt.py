@@ -57,10 +57,17 @@ def test_trains_on_two_gpus_and_equals_one(launcher, tmp_path, extra):
 @pytest.mark.slow
 def test_fails_and_names_the_step_where_the_runs_part(launcher, tmp_path):
     """A learning rate that turns every rounding error into another training."""
-    arguments = ("--steps", 8, "--check-steps", 8, "--rate", 1e8, "--out", tmp_path)
+    arguments = ("--steps", 8, "--check-steps", 8, "--rate", 100, "--out", tmp_path)
     code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
     assert code != 0
     assert re.search(r"float32: expected loss \S+ within 0.001 at step \d, got \S+; ", output), output
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_the_run(launcher, tmp_path):
+    code, output = launcher.torchrun(2, PROGRAM, *SMALL, "--steps", 8, "--rate", 1e30, "--out", tmp_path)
+    assert code != 0
+    assert re.search(r"train_gpt: expected finite losses, got (nan|inf) at step \d; lower --rate", output), output
 
 
 @pytest.mark.slow
@@ -69,7 +76,7 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
     command = launcher.torchrun_command(2, PROGRAM, *SMALL, "--steps", 100_000, "--out", tmp_path)
     process = launcher.start(command)
     if after == "training":
-        wait_for_line(process, r"step +5000/")
+        wait_for_line(process, r"step +1/")
     else:
         wait_until(lambda: len(launcher.running()) >= 3)
         time.sleep(1.0)  # the ranks have begun to import torch
@@ -93,7 +100,7 @@ def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    wait_for_line(ranks[0], r"step +5000/")
+    wait_for_line(ranks[0], r"step +1/")
     for process in ranks:
         process.send_signal(signal.SIGINT)
     outputs = [process.communicate(timeout=30)[0] for process in ranks]
