@@ -42,7 +42,7 @@ def draw_timeline(spans: list[Span], path: Path) -> None:
     axes.invert_yaxis()
     hidden = f"{hidden_share(spans):.0%} of the communication runs under a GEMM"
     axes.set(xlabel="milliseconds", title=f"One training step on rank 0: {hidden}")
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
