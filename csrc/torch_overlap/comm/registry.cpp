@@ -15,6 +15,7 @@ struct Entry {
   std::weak_ptr<TorchComm> comm;
   const TorchComm* address;  // to find an entry whose communicator is being destroyed
   std::thread::id maker;
+  bool is_thread_rank;  // other ranks of the communicator may be in this process, under this name
 };
 
 struct Registry {
@@ -35,12 +36,9 @@ std::shared_ptr<TorchComm> get_comm(const std::string& name) {
     const auto found = registry().entries.find(name);
     if (found != registry().entries.end()) {
       const auto& entries = found->second;
-      const auto mine =
-          entries.size() == 1
-              ? entries.begin()
-              : std::find_if(entries.begin(), entries.end(), [](const Entry& entry) {
-                  return entry.maker == std::this_thread::get_id();
-                });
+      const auto mine = std::find_if(entries.begin(), entries.end(), [](const Entry& entry) {
+        return !entry.is_thread_rank || entry.maker == std::this_thread::get_id();
+      });
       TORCH_OVERLAP_CHECK(mine != entries.end(), kValue, "get_comm: expected the thread that made '",
                           name, "', got another; ranks that are threads share a name, and each "
                           "thread finds its own communicator only");
@@ -67,14 +65,14 @@ void add_comm(const std::shared_ptr<TorchComm>& comm) {
   // that is given the name could not tell which one is meant.
   for (const Entry& entry : entries) {
     const auto other = entry.comm.lock();
-    const bool taken = other && other->rank() == comm->rank() &&
-                       entry.maker == std::this_thread::get_id();
-    const bool processes = other && other->backend_name() != "local";
-    TORCH_OVERLAP_CHECK(!taken && !processes, kValue,
+    const bool taken =
+        other && (!entry.is_thread_rank || entry.maker == std::this_thread::get_id());
+    TORCH_OVERLAP_CHECK(!taken, kValue,
                         "new_comm: expected a name that no live communicator has, got '",
                         comm->name(), "'; finalize the other one first");
   }
-  entries.push_back({comm, comm.get(), std::this_thread::get_id()});
+  const bool is_thread_rank = comm->backend_name() == "local" && comm->size() > 1;
+  entries.push_back({comm, comm.get(), std::this_thread::get_id(), is_thread_rank});
 }
 
 void remove_comm(const TorchComm* comm) {

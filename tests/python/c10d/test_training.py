@@ -30,7 +30,7 @@ def make_model(device="cpu"):
 
 
 def train(model, rank, device):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # DTensors and tensors are mixed
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         x = torch.randn(8, 16, generator=generator).to(device)

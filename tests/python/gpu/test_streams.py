@@ -71,7 +71,7 @@ def test_a_communicator_of_high_priority(make_comm):
     comm = make_comm("high", is_high_priority_stream=True)
     work = comm.all_reduce(torch.ones(8, device="cuda"), to.ReduceOp.SUM, async_op=True)
     least, greatest = torch.cuda.Stream.priority_range()
-    assert stream_of(work).priority == greatest < least
+    assert stream_of(work).priority <= greatest < least  # torch's own range ends before the device's
     comm.finalize()
 
 

@@ -17,9 +17,9 @@
 namespace torch_overlap {
 namespace {
 
-// Asking the device about ended works costs as much as an event: not at each launch.
-constexpr unsigned kReapEvery = 8;
-constexpr size_t kReapAtMost = 32;
+// Asking the device whether an operation has ended costs as much as recording an event: a launch
+// asks once for this many.
+constexpr size_t kReapAtLaunch = 32;
 constexpr auto kLockNap = std::chrono::milliseconds(100);
 constexpr auto kStopLimit = std::chrono::seconds(10);
 constexpr auto kHookLimit = std::chrono::seconds(10);
@@ -108,10 +108,7 @@ WorkPtr NcclBackend::launch(Call call) {
   {
     Ended ended;
     const Lock lock = lock_unless_failed();
-    if (!capture && ++launches_since_reap_ >= kReapEvery) {
-      reap(ended, kReapAtMost);
-      launches_since_reap_ = 0;
-    }
+    if (!capture && queue_.size() >= 2 * kReapAtLaunch) reap_first(ended, kReapAtLaunch);
     issue(work, current, capture);
   }
   if (!work->call().async_op) work->release();
@@ -192,10 +189,22 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   capture_ = capture.id;
 }
 
-void NcclBackend::reap(Ended& ended, size_t most) {
-  while (!queue_.empty() && ended.works.size() < most && queue_.front()->has_ended()) {
+// The device runs the operations of a communicator in the order of issue: when one has ended, so
+// have all before it.
+bool NcclBackend::reap_first(Ended& ended, size_t count) {
+  if (!queue_[count - 1]->has_ended()) return false;
+  for (; count > 0; --count) {
+    queue_.front()->end_is_known();
     ended.works.push_back(std::move(queue_.front()));
     queue_.pop_front();
+  }
+  return true;
+}
+
+void NcclBackend::reap(Ended& ended) {
+  for (size_t count = queue_.size(); count > 0; count = std::min(count / 2, queue_.size())) {
+    while (count <= queue_.size() && reap_first(ended, count)) {
+    }
   }
 }
 
@@ -206,7 +215,7 @@ void NcclBackend::drain(std::string_view op) {
     {
       Ended ended;
       const Lock lock = lock_unless_failed();
-      reap(ended, queue_.size());
+      reap(ended);
       if (queue_.empty()) break;
     }
     if (Clock::now() >= deadline) {
@@ -290,7 +299,7 @@ void NcclBackend::tick() noexcept {
     Ended ended;
     Lock lock(handle_->mutex(), std::try_to_lock);
     if (!lock) return check_launching(now);
-    reap(ended, queue_.size());
+    reap(ended);
     if (runtime_->failure.is_set()) return;
     ncclResult_t state = ncclSuccess;
     const auto& api = handle_->api();

@@ -70,7 +70,10 @@ class NcclBackend final : public Backend, public Watched {
              const cuda::Capture& capture);
   void run(const CudaWork& work, c10::cuda::CUDAStream stream);
   void enter_capture(const cuda::Capture& capture);
-  void reap(Ended& ended, size_t most);
+  // Takes all operations that have ended from the queue.
+  void reap(Ended& ended);
+  // Takes the first `count`, which must be there, if the last of them has ended.
+  bool reap_first(Ended& ended, size_t count);
   // Waits until all that was issued has ended.
   void drain(std::string_view op);
 
@@ -87,7 +90,6 @@ class NcclBackend final : public Backend, public Watched {
 
   // Under the launch lock, which is the handle's.
   std::deque<std::shared_ptr<CudaWork>> queue_;  // not captured, in order of issue
-  unsigned launches_since_reap_ = 0;
   std::optional<Previous> previous_;
   std::optional<Previous> previous_captured_;
   unsigned long long capture_ = 0;  // the last capture that was seen

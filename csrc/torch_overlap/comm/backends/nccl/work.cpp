@@ -56,8 +56,7 @@ bool CudaWork::has_ended() {
     return false;
   }
   if (status == cudaSuccess) {
-    // After a failure an operation ends because it was aborted: that is not completion.
-    if (!runtime_->failure.is_set()) completed_.store(true, std::memory_order_release);
+    end_is_known();
     return true;
   }
   try {
@@ -66,6 +65,11 @@ bool CudaWork::has_ended() {
     runtime_->failure.set(WorkStatus::ERROR, std::current_exception());
   }
   return true;
+}
+
+void CudaWork::end_is_known() {
+  // After a failure an operation ends because it was aborted: that is not completion.
+  if (!runtime_->failure.is_set()) completed_.store(true, std::memory_order_release);
 }
 
 bool CudaWork::is_completed() {

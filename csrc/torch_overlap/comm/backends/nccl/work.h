@@ -46,6 +46,8 @@ class CudaWork final : public TorchWork {
   void runs_on(c10::cuda::CUDAStream stream) { stream_ = stream; }
   // The device has passed the end event, whatever came of the operation. False while captured.
   bool has_ended();
+  // The device has passed it, as a later operation showed.
+  void end_is_known();
   // Drops the tensors. Call it with no lock held: the last reference to a tensor may take the GIL.
   void release();
 
