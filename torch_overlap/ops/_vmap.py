@@ -26,15 +26,18 @@ def _wrap(x: Tensor, dim: int) -> int:
     return dim % rank
 
 
+def _whatever_the_shape(op: Any) -> Any:
+    def rule(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
+        return op(x.movedim(in_dims[0], 0), *args), 0
+
+    return rule
+
+
 def register() -> None:
     ops = torch.ops.torch_overlap
 
     def rule(name: str) -> Any:
         return torch.library.register_vmap(f"torch_overlap::{name}")
-
-    @rule("all_reduce")
-    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
-        return ops.all_reduce(x.movedim(in_dims[0], 0), *args), 0
 
     @rule("all_gather")
     def _(info: Any, in_dims: Any, x: Tensor, dim: int, *args: Any) -> Batched:
@@ -61,9 +64,5 @@ def register() -> None:
         x = _at_end(x, in_dims[0])
         return ops.all_to_all_v(x, *args), x.dim() - 1
 
-    for name in ("broadcast", "_reduce_to_root", "permute"):
-
-        def _(info: Any, in_dims: Any, x: Tensor, *args: Any, op: Any = getattr(ops, name)) -> Batched:
-            return op(x.movedim(in_dims[0], 0), *args), 0
-
-        torch.library.register_vmap(f"torch_overlap::{name}", _)
+    for name in ("all_reduce", "broadcast", "_reduce_to_root", "permute"):
+        torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))

@@ -16,8 +16,8 @@ Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::str
   return at::empty_symint(sizes, x.options());
 }
 
-// Gathering along dimension 0 needs no copy. Along another one, the ranks' parts arrive side by side
-// and are put in order by one copy.
+// Gathering along dimension 0 needs no copy. Along another one, the ranks' parts arrive side by
+// side and are put in order by one copy.
 Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size,
                          std::string_view grad) {
   auto out = all_gather_out(x, dim, group_size, grad);
@@ -99,7 +99,8 @@ Tensor all_gather_async(const Tensor& x, int64_t dim, std::string_view comm, int
   return noted(start(materialized(x), dim, comm, group_size));
 }
 
-// --- This rank's part: I -> S, its gradient is the invariant all_gather -----------------------------
+// --- This rank's part: I -> S, its gradient is the invariant all_gather
+// -----------------------------
 
 Tensor own_part_out(const Tensor& x, int64_t dim, int64_t group_size) {
   check_group_size("own_part", group_size);
@@ -164,12 +165,10 @@ Tensor own_part(const Tensor& x, int64_t dim, std::string_view comm, int64_t gro
 }  // namespace torch_overlap::ops
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "all_gather(Tensor x, int dim, str comm, int group_size, str grad=\"R\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "all_gather_async(Tensor x, int dim, str comm, int group_size, str grad=\"R\") -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  m.def("all_gather(Tensor x, int dim, str comm, int group_size, str grad=\"R\") -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def("all_gather_async(Tensor x, int dim, str comm, int group_size, str grad=\"R\") -> Tensor",
+        {at::Tag::pt2_compliant_tag});
   m.def("_own_part(Tensor x, int dim, str comm, int group_size) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 }

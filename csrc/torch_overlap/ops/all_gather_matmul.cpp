@@ -17,8 +17,9 @@ struct Outputs {
 
 // gather_dim, non-negative: a dimension of rows, never the one that is multiplied away.
 int64_t row_dim(const Tensor& x, int64_t gather_dim) {
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp, ": expected x of two or more dimensions, got shape ",
-                      x.sym_sizes(), "; use x.unsqueeze(0)");
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
+                      "; use x.unsqueeze(0)");
   const int64_t dim = wrap_dim(kOp, x, gather_dim, "gather_dim");
   TORCH_OVERLAP_CHECK(dim + 1 < x.dim(), kValue, kOp, ": expected gather_dim to be a dimension of ",
                       "rows, got ", gather_dim, ", the features of shape ", x.sym_sizes(),
@@ -26,11 +27,11 @@ int64_t row_dim(const Tensor& x, int64_t gather_dim) {
   return dim;
 }
 
-// products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i]; the gathered x, or an empty one.
+// products[i] = all_gather(x, gather_dim) weights[i]^T + biases[i]; the gathered x, or an empty
+// one.
 Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
-                              const OptionalTensors& biases, int64_t group_size,
-                              int64_t gather_dim, bool return_gathered,
-                              std::string_view algorithm) {
+                              const OptionalTensors& biases, int64_t group_size, int64_t gather_dim,
+                              bool return_gathered, std::string_view algorithm) {
   check_group_size(kOp, group_size);
   check_algorithm(kOp, algorithm);
   const int64_t dim = row_dim(x, gather_dim);
@@ -41,7 +42,8 @@ Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= group_size;
   Outputs out;
-  out.gathered = return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
+  out.gathered =
+      return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
   for (size_t i = 0; i < weights.size(); ++i) {
     check_weight(kOp, x, weights[i]);
     sizes.back() = weights[i].sym_size(0);
@@ -55,8 +57,8 @@ Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
 std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
     const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
-  auto out = all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered,
-                                   algorithm);
+  auto out =
+      all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered, algorithm);
   const auto communicator = find_comm(kOp, comm, group_size);
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
@@ -97,25 +99,28 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
 std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_meta(
     const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view,
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
-  auto out = all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered,
-                                   algorithm);
+  auto out =
+      all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered, algorithm);
   return {std::move(out.products), std::move(out.gathered)};
 }
 
-// --- Gradient ---------------------------------------------------------------------------------------
+// --- Gradient
+// ---------------------------------------------------------------------------------------
 //
 // With g_i the gradient of product i and G = all_gather(x):
 //   x:          reduce_scatter(sum_i g_i w_i  [+ the gradient of the gathered x])
 //   weights[i]: g_i^T G          biases[i]: g_i summed over rows
 // Chunked, G is gathered again (unless it was kept) while the first products are computed, each
-// partial product travels while the next is computed, and the gradients of the weights hide the last.
+// partial product travels while the next is computed, and the gradients of the weights hide the
+// last.
 
 struct Gradients {
   Tensor x;
   std::vector<Tensor> weights;
 };
 
-// `wanted`: indices of the weights whose gradient is asked. What is not asked is empty, of shape [0].
+// `wanted`: indices of the weights whose gradient is asked. What is not asked is empty, of shape
+// [0].
 Gradients gradients_out(const Tensor& x, at::TensorList weights, bool x_wanted,
                         at::IntArrayRef wanted) {
   Gradients out;
@@ -135,8 +140,7 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
-  const bool chunked =
-      choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kChunked;
+  const bool chunked = choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kChunked;
 
   std::optional<GatherPipeline> gather;
   Tensor inputs;
@@ -190,10 +194,12 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   return {std::move(out.x), std::move(out.weights)};
 }
 
-std::tuple<Tensor, std::vector<Tensor>> gradients_meta(
-    at::TensorList, const Tensor& x, at::TensorList weights, const std::optional<Tensor>&,
-    const std::optional<Tensor>&, bool x_wanted, at::IntArrayRef wanted, std::string_view, int64_t,
-    int64_t, std::string_view) {
+std::tuple<Tensor, std::vector<Tensor>> gradients_meta(at::TensorList, const Tensor& x,
+                                                       at::TensorList weights,
+                                                       const std::optional<Tensor>&,
+                                                       const std::optional<Tensor>&, bool x_wanted,
+                                                       at::IntArrayRef wanted, std::string_view,
+                                                       int64_t, int64_t, std::string_view) {
   auto out = gradients_out(x, weights, x_wanted, wanted);
   return {std::move(out.x), std::move(out.weights)};
 }
@@ -202,7 +208,8 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
  public:
   static constexpr bool is_traceable = true;
 
-  // `biases`: those that exist, for the weights `biased`. Returns the products, then the gathered x.
+  // `biases`: those that exist, for the weights `biased`. Returns the products, then the gathered
+  // x.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
                                at::TensorList biases, const std::vector<int64_t>& biased,
                                std::string_view comm, int64_t group_size, int64_t gather_dim,
@@ -211,9 +218,8 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
     OptionalTensors optional_biases;
     if (!biased.empty()) optional_biases.resize(weights.size(), std::nullopt);
     for (size_t i = 0; i < biased.size(); ++i) optional_biases.set(biased[i], biases[i]);
-    auto [outputs, gathered] =
-        ops::all_gather_matmul(x, weights, optional_biases, comm, group_size, gather_dim,
-                               return_gathered, algorithm);
+    auto [outputs, gathered] = ops::all_gather_matmul(x, weights, optional_biases, comm, group_size,
+                                                      gather_dim, return_gathered, algorithm);
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
     if (return_gathered) saved.push_back(gathered);
@@ -288,7 +294,8 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
       return result;
     }
 
-    static const auto gradients = find_op<decltype(gradients_kernel)>("_all_gather_matmul_backward");
+    static const auto gradients =
+        find_op<decltype(gradients_kernel)>("_all_gather_matmul_backward");
     auto [x_grad, weight_grads] = gradients.call(
         used_grads, x, used_weights, kept ? std::optional(saved.back()) : std::nullopt,
         gathered_grad.defined() ? std::optional(gathered_grad) : std::nullopt, x_reached, wanted,
@@ -316,8 +323,8 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_autograd(
   // Wrong counts go the plain way too, to its message.
   if (!differentiable || weights.empty() || (!biases.empty() && biases.size() != weights.size())) {
     const BelowAutograd guard;
-    return ops::all_gather_matmul(x, weights, biases, comm, group_size, gather_dim,
-                                  return_gathered, algorithm);
+    return ops::all_gather_matmul(x, weights, biases, comm, group_size, gather_dim, return_gathered,
+                                  algorithm);
   }
   auto outputs = AllGatherMatmul::apply(x, weights, at::TensorList(existing), biased, comm,
                                         group_size, gather_dim, return_gathered, algorithm);
@@ -328,9 +335,11 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_autograd(
 
 }  // namespace
 
-std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul(
-    const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
-    int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
+std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul(const Tensor& x, at::TensorList weights,
+                                                          const OptionalTensors& biases,
+                                                          std::string_view comm, int64_t group_size,
+                                                          int64_t gather_dim, bool return_gathered,
+                                                          std::string_view algorithm) {
   static const auto handle = find_op<decltype(all_gather_matmul_kernel)>("all_gather_matmul");
   return handle.call(x, weights, biases, comm, group_size, gather_dim, return_gathered, algorithm);
 }

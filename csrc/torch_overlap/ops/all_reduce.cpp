@@ -53,9 +53,8 @@ class AllReduce : public Function<AllReduce> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
-    const double scale =
-        gradient_scale("all_reduce", ctx->saved_data["op"].toStringRef(), group_size,
-                       ctx->saved_data["factor"].toOptional<Scalar>());
+    const double scale = gradient_scale("all_reduce", ctx->saved_data["op"].toStringRef(),
+                                        group_size, ctx->saved_data["factor"].toOptional<Scalar>());
     Tensor grad = grads[0];
     if (ctx->saved_data["grad"].toStringRef() == "R") {
       grad = ops::all_reduce(grad, "sum", ctx->saved_data["comm"].toStringRef(), group_size);
@@ -86,9 +85,10 @@ Tensor all_reduce_async(const Tensor& x, std::string_view op, std::string_view c
 Tensor& all_reduce_(Tensor& x, std::string_view op, std::string_view comm,
                     const OptionalScalar& factor) {
   const auto reduction = parse_reduction("all_reduce_", op, factor);
-  TORCH_OVERLAP_CHECK(!needs_autograd(x), kUnsupported,
-                      "all_reduce_: expected a tensor that needs no gradient, got one that requires ",
-                      "it; use all_reduce, or torch.no_grad()");
+  TORCH_OVERLAP_CHECK(
+      !needs_autograd(x), kUnsupported,
+      "all_reduce_: expected a tensor that needs no gradient, got one that requires ",
+      "it; use all_reduce, or torch.no_grad()");
   static const auto traced =
       find_op<Tensor(const Tensor&, std::string_view, std::string_view, const OptionalScalar&)>(
           "_all_reduce_traced");

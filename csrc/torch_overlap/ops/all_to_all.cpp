@@ -16,8 +16,8 @@ Dims wrap_dims(const Tensor& x, int64_t split_dim, int64_t concat_dim) {
   return {wrap_dim(kOp, x, split_dim, "split_dim"), wrap_dim(kOp, x, concat_dim, "concat_dim")};
 }
 
-// Part r of x along split_dim goes to rank r; what arrives is put behind each other along concat_dim,
-// in rank order; contiguous.
+// Part r of x along split_dim goes to rank r; what arrives is put behind each other along
+// concat_dim, in rank order; contiguous.
 Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t group_size) {
   check_group_size(kOp, group_size);
   const auto dims = wrap_dims(x, split_dim, concat_dim);
@@ -74,15 +74,15 @@ class AllToAll : public Function<AllToAll> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {ops::all_to_all(grads[0], ctx->saved_data["concat_dim"].toInt(),
-                            ctx->saved_data["split_dim"].toInt(),
-                            ctx->saved_data["comm"].toStringRef(),
-                            ctx->saved_data["group_size"].toInt()),
-            {},
-            {},
-            {},
-            {},
-            {}};
+    return {
+        ops::all_to_all(grads[0], ctx->saved_data["concat_dim"].toInt(),
+                        ctx->saved_data["split_dim"].toInt(), ctx->saved_data["comm"].toStringRef(),
+                        ctx->saved_data["group_size"].toInt()),
+        {},
+        {},
+        {},
+        {},
+        {}};
   }
 };
 
@@ -112,9 +112,8 @@ Tensor all_to_all(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::s
 }  // namespace torch_overlap::ops
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "all_to_all(Tensor x, int split_dim, int concat_dim, str comm, int group_size) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  m.def("all_to_all(Tensor x, int split_dim, int concat_dim, str comm, int group_size) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
   m.def(
       "all_to_all_async(Tensor x, int split_dim, int concat_dim, str comm, int group_size)"
       " -> Tensor",

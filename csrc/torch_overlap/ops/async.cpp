@@ -26,9 +26,8 @@ class PendingWorks {
     std::vector<WorkPtr> done;  // works die outside the lock
     std::lock_guard lock(mutex_);
     if (entries_.size() >= sweep_at_) done = sweep();
-    entries_.insert_or_assign(
-        storage.unsafeGetStorageImpl(),
-        Entry{storage.getWeakStorageImpl(), std::move(work)});
+    entries_.insert_or_assign(storage.unsafeGetStorageImpl(),
+                              Entry{storage.getWeakStorageImpl(), std::move(work)});
   }
 
   WorkPtr take(const at::Tensor& tensor) {
@@ -78,10 +77,10 @@ PendingWorks& pending() {
   return *works;
 }
 
-constexpr c10::DispatchKeySet kTracedKeys({
-    c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
-    c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-    c10::DispatchKey::BatchedNestedTensor});
+constexpr c10::DispatchKeySet kTracedKeys(
+    {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
+     c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+     c10::DispatchKey::BatchedNestedTensor});
 
 }  // namespace
 

@@ -9,7 +9,8 @@
 namespace torch_overlap::ops {
 
 int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what) {
-  TORCH_OVERLAP_CHECK(x.dim() > 0, kValue, op, ": expected a tensor of one or more dimensions, got ",
+  TORCH_OVERLAP_CHECK(x.dim() > 0, kValue, op,
+                      ": expected a tensor of one or more dimensions, got ",
                       "a scalar; use x.reshape(1)");
   TORCH_OVERLAP_CHECK(dim >= -x.dim() && dim < x.dim(), kValue, op, ": expected ", what, " in [",
                       -x.dim(), ", ", x.dim() - 1, "], got ", dim, " for shape ", x.sym_sizes());
@@ -49,8 +50,7 @@ void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& we
   TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op, ": expected a weight [out_features, ",
                       "in_features], got shape ", weight.sym_sizes());
   check_dtype(op, "a weight", x, weight);
-  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1),
-             weight.sym_size(1));
+  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1), weight.sym_size(1));
 }
 
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
@@ -66,7 +66,8 @@ void check_choice(std::string_view op, std::string_view what, std::string_view c
   for (const auto& choice : split_string(choices, ' ')) {
     if (choice == value) return;
   }
-  fail(ErrorKind::kValue, op, ": expected ", what, " to be one of ", choices, ", got '", value, "'");
+  fail(ErrorKind::kValue, op, ": expected ", what, " to be one of ", choices, ", got '", value,
+       "'");
 }
 
 std::shared_ptr<TorchComm> find_comm(std::string_view name) { return get_comm(std::string(name)); }

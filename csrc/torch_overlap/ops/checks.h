@@ -41,8 +41,9 @@ std::shared_ptr<TorchComm> find_comm(std::string_view name);
 ReduceOp parse_reduction(std::string_view op, std::string_view name,
                          const std::optional<at::Scalar>& factor);
 
-// The number that the gradient of a linear reduction is multiplied with: 1 for sum, 1/group_size for
-// avg, the factor for premul_sum. A kUnsupported error for the others, which have no gradient here.
+// The number that the gradient of a linear reduction is multiplied with: 1 for sum, 1/group_size
+// for avg, the factor for premul_sum. A kUnsupported error for the others, which have no gradient
+// here.
 double gradient_scale(std::string_view op, std::string_view name, int64_t group_size,
                       const std::optional<at::Scalar>& factor);
 

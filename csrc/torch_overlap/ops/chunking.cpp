@@ -7,8 +7,8 @@
 namespace torch_overlap::ops {
 namespace {
 
-// Below this many rows a chunk's GEMM takes less time than issuing its transfer: a GEMM of 256 x 4096
-// x 4096 takes about 15 us on an H200.
+// Below this many rows a chunk's GEMM takes less time than issuing its transfer: a GEMM of 256 x
+// 4096 x 4096 takes about 15 us on an H200.
 constexpr int64_t kMinChunkRows = 256;
 
 }  // namespace

@@ -19,8 +19,9 @@ Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
   check_group_size(kOp, group_size);
   check_algorithm(kOp, algorithm);
   check_choice(kOp, "op", "sum avg", op);
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp, ": expected x of two or more dimensions, got shape ",
-                      x.sym_sizes(), "; use x.unsqueeze(0)");
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
+                      "; use x.unsqueeze(0)");
   check_weight(kOp, x, weight);
   if (bias) check_bias(kOp, x, *bias, weight);
   auto sizes = x.sym_sizes().vec();
@@ -65,15 +66,16 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
 
 Tensor matmul_all_reduce_meta(const Tensor& x, const Tensor& weight,
                               const std::optional<Tensor>& bias, std::string_view,
-                              int64_t group_size, std::string_view op,
-                              std::string_view algorithm) {
+                              int64_t group_size, std::string_view op, std::string_view algorithm) {
   return matmul_all_reduce_out(x, weight, bias, group_size, op, algorithm);
 }
 
-// --- Gradient: P -> R ---------------------------------------------------------------------------------
+// --- Gradient: P -> R
+// ---------------------------------------------------------------------------------
 //
-// With g the gradient and A = all_reduce(g):  x: A weight    weight: A^T x    bias: g summed over rows
-// Chunked, the pieces of g are all reduced in the background while the rows of x's gradient follow.
+// With g the gradient and A = all_reduce(g):  x: A weight    weight: A^T x    bias: g summed over
+// rows Chunked, the pieces of g are all reduced in the background while the rows of x's gradient
+// follow.
 
 std::tuple<Tensor, Tensor> gradients_out(const Tensor& x, const Tensor& weight, bool x_wanted,
                                          bool weight_wanted) {
@@ -83,10 +85,9 @@ std::tuple<Tensor, Tensor> gradients_out(const Tensor& x, const Tensor& weight, 
 }
 
 std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
-                                            const Tensor& weight, bool x_wanted,
-                                            bool weight_wanted, std::string_view comm,
-                                            int64_t group_size, std::string_view op,
-                                            std::string_view algorithm) {
+                                            const Tensor& weight, bool x_wanted, bool weight_wanted,
+                                            std::string_view comm, int64_t group_size,
+                                            std::string_view op, std::string_view algorithm) {
   auto [x_grad, weight_grad] = gradients_out(x, weight, x_wanted, weight_wanted);
   const auto communicator = find_comm(kOp, comm, group_size);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
@@ -161,7 +162,8 @@ class MatmulAllReduce : public Function<MatmulAllReduce> {
       if (weight_wanted) result[1] = sum.flatten(0, -2).t().mm(saved[0].flatten(0, -2));
       return result;
     }
-    static const auto gradients = find_op<decltype(gradients_kernel)>("_matmul_all_reduce_backward");
+    static const auto gradients =
+        find_op<decltype(gradients_kernel)>("_matmul_all_reduce_backward");
     auto [x_grad, weight_grad] =
         gradients.call(grads[0], saved[0], saved[1], x_wanted, weight_wanted, comm, group_size, op,
                        ctx->saved_data["algorithm"].toStringRef());

@@ -10,12 +10,13 @@ namespace {
 constexpr std::string_view kOp = "matmul_reduce_scatter";
 
 int64_t row_dim(const Tensor& x, int64_t scatter_dim) {
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp, ": expected x of two or more dimensions, got shape ",
-                      x.sym_sizes(), "; use x.unsqueeze(0)");
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
+                      "; use x.unsqueeze(0)");
   const int64_t dim = wrap_dim(kOp, x, scatter_dim, "scatter_dim");
-  TORCH_OVERLAP_CHECK(dim + 1 < x.dim(), kValue, kOp, ": expected scatter_dim to be a dimension of ",
-                      "rows, got ", scatter_dim, ", the features of shape ", x.sym_sizes(),
-                      "; use a matmul and reduce_scatter");
+  TORCH_OVERLAP_CHECK(
+      dim + 1 < x.dim(), kValue, kOp, ": expected scatter_dim to be a dimension of ", "rows, got ",
+      scatter_dim, ", the features of shape ", x.sym_sizes(), "; use a matmul and reduce_scatter");
   return dim;
 }
 
@@ -82,7 +83,8 @@ Tensor matmul_reduce_scatter_meta(const Tensor& x, const Tensor& weight,
 }
 
 // With g the gradient (divided by the group size for a mean) and G = all_gather(g):
-//   x: G weight, which is all_gather_matmul(g, weight^T)    weight: G^T x    bias: g summed over rows
+//   x: G weight, which is all_gather_matmul(g, weight^T)    weight: G^T x    bias: g summed over
+//   rows
 class MatmulReduceScatter : public Function<MatmulReduceScatter> {
  public:
   static constexpr bool is_traceable = true;
@@ -92,8 +94,8 @@ class MatmulReduceScatter : public Function<MatmulReduceScatter> {
                         int64_t group_size, int64_t scatter_dim, std::string_view op,
                         std::string_view algorithm) {
     const BelowAutograd guard;
-    auto out = ops::matmul_reduce_scatter(x, weight, bias, comm, group_size, scatter_dim, op,
-                                          algorithm);
+    auto out =
+        ops::matmul_reduce_scatter(x, weight, bias, comm, group_size, scatter_dim, op, algorithm);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["comm"] = std::string(comm);
@@ -116,13 +118,12 @@ class MatmulReduceScatter : public Function<MatmulReduceScatter> {
     if (!x_wanted && !weight_wanted) return result;
     const auto& comm = ctx->saved_data["comm"].toStringRef();
     const int64_t dim = ctx->saved_data["scatter_dim"].toInt();
-    const auto grad =
-        ctx->saved_data["mean"].toBool() ? grads[0].div(group_size) : grads[0];
+    const auto grad = ctx->saved_data["mean"].toBool() ? grads[0].div(group_size) : grads[0];
     Tensor gathered;
     if (x_wanted) {
       auto [products, inputs] = ops::all_gather_matmul(
-          grad, {saved[1].t()}, OptionalTensors(), comm, group_size, dim, /*return_gathered=*/weight_wanted,
-          ctx->saved_data["algorithm"].toStringRef());
+          grad, {saved[1].t()}, OptionalTensors(), comm, group_size, dim,
+          /*return_gathered=*/weight_wanted, ctx->saved_data["algorithm"].toStringRef());
       result[0] = std::move(products[0]);
       gathered = std::move(inputs);
     } else {
@@ -153,7 +154,8 @@ Tensor matmul_reduce_scatter(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, std::string_view comm,
                              int64_t group_size, int64_t scatter_dim, std::string_view op,
                              std::string_view algorithm) {
-  static const auto handle = find_op<decltype(matmul_reduce_scatter_kernel)>("matmul_reduce_scatter");
+  static const auto handle =
+      find_op<decltype(matmul_reduce_scatter_kernel)>("matmul_reduce_scatter");
   return handle.call(x, weight, bias, comm, group_size, scatter_dim, op, algorithm);
 }
 

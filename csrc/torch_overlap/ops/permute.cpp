@@ -20,7 +20,8 @@ Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
     TORCH_OVERLAP_CHECK(pairs[i] >= 0 && pairs[i + 1] >= 0, kValue, kOp,
                         ": expected ranks >= 0 in pairs, got ", list_string(pairs));
     TORCH_OVERLAP_CHECK(sources.insert(pairs[i]).second && targets.insert(pairs[i + 1]).second,
-                        kValue, kOp, ": expected every rank at most once as a source and once as a ",
+                        kValue, kOp,
+                        ": expected every rank at most once as a source and once as a ",
                         "target, got pairs ", list_string(pairs));
   }
   return at::empty_symint(x.sym_sizes(), x.options());
@@ -115,9 +116,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
   m.impl("permute", torch_overlap::ops::permute_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
-  m.impl("permute", torch_overlap::ops::permute_meta);
-}
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { m.impl("permute", torch_overlap::ops::permute_meta); }
 
 TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
   m.impl("permute", torch_overlap::ops::permute_autograd);

@@ -22,9 +22,9 @@ GatherPipeline::GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep
   for (size_t step = 1; step < schedule_.size(); ++step) {
     const Span span("chunk_comm", step);
     const auto [chunk, to] = schedule_[step];
-    works_.push_back(comm.batch_send_recv({{P2POp::Type::SEND, own_, to},
-                                           {P2POp::Type::RECV, buffer_.select(0, chunk), chunk}},
-                                          /*async_op=*/true));
+    works_.push_back(comm.batch_send_recv(
+        {{P2POp::Type::SEND, own_, to}, {P2POp::Type::RECV, buffer_.select(0, chunk), chunk}},
+        /*async_op=*/true));
   }
   if (keep_own) buffer_.select(0, comm.rank()).copy_(own_);
 }
@@ -59,10 +59,9 @@ void ScatterPipeline::send(size_t step) {
   if (is_own(step)) return;
   const Span span("chunk_comm", step);
   const auto [chunk, from] = schedule_[step];
-  works_.push_back(
-      comm_.batch_send_recv({{P2POp::Type::SEND, partial(step), chunk},
-                             {P2POp::Type::RECV, arriving_.select(0, from), from}},
-                            /*async_op=*/true));
+  works_.push_back(comm_.batch_send_recv({{P2POp::Type::SEND, partial(step), chunk},
+                                          {P2POp::Type::RECV, arriving_.select(0, from), from}},
+                                         /*async_op=*/true));
 }
 
 at::Tensor ScatterPipeline::reduce(bool mean) {
@@ -87,9 +86,7 @@ void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& we
   }
 }
 
-at::Tensor to_rows(const at::Tensor& x, int64_t dim) {
-  return dim_first(x, dim).flatten(0, -2);
-}
+at::Tensor to_rows(const at::Tensor& x, int64_t dim) { return dim_first(x, dim).flatten(0, -2); }
 
 at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like, int64_t dim) {
   if (like.dim() == 2) return rows;

@@ -16,8 +16,8 @@
 // graph: they never look at the device from the host. Used by one thread, inside one operator call.
 namespace torch_overlap::ops {
 
-// A named stretch of host time in a profile, e.g. "torch_overlap::chunk_gemm[2]". Costs nothing when
-// nobody profiles. A timeline shows with these that transfer i+1 is issued before GEMM i ends.
+// A named stretch of host time in a profile, e.g. "torch_overlap::chunk_gemm[2]". Costs nothing
+// when nobody profiles. A timeline shows with these that transfer i+1 is issued before GEMM i ends.
 class Span {
  public:
   Span(std::string_view name, size_t index);
@@ -29,8 +29,8 @@ class Span {
 // Rows of all ranks, gathered chunk by chunk in the order of gather_schedule().
 class GatherPipeline {
  public:
-  // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. With `keep_own`
-  // gathered() has this rank's rows too.
+  // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. With
+  // `keep_own` gathered() has this rank's rows too.
   GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep_own);
 
   size_t steps() const { return schedule_.size(); }
@@ -50,8 +50,7 @@ class GatherPipeline {
 // Partial products that are sent to the ranks that sum them, in the order of scatter_schedule().
 class ScatterPipeline {
  public:
-  ScatterPipeline(TorchComm& comm, int64_t rows, int64_t columns,
-                  const at::TensorOptions& options);
+  ScatterPipeline(TorchComm& comm, int64_t rows, int64_t columns, const at::TensorOptions& options);
 
   size_t steps() const { return schedule_.size(); }
   int chunk(size_t step) const { return schedule_[step].chunk; }
@@ -60,8 +59,8 @@ class ScatterPipeline {
   at::Tensor partial(size_t step);
   // Starts the transfer of what was written there; nothing to do for the own chunk.
   void send(size_t step);
-  // The sum of all ranks' partial products of this rank's rows, or their mean. In rank order, 8- and
-  // 16-bit floats accumulate in fp32 and are rounded once.
+  // The sum of all ranks' partial products of this rank's rows, or their mean. In rank order, 8-
+  // and 16-bit floats accumulate in fp32 and are rounded once.
   at::Tensor reduce(bool mean);
 
  private:
@@ -78,8 +77,8 @@ void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& we
 
 // `x` as [rows, features]: dimension `dim` first, then all but the last flattened.
 at::Tensor to_rows(const at::Tensor& x, int64_t dim);
-// The way back: rows whose leading dimensions, `dim` first, are those of `like` (of any length along
-// `dim`), as a contiguous tensor.
+// The way back: rows whose leading dimensions, `dim` first, are those of `like` (of any length
+// along `dim`), as a contiguous tensor.
 at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like, int64_t dim);
 
 }  // namespace torch_overlap::ops

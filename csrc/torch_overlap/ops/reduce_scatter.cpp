@@ -28,8 +28,8 @@ Started start(const Tensor& x, int64_t dim, std::string_view op, std::string_vie
   const auto parts =
       dim == 0 ? x.contiguous()
                : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
-  auto work = communicator->reduce_scatter_single(out, parts, parse_reduction(kOp, op, factor),
-                                                  async_op);
+  auto work =
+      communicator->reduce_scatter_single(out, parts, parse_reduction(kOp, op, factor), async_op);
   return {std::move(out), std::move(work)};
 }
 

@@ -12,9 +12,9 @@
 
 // What a file that defines an operator includes, and nothing else does (it is slow to compile).
 //
-// Such a file reads from top to bottom: the shape function, which checks the arguments and allocates
-// the result and serves the Meta and the real kernel; the kernel; the gradient; the `_async` form; and
-// last what is registered.
+// Such a file reads from top to bottom: the shape function, which checks the arguments and
+// allocates the result and serves the Meta and the real kernel; the kernel; the gradient; the
+// `_async` form; and last what is registered.
 namespace torch_overlap::ops {
 
 using at::IValue;

@@ -12,9 +12,10 @@ void check_peer(std::string_view op, std::string_view what, int64_t peer) {
 }
 
 void check_no_gradient(std::string_view op, const Tensor& x) {
-  TORCH_OVERLAP_CHECK(!needs_autograd(x), kUnsupported, op,
-                      ": expected a tensor that needs no gradient, got one that requires it; detach ",
-                      "it, or use permute, which has a gradient");
+  TORCH_OVERLAP_CHECK(
+      !needs_autograd(x), kUnsupported, op,
+      ": expected a tensor that needs no gradient, got one that requires it; detach ",
+      "it, or use permute, which has a gradient");
 }
 
 void send_kernel(const Tensor& x, int64_t dst, std::string_view comm) {

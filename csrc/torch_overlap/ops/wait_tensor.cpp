@@ -3,8 +3,8 @@
 namespace torch_overlap::ops {
 namespace {
 
-// `_wait_` changes what the memory of x holds, and returns nothing: that is what a compiler must know
-// to keep it before every reader of x. wait_tensor is that, and x again; its gradient is x's.
+// `_wait_` changes what the memory of x holds, and returns nothing: that is what a compiler must
+// know to keep it before every reader of x. wait_tensor is that, and x again; its gradient is x's.
 void wait_kernel(const Tensor& x) { wait_for_work(x); }
 
 void wait_meta(const Tensor&) {}

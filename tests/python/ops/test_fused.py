@@ -1,5 +1,6 @@
 """Fused products against the same in fp64 on one rank: values, gradients, order of transfers and GEMMs."""
 
+import itertools
 import random
 
 import pytest
@@ -131,6 +132,10 @@ def second_order(outputs, leaves, loss_weights, directions):
     return [g.detach() for g in first], torch.autograd.grad(again, leaves)
 
 
+def joined(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def compare(comm, sharded, leaves, want_outputs, want, loss_weights, directions):
     outputs = sharded(leaves)
     for got, output in zip(outputs, want_outputs, strict=True):
@@ -157,8 +162,7 @@ def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep):
     wants = [[F.linear(gathered, w1), F.linear(gathered, w2, b2)] + [gathered] * keep for _, w1, w2, b2 in leaves]
     loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
     directions = [[data(*x.shape) for x in mine] for mine in leaves]
-    flat = [second_order(sum(wants, []), sum(leaves, []), sum(loss_weights, []), sum(directions, []))]
-    first, second = flat[0]
+    first, second = second_order(*map(joined, (wants, leaves, loss_weights, directions)))
 
     def rank(comm):
         me = comm.get_rank()
@@ -193,7 +197,7 @@ def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind):
         wants = [[total.chunk(size, dim)[r] + leaves[r][2]] for r in range(size)]
     loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
     directions = [[data(*x.shape) for x in mine] for mine in leaves]
-    first, second = second_order(sum(wants, []), sum(leaves, []), sum(loss_weights, []), sum(directions, []))
+    first, second = second_order(*map(joined, (wants, leaves, loss_weights, directions)))
 
     def rank(comm):
         me = comm.get_rank()
@@ -202,9 +206,7 @@ def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind):
             if kind == "all_reduce":
                 return [ops.matmul_all_reduce(mine[0], mine[1], comm, mine[2], op=op, algorithm=algorithm)]
             return [
-                ops.matmul_reduce_scatter(
-                    mine[0], mine[1], comm, mine[2], scatter_dim=dim, op=op, algorithm=algorithm
-                )
+                ops.matmul_reduce_scatter(mine[0], mine[1], comm, mine[2], scatter_dim=dim, op=op, algorithm=algorithm)
             ]
 
         mine = [leaf(x) for x in leaves[me]]

@@ -17,10 +17,9 @@ pytestmark = pytest.mark.timeout(120)
 SIZES = [1, 2, 3, 4]
 
 
-
-
 def cases(size):
     """name -> (input shape, on a rank, reference: list of all inputs -> list of all results)."""
+
     def total(xs):
         return torch.stack(xs).sum(0)
 
