@@ -16,15 +16,15 @@ Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::str
   return at::empty_symint(sizes, x.options());
 }
 
-// Gathering along dimension 0 needs no copy. Along another one, the ranks' parts arrive side by
-// side and are put in order by one copy.
+// Gathering along the outermost dimension needs no copy. Along another one, the ranks' parts arrive
+// side by side and are put in order by one copy.
 Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size,
                          std::string_view grad) {
   auto out = all_gather_out(x, dim, group_size, grad);
   const auto communicator = find_comm(kOp, comm, group_size);
   const auto mine = x.contiguous();
   dim = wrap_dim(kOp, x, dim, "dim");
-  if (dim == 0) {
+  if (is_outermost(x, dim)) {
     communicator->all_gather_single(out, mine, /*async_op=*/false);
     return out;
   }
@@ -99,8 +99,7 @@ Tensor all_gather_async(const Tensor& x, int64_t dim, std::string_view comm, int
   return noted(start(materialized(x), dim, comm, group_size));
 }
 
-// --- This rank's part: I -> S, its gradient is the invariant all_gather
-// -----------------------------
+// This rank's part: I -> S. Its gradient is the invariant all_gather.
 
 Tensor own_part_out(const Tensor& x, int64_t dim, int64_t group_size) {
   check_group_size("own_part", group_size);

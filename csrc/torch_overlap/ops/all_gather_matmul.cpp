@@ -63,36 +63,30 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
-  // Along dimension 0 the products and gathered rows are the results; else they are put in order.
   std::vector<Tensor> products;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    products.push_back(dim == 0 ? out.products[i].flatten(0, -2)
-                                : at::empty({group_size * rows, weights[i].size(0)}, x.options()));
-  }
+  for (const auto& product : out.products) products.push_back(rows_of(product, dim));
   const auto multiply = [&](const Tensor& input, int64_t begin) {
     for (size_t i = 0; i < weights.size(); ++i) {
       linear_out(products[i].narrow(0, begin, input.size(0)), input, weights[i],
                  biases.empty() ? std::nullopt : biases.get(i));
     }
   };
-  Tensor gathered;
+  std::optional<Tensor> gathered;
+  if (return_gathered) gathered = rows_of(out.gathered, dim);
   if (choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kSequential) {
-    gathered = at::empty({group_size * rows, own.size(1)}, x.options());
-    communicator->all_gather_single(gathered, own, /*async_op=*/false);
-    multiply(gathered, 0);
+    if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
+    communicator->all_gather_single(*gathered, own, /*async_op=*/false);
+    multiply(*gathered, 0);
   } else {
-    GatherPipeline gather(*communicator, own, return_gathered);
+    GatherPipeline gather(*communicator, own, gathered);
     for (size_t step = 0; step < gather.steps(); ++step) {
       const auto input = gather.wait(step);
       const Span span("chunk_gemm", step);
       multiply(input, gather.chunk(step) * rows);
     }
-    if (return_gathered) gathered = gather.gathered();
   }
-  if (dim != 0) {
-    for (size_t i = 0; i < products.size(); ++i) out.products[i] = from_rows(products[i], x, dim);
-  }
-  if (return_gathered) out.gathered = from_rows(gathered, x, dim);
+  for (size_t i = 0; i < products.size(); ++i) put_rows(products[i], out.products[i], dim);
+  if (return_gathered) put_rows(*gathered, out.gathered, dim);
   return {std::move(out.products), std::move(out.gathered)};
 }
 
@@ -104,8 +98,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_meta(
   return {std::move(out.products), std::move(out.gathered)};
 }
 
-// --- Gradient
-// ---------------------------------------------------------------------------------------
+// The gradient.
 //
 // With g_i the gradient of product i and G = all_gather(x):
 //   x:          reduce_scatter(sum_i g_i w_i  [+ the gradient of the gathered x])
@@ -147,7 +140,8 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   if (!wanted.empty() && gathered) {
     inputs = to_rows(*gathered, dim);
   } else if (!wanted.empty() && chunked) {
-    gather.emplace(*communicator, own, /*keep_own=*/true);
+    inputs = at::empty({group_size * rows, own.size(1)}, x.options());
+    gather.emplace(*communicator, own, inputs);
   } else if (!wanted.empty()) {
     inputs = at::empty({group_size * rows, own.size(1)}, x.options());
     communicator->all_gather_single(inputs, own, /*async_op=*/false);
@@ -169,8 +163,8 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
     }
   };
 
-  Gradients out;
-  out.x = at::empty({0}, x.options());
+  auto [x_grad, weight_grads] = gradients_out(x, weights, x_wanted, wanted);
+  const auto x_rows = x_wanted ? rows_of(x_grad, dim) : Tensor();
   std::optional<ScatterPipeline> scatter;
   if (x_wanted && chunked) {
     scatter.emplace(*communicator, rows, own.size(1), x.options());
@@ -184,14 +178,15 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   } else if (x_wanted) {
     const auto partial = at::empty({group_size * rows, own.size(1)}, x.options());
     multiply(partial, 0, group_size * rows);
-    const auto sum = at::empty_like(own);
-    communicator->reduce_scatter_single(sum, partial, RedOpType::SUM, /*async_op=*/false);
-    out.x = from_rows(sum, x, dim);
+    communicator->reduce_scatter_single(x_rows, partial, RedOpType::SUM, /*async_op=*/false);
   }
-  if (gather) inputs = gather->gathered();
-  for (const int64_t i : wanted) out.weights.push_back(at::mm(grad_rows[i].t(), inputs));
-  if (scatter) out.x = from_rows(scatter->reduce(/*mean=*/false), x, dim);
-  return {std::move(out.x), std::move(out.weights)};
+  if (gather) gather->wait_all();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    at::mm_out(weight_grads[i], grad_rows[wanted[i]].t(), inputs);
+  }
+  if (scatter) scatter->reduce(x_rows, /*mean=*/false);
+  if (x_wanted) put_rows(x_rows, x_grad, dim);
+  return {std::move(x_grad), std::move(weight_grads)};
 }
 
 std::tuple<Tensor, std::vector<Tensor>> gradients_meta(at::TensorList, const Tensor& x,

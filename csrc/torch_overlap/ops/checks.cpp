@@ -2,6 +2,8 @@
 
 #include <ATen/ops/movedim.h>
 
+#include <algorithm>
+
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/comm/registry.h"
@@ -101,6 +103,11 @@ double gradient_scale(std::string_view op, std::string_view name, int64_t group_
 
 at::Tensor dim_first(const at::Tensor& x, int64_t dim) {
   return dim == 0 ? x.contiguous() : at::movedim(x, dim, 0).contiguous();
+}
+
+bool is_outermost(const at::Tensor& x, int64_t dim) {
+  const auto before = x.sizes().slice(0, dim);
+  return std::all_of(before.begin(), before.end(), [](int64_t size) { return size == 1; });
 }
 
 }  // namespace torch_overlap::ops

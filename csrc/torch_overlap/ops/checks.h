@@ -49,5 +49,8 @@ double gradient_scale(std::string_view op, std::string_view name, int64_t group_
 
 // `x` with dimension `dim` first and contiguous: what a rank's part of `x` looks like on the wire.
 at::Tensor dim_first(const at::Tensor& x, int64_t dim);
+// Whether slices along `dim` lie behind each other in a contiguous tensor shaped as `x`, as they do
+// for dimension 0: every dimension before it is of size 1.
+bool is_outermost(const at::Tensor& x, int64_t dim);
 
 }  // namespace torch_overlap::ops

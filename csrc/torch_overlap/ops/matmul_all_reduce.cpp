@@ -70,8 +70,7 @@ Tensor matmul_all_reduce_meta(const Tensor& x, const Tensor& weight,
   return matmul_all_reduce_out(x, weight, bias, group_size, op, algorithm);
 }
 
-// --- Gradient: P -> R
-// ---------------------------------------------------------------------------------
+// The gradient, P -> R.
 //
 // With g the gradient and A = all_reduce(g):  x: A weight    weight: A^T x    bias: g summed over
 // rows Chunked, the pieces of g are all reduced in the background while the rows of x's gradient

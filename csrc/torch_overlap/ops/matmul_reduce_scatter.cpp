@@ -49,29 +49,30 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   const int64_t rows = inputs.size(0) / group_size;
   const bool mean = op == "avg";
 
+  const auto sums = rows_of(out, dim);
+
+  bool bias_pending = bias.has_value();
   if (choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kSequential) {
-    const auto sum = dim == 0 ? out.flatten(0, -2) : at::empty({rows, weight.size(0)}, x.options());
-    communicator->reduce_scatter_single(sum, at::mm(inputs, weight.t()),
+    communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),
                                         mean ? RedOpType::AVG : RedOpType::SUM,
                                         /*async_op=*/false);
-    if (dim != 0) out = from_rows(sum, x, dim);
-    if (bias) out.add_(*bias);
-    return out;
-  }
-
-  ScatterPipeline scatter(*communicator, rows, weight.size(0), x.options());
-  for (size_t step = 0; step < scatter.steps(); ++step) {
-    {
-      const Span span("chunk_gemm", step);
-      // The own partial product is added once, and so is a bias in it. A mean would divide it.
-      const bool with_bias = scatter.is_own(step) && !mean;
-      linear_out(scatter.partial(step), inputs.narrow(0, scatter.chunk(step) * rows, rows), weight,
-                 with_bias ? bias : std::nullopt);
+  } else {
+    ScatterPipeline scatter(*communicator, rows, weight.size(0), x.options());
+    for (size_t step = 0; step < scatter.steps(); ++step) {
+      {
+        const Span span("chunk_gemm", step);
+        // The own partial product is added once, and so is a bias in it. A mean would divide it.
+        const bool with_bias = scatter.is_own(step) && !mean;
+        linear_out(scatter.partial(step), inputs.narrow(0, scatter.chunk(step) * rows, rows),
+                   weight, with_bias ? bias : std::nullopt);
+      }
+      scatter.send(step);
     }
-    scatter.send(step);
+    scatter.reduce(sums, mean);
+    bias_pending &= mean;
   }
-  out = from_rows(scatter.reduce(mean), x, dim);
-  if (bias && mean) out.add_(*bias);
+  put_rows(sums, out, dim);
+  if (bias_pending) out.add_(*bias);
   return out;
 }
 

@@ -1,5 +1,6 @@
 #include "torch_overlap/ops/pipeline.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mean.h>
@@ -15,10 +16,11 @@ Span::Span(std::string_view name, size_t index) : record_(at::RecordScope::USER_
   if (record_.isActive()) record_.before(concat("torch_overlap::", name, "[", index, "]"));
 }
 
-GatherPipeline::GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep_own)
+GatherPipeline::GatherPipeline(TorchComm& comm, const at::Tensor& own,
+                               const std::optional<at::Tensor>& into)
     : schedule_(gather_schedule(comm.rank(), comm.size())), own_(own) {
-  if (comm.size() == 1 && !keep_own) return;
-  buffer_ = at::empty({comm.size(), own.size(0), own.size(1)}, own.options());
+  const std::vector<int64_t> sizes{comm.size(), own.size(0), own.size(1)};
+  buffer_ = into ? into->view(sizes) : at::empty(sizes, own.options());
   for (size_t step = 1; step < schedule_.size(); ++step) {
     const Span span("chunk_comm", step);
     const auto [chunk, to] = schedule_[step];
@@ -26,7 +28,7 @@ GatherPipeline::GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep
         {{P2POp::Type::SEND, own_, to}, {P2POp::Type::RECV, buffer_.select(0, chunk), chunk}},
         /*async_op=*/true));
   }
-  if (keep_own) buffer_.select(0, comm.rank()).copy_(own_);
+  if (into) buffer_.select(0, comm.rank()).copy_(own_);
 }
 
 at::Tensor GatherPipeline::wait(size_t step) {
@@ -38,9 +40,8 @@ at::Tensor GatherPipeline::wait(size_t step) {
   return buffer_.select(0, chunk(step));
 }
 
-at::Tensor GatherPipeline::gathered() {
+void GatherPipeline::wait_all() {
   for (size_t step = 1; step < steps(); ++step) wait(step);
-  return buffer_.flatten(0, 1);
 }
 
 ScatterPipeline::ScatterPipeline(TorchComm& comm, int64_t rows, int64_t columns,
@@ -64,16 +65,20 @@ void ScatterPipeline::send(size_t step) {
                                          /*async_op=*/true));
 }
 
-at::Tensor ScatterPipeline::reduce(bool mean) {
+void ScatterPipeline::reduce(const at::Tensor& out, bool mean) {
   for (size_t step = 0; step < works_.size(); ++step) {
     const Span span("chunk_wait", step);
     works_[step]->wait();
   }
   works_.clear();
-  if (arriving_.size(0) == 1) return arriving_.select(0, 0);
   const auto dtype = arriving_.scalar_type();
-  return mean ? at::mean(arriving_, 0, /*keepdim=*/false, dtype)
-              : at::sum(arriving_, 0, /*keepdim=*/false, dtype);
+  if (mean) {
+    // On a CPU ATen rounds a narrow mean twice: after the sum, and after the division.
+    out.copy_(at::mean(arriving_, 0, /*keepdim=*/false, at::toOpMathType(dtype)));
+  } else {
+    at::Tensor target = out;
+    at::sum_out(target, arriving_, 0, /*keepdim=*/false, dtype);
+  }
 }
 
 void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
@@ -88,15 +93,15 @@ void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& we
 
 at::Tensor to_rows(const at::Tensor& x, int64_t dim) { return dim_first(x, dim).flatten(0, -2); }
 
-at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like, int64_t dim) {
-  if (like.dim() == 2) return rows;
-  auto sizes = like.movedim(dim, 0).sizes().vec();
-  int64_t inner = 1;
-  for (size_t i = 1; i + 1 < sizes.size(); ++i) inner *= sizes[i];
-  sizes.front() = inner == 0 ? 0 : rows.size(0) / inner;
-  sizes.back() = rows.size(1);
-  const auto shaped = rows.view(sizes);
-  return dim == 0 ? shaped : shaped.movedim(0, dim).contiguous();
+at::Tensor rows_of(const at::Tensor& out, int64_t dim) {
+  const auto rows = out.flatten(0, -2);
+  return is_outermost(out, dim) ? rows : at::empty(rows.sizes(), rows.options());
+}
+
+void put_rows(const at::Tensor& rows, const at::Tensor& out, int64_t dim) {
+  if (is_outermost(out, dim)) return;
+  const auto target = out.movedim(dim, 0);
+  target.copy_(rows.view(target.sizes()));
 }
 
 }  // namespace torch_overlap::ops

@@ -29,16 +29,17 @@ class Span {
 // Rows of all ranks, gathered chunk by chunk in the order of gather_schedule().
 class GatherPipeline {
  public:
-  // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. With
-  // `keep_own` gathered() has this rank's rows too.
-  GatherPipeline(TorchComm& comm, const at::Tensor& own, bool keep_own);
+  // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. `into`: where
+  // the rows of all ranks go in rank order, [size * rows, k]; without it only those of the others
+  // are kept, until this object is gone.
+  GatherPipeline(TorchComm& comm, const at::Tensor& own, const std::optional<at::Tensor>& into);
 
   size_t steps() const { return schedule_.size(); }
   int chunk(size_t step) const { return schedule_[step].chunk; }
   // The rows of chunk(step), valid on the current stream.
   at::Tensor wait(size_t step);
-  // [size * rows, k] in rank order, valid on the current stream. Needs keep_own.
-  at::Tensor gathered();
+  // Makes all of `into` valid on the current stream.
+  void wait_all();
 
  private:
   std::vector<GatherStep> schedule_;
@@ -59,9 +60,9 @@ class ScatterPipeline {
   at::Tensor partial(size_t step);
   // Starts the transfer of what was written there; nothing to do for the own chunk.
   void send(size_t step);
-  // The sum of all ranks' partial products of this rank's rows, or their mean. In rank order, 8-
-  // and 16-bit floats accumulate in fp32 and are rounded once.
-  at::Tensor reduce(bool mean);
+  // `out` [rows, columns] becomes the sum of all ranks' partial products of this rank's rows, or
+  // their mean. In rank order; 8- and 16-bit floats accumulate in fp32 and are rounded once.
+  void reduce(const at::Tensor& out, bool mean);
 
  private:
   TorchComm& comm_;
@@ -77,8 +78,9 @@ void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& we
 
 // `x` as [rows, features]: dimension `dim` first, then all but the last flattened.
 at::Tensor to_rows(const at::Tensor& x, int64_t dim);
-// The way back: rows whose leading dimensions, `dim` first, are those of `like` (of any length
-// along `dim`), as a contiguous tensor.
-at::Tensor from_rows(const at::Tensor& rows, const at::Tensor& like, int64_t dim);
+// The way back. rows_of() is where the rows of a contiguous result are to be written: the result
+// itself where they lie in order, else other memory, from which put_rows() then copies them.
+at::Tensor rows_of(const at::Tensor& out, int64_t dim);
+void put_rows(const at::Tensor& rows, const at::Tensor& out, int64_t dim);
 
 }  // namespace torch_overlap::ops
