@@ -170,7 +170,9 @@ def opcheck_rank(comm, names):
     size, rank = comm.get_size(), comm.get_rank()
     for name in names:
         op, shapes, arguments = calls(size, comm.get_name(), root=size - 1)[name]
-        torch.library.opcheck(op, arguments(*make(shapes, rank)))
+        # An async result may not be read unwaited, which the other utility does; traced, it is the plain operator.
+        some = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
+        torch.library.opcheck(op, arguments(*make(shapes, rank)), **(some if name.endswith("_async") else {}))
     plain = torch.randn(4, 6)
     torch.library.opcheck(raw.all_reduce_, (plain, "sum", comm.get_name()))
     torch.library.opcheck(raw.wait_tensor, (plain,))
