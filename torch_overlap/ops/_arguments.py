@@ -6,6 +6,10 @@ import torch
 
 from torch_overlap._C import ReduceOp, TorchComm
 
+# torch.compile makes constants of both, guarded by their equality: another communicator compiles again.
+torch.utils._pytree.register_constant(TorchComm)
+torch.utils._pytree.register_constant(ReduceOp)
+
 
 @torch.compiler.assume_constant_result
 def group(comm: TorchComm) -> tuple[str, int]:

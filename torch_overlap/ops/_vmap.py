@@ -64,5 +64,13 @@ def register() -> None:
         x = _at_end(x, in_dims[0])
         return ops.all_to_all_v(x, *args), x.dim() - 1
 
-    for name in ("all_reduce", "broadcast", "_reduce_to_root", "permute"):
+    @rule("send")
+    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
+        return ops.send(x.movedim(in_dims[0], 0), *args), None
+
+    @rule("_wait_")
+    def _(info: Any, in_dims: Any, x: Tensor) -> Batched:
+        return ops._wait_(x), None
+
+    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv"):
         torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))

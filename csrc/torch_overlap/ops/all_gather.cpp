@@ -190,3 +190,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("all_gather_async", torch_overlap::ops::all_gather_async);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("all_gather_async", torch_overlap::ops::all_gather_async);
+}

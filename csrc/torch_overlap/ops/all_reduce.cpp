@@ -160,3 +160,8 @@ TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("all_reduce_async", torch_overlap::ops::all_reduce_async);
   m.impl("all_reduce_", torch_overlap::ops::all_reduce_);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("all_reduce_async", torch_overlap::ops::all_reduce_async);
+  m.impl("all_reduce_", torch_overlap::ops::all_reduce_);
+}

@@ -135,3 +135,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("all_to_all_async", torch_overlap::ops::all_to_all_async);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("all_to_all_async", torch_overlap::ops::all_to_all_async);
+}

@@ -139,3 +139,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("broadcast_async", torch_overlap::ops::broadcast_async);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("broadcast_async", torch_overlap::ops::broadcast_async);
+}

@@ -125,3 +125,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("permute_async", torch_overlap::ops::permute_async);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("permute_async", torch_overlap::ops::permute_async);
+}

@@ -126,3 +126,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("reduce_scatter_async", torch_overlap::ops::reduce_scatter_async);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("reduce_scatter_async", torch_overlap::ops::reduce_scatter_async);
+}

@@ -14,7 +14,9 @@
 //
 // Such a file reads from top to bottom: the shape function, which checks the arguments and
 // allocates the result and serves the Meta and the real kernel; the kernel; the gradient; the
-// `_async` form; and last what is registered.
+// `_async` form; and last what is registered. An operator that is made of others is registered
+// twice, as composite for autograd and as a decomposition for vmap, which would call it for each
+// element otherwise.
 namespace torch_overlap::ops {
 
 using at::IValue;

@@ -90,3 +90,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("recv_", torch_overlap::ops::recv_);
 }
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("recv_", torch_overlap::ops::recv_);
+}

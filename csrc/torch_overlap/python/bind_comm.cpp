@@ -120,6 +120,12 @@ void register_comm(py::module_& module) {
 
   py::class_<TorchComm, CommPtr>(module, "TorchComm", kCommDoc,
                                  py::release_gil_before_calling_cpp_dtor())
+      // Equal to itself only. Said here because torch.compile takes constants of a class that says
+      // so.
+      .def(
+          "__eq__", [](const py::handle& self, const py::handle& other) { return self.is(other); },
+          py::is_operator())
+      .def("__hash__", [](const py::handle& self) { return std::hash<void*>()(self.ptr()); })
       .def("get_rank", &TorchComm::rank, "The rank of this end.")
       .def("get_size", &TorchComm::size, "The number of ranks.")
       .def("get_name", &TorchComm::name,

@@ -5,8 +5,10 @@ What needs real ranks runs on gloo processes: a compiler's state belongs to its 
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import torch_overlap as to
 from torch_overlap import ops
 from torch_overlap.testing import run_ranks
 
@@ -138,6 +140,7 @@ def test_vmap_equals_a_loop(size, batch_dim):
             lambda t: ops.broadcast(t, comm, size - 1),
             lambda t: ops.permute(t, comm, [(r, (r + 1) % size) for r in range(size)]),
             lambda t: ops.wait_tensor(ops.all_gather_async(t, comm)),
+            lambda t: ops.all_reduce_(t.clone(), comm),
         ]
         for function in functions:
             want = torch.stack([function(t) for t in x.unbind(batch_dim)])
@@ -192,7 +195,7 @@ def layer(x, w1, w2, v, b, comm):
     y = ops.matmul_reduce_scatter(torch.relu(h) * g, v, comm, b, algorithm="chunked")
     y = y + ops.wait_tensor(ops.all_reduce_async(y, comm, "avg"))
     y = ops.all_to_all(ops.all_gather(y, comm, 1), comm, 1, 0)
-    return ops.reduce_scatter(y, comm, 0) + ops.broadcast(x, comm, 1).sum()
+    return ops.reduce_scatter(y, comm, 0, to.ReduceOp.SUM) + ops.broadcast(x, comm, 1).sum()
 
 
 def compile_rank(comm, backend, dynamic):
@@ -214,6 +217,19 @@ def compile_rank(comm, backend, dynamic):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
     run_ranks(compile_rank, 2, "aot_eager", dynamic, backend="gloo", timeout=240)
+
+
+def test_another_communicator_compiles_again():
+    def rank(comm):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda x, c: ops.all_gather(x, c), backend=counter, fullgraph=True)
+        alone = comm.split([comm.get_rank()])
+        x = torch.ones(3)
+        assert [len(compiled(x, c)) for c in (comm, alone, comm, alone)] == [3 * comm.get_size(), 3] * 2
+        assert counter.frame_count == 2
+        alone.finalize()
+
+    run_ranks(rank, 1, backend="local")
 
 
 @pytest.mark.slow

@@ -1,0 +1,13 @@
+"""docs/ops.md says what the schemas say."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_page_is_what_the_schemas_generate():
+    spec = importlib.util.spec_from_file_location("gen_ops_doc", ROOT / "scripts" / "gen_ops_doc.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert (ROOT / "docs" / "ops.md").read_text() == generator.page(), "run python scripts/gen_ops_doc.py"
