@@ -237,10 +237,10 @@ def test_compile_inductor():
     run_ranks(compile_rank, 2, "inductor", False, backend="gloo", timeout=280)
 
 
-def exchange(x, comm):
+def exchange(x, comm, rank):
     """Sends and receives that a compiler would merge or drop if it took them for pure functions."""
     first, second = torch.zeros(3), torch.zeros(3)
-    if comm.get_rank() == 0:
+    if rank == 0:
         ops.send(x, comm, 1)
         ops.send(x + 1, comm, 1)
         ops.recv_(first, comm, 1)
@@ -256,8 +256,8 @@ def exchange(x, comm):
 def exchange_rank(comm, backend):
     torch._dynamo.reset()
     x = torch.arange(3.0) + 10 * comm.get_rank()
-    want = exchange(x, comm)
-    got = torch.compile(exchange, backend=backend, fullgraph=True)(x, comm)
+    want = exchange(x, comm, comm.get_rank())
+    got = torch.compile(exchange, backend=backend, fullgraph=True)(x, comm, comm.get_rank())
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     return [t.tolist() for t in got]
