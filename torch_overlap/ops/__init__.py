@@ -3,9 +3,10 @@
     (q, k, v), _ = torch_overlap.ops.all_gather_matmul(x, [wq, wk, wv], comm)
 
 Each function calls `torch.ops.torch_overlap.<name>` of the same meaning, whose schemas are in docs/ops.md. They have
-gradients, work with fake tensors, under `torch.compile(fullgraph=True)` and in CUDA graphs, and most under
-`torch.vmap`. The gradient convention is that of `torch.distributed._functional_collectives`: what a rank gets is the
-gradient of the sum of all ranks' losses.
+gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), work with fake tensors, under
+`torch.compile(fullgraph=True)`, `torch.export` and in CUDA graphs; the collectives also under `torch.vmap`. The
+gradient convention is that of `torch.distributed._functional_collectives`: what a rank gets is the gradient of the sum
+of all ranks' losses.
 
 Streams: a result is valid on the current stream when the call returns; the host never waits for the GPU. A result of
 an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
