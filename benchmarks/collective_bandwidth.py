@@ -87,15 +87,27 @@ def main() -> None:
             bandwidth_ratio, spread = median_and_iqr([a / b for a, b in pairs])
             us, iqr = median_and_iqr(samples["ours"])
             theirs, _ = median_and_iqr(samples["torch.distributed"])
-            rows.append({
-                "op": op, "shape": megabytes * MIB, "dtype": "bf16", "tp": comm.get_size(),
-                "mode": "eager", "algorithm": "nccl", "us": us, "iqr_us": iqr,
-                "bandwidth_ratio": bandwidth_ratio, "ratio_iqr": spread,
-                "peers": {"torch.distributed": theirs},
-            })
+            rows.append(
+                {
+                    "op": op,
+                    "shape": megabytes * MIB,
+                    "dtype": "bf16",
+                    "tp": comm.get_size(),
+                    "mode": "eager",
+                    "algorithm": "nccl",
+                    "us": us,
+                    "iqr_us": iqr,
+                    "bandwidth_ratio": bandwidth_ratio,
+                    "ratio_iqr": spread,
+                    "peers": {"torch.distributed": theirs},
+                }
+            )
             if comm.get_rank() == 0:
-                print(f"{op:24s} {megabytes:4d} MiB  {us:9.1f} us  torch.distributed {theirs:9.1f} us"
-                      f"  bandwidth ratio {bandwidth_ratio:.3f} +- {spread:.3f}", flush=True)
+                print(
+                    f"{op:24s} {megabytes:4d} MiB  {us:9.1f} us  torch.distributed {theirs:9.1f} us"
+                    f"  bandwidth ratio {bandwidth_ratio:.3f} +- {spread:.3f}",
+                    flush=True,
+                )
     if comm.get_rank() == 0:
         print(write_result("collective_bandwidth", comm.get_size(), rows, args.out))
     dist.destroy_process_group()

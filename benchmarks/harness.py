@@ -29,9 +29,7 @@ def median_and_iqr(samples: Sequence[float]) -> tuple[float, float]:
     return statistics.median(samples), high - low
 
 
-def interleave(
-    variants: dict[str, Callable[[], float]], rounds: int, warmup: int = 3
-) -> dict[str, list[float]]:
+def interleave(variants: dict[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Calls every variant once a round, in an order that rotates; each returns its own sample."""
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -71,10 +69,24 @@ def _driver() -> str:
     try:
         return subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"],
-            capture_output=True, text=True, check=True,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "none"
+
+
+def _command() -> str:
+    """How to run this again: script, ranks and what was asked, without the paths of this machine."""
+    asked = []
+    skip_value = False
+    for argument in sys.argv[1:]:
+        if not skip_value and argument not in ("--out", "--loops"):
+            asked.append(argument)
+        skip_value = argument in ("--out", "--loops")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return " ".join(["torchrun --nproc_per_node", ranks, "benchmarks/" + Path(sys.argv[0]).name, *asked])
 
 
 def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
@@ -90,7 +102,7 @@ def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Pa
         "torch": torch.__version__,
         "nccl": nccl,
         "commit": _git_commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)

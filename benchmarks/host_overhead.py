@@ -44,8 +44,13 @@ def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[s
     """The loops of benchmarks/cpp/loops.cpp; each returns seconds of host time for the whole loop."""
     loops = ctypes.CDLL(str(library))
     loops.raw_all_reduce_loop.restype = ctypes.c_double
-    loops.raw_all_reduce_loop.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t,
-                                          ctypes.c_int, ctypes.c_void_p]
+    loops.raw_all_reduce_loop.argtypes = [
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     loops.torch_comm_all_reduce_loop.restype = ctypes.c_double
     loops.torch_comm_all_reduce_loop.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
     stream = torch.cuda.Stream()
@@ -53,8 +58,9 @@ def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[s
 
     def raw() -> float:
         torch.cuda.synchronize()
-        seconds = loops.raw_all_reduce_loop(comm.get_native_handle(), tensor.data_ptr(), tensor.numel(),
-                                            CALLS, stream.cuda_stream)
+        seconds = loops.raw_all_reduce_loop(
+            comm.get_native_handle(), tensor.data_ptr(), tensor.numel(), CALLS, stream.cuda_stream
+        )
         torch.cuda.synchronize()
         return float(seconds) * 1e6 / CALLS
 
@@ -90,8 +96,7 @@ def main() -> None:
     for name, values in samples.items():
         us, iqr = median_and_iqr(values)
         peers = {other: ratio(samples, name, other)[0] for other in samples if other != name}
-        rows.append({"what": f"async all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr,
-                     "ratio_to": peers})
+        rows.append({"what": f"async all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
         if comm.get_rank() == 0:
             text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
             print(f"{name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)
