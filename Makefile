@@ -71,7 +71,7 @@ build: $(ENV)
 	$(PY) setup.py -q build_ext --inplace
 
 demo: build
-	$(PY) -m torch.distributed.run --nproc_per_node $(NPROC) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: build check test-cpp test-python
 
@@ -91,7 +91,7 @@ gpu-test: build
 	$(PY) -m pytest tests/python -m gpu $(PYTEST_ARGS)
 
 bench: build
-	$(PY) -m torch.distributed.run --nproc_per_node $(NPROC) $(or $(BENCH),benchmarks/host_overhead.py) $(ARGS)
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) $(or $(BENCH),benchmarks/host_overhead.py) $(ARGS)
 
 # The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
 compat:

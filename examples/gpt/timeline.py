@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    lane: str  # a stream of the GPU, a thread, or "in flight"
+    lane: str  # on a GPU the kind again, else a thread or "in flight"
     kind: str  # "communication" or "GEMM"
     start: float  # microseconds since the step began
     end: float
@@ -42,25 +42,29 @@ def record(step: Callable[[], None], trace: Path) -> list[Span]:
 
 
 def spans(events: list[dict]) -> list[Span]:
-    """Communication and GEMMs of a trace: kernels by stream where there are any, else the host's spans by thread."""
+    """Communication and GEMMs of a trace: the kernels where there are any, else the host's spans by thread.
+
+    Kernels have a lane a kind: a graph runs on streams of its own choice, dozens of them.
+    """
     complete = [e for e in events if e.get("ph") == "X"]
     kernels = [e for e in complete if e.get("cat") == "kernel"]
     chosen = kernels or [e for e in complete if e.get("cat") in ("cpu_op", "user_annotation")]
     chosen.sort(key=lambda e: (e["ts"], -e["dur"]))
-    lane = "stream {}" if kernels else "thread {}"
-    found = outermost(chosen, lane) + in_flight(chosen)
+    found = outermost(chosen, by_thread=not kernels) + in_flight(chosen)
     origin = min((s.start for s in found), default=0.0)
     return [Span(s.lane, s.kind, s.start - origin, s.end - origin) for s in found]
 
 
-def outermost(events: list[dict], lane: str) -> list[Span]:
+def outermost(events: list[dict], *, by_thread: bool) -> list[Span]:
     """Of spans that are nested in one lane, the outer one."""
     found: list[Span] = []
     covered: dict[str, float] = {}
     for event in events:
         kind = "communication" if COMM.search(event["name"]) else "GEMM" if GEMM.search(event["name"]) else None
-        name, end = lane.format(event["tid"]), event["ts"] + event["dur"]
-        if kind is not None and end > covered.get(name, 0.0):
+        if kind is None:
+            continue
+        name, end = f"thread {event['tid']}" if by_thread else kind, event["ts"] + event["dur"]
+        if end > covered.get(name, 0.0):
             covered[name] = end
             found.append(Span(name, kind, event["ts"], end))
     return found

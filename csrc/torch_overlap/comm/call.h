@@ -46,7 +46,7 @@ struct P2POp {
   int peer;
 };
 
-// The nine things that backends do. Each user-level operation is one of them.
+// The ten things that backends do. Each user-level operation is one of them.
 enum class Primitive : uint8_t {
   p2p,             // ops: all at once, in any order, none waits for another
   broadcast,       // tensor (in place), root

@@ -4,7 +4,7 @@
 
 namespace torch_overlap {
 
-// What a backend does, as nine functions on validated tensors. An object of this class lives for one
+// What a backend does, as ten functions on validated tensors. An object of this class lives for one
 // operation (or longer): it knows the communicator, the stream or thread that it runs on, and the
 // deadline. `run` is the one switch from a Call to its function.
 //

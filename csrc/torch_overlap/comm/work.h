@@ -18,8 +18,9 @@ enum class WorkStatus { NOT_STARTED, INPROGRESS, COMPLETED, TIMEDOUT, ERROR };
 TORCH_OVERLAP_API std::string_view to_string(WorkStatus status);
 
 // One operation that was issued. Made by a communicator for every operation, async or not; any
-// thread may use it, and it may outlive every tensor that it names: inputs, outputs and factors are
-// kept until the operation is done, whatever the caller drops.
+// thread may use it. Inputs, outputs and factors live until the operation is done, whatever the
+// caller drops: an operation on a stream or thread of the communicator keeps them; one on the
+// current stream need not, because their memory can be used again only in that stream's order.
 class TORCH_OVERLAP_API TorchWork {
  public:
   virtual ~TorchWork() = default;

@@ -81,7 +81,7 @@ def test_the_timeline_of_a_gpu_is_its_kernels(gpt):
         event("nvjet_hsh_128x64", 7, 5, 9, "kernel"),
         event("ncclDevKernel_AllGather_RING_LL", 20, 4, 8, "kernel"),
     ]
-    assert [(s.lane, s.kind) for s in timeline.spans(events)] == [("stream 20", "communication"), ("stream 7", "GEMM")]
+    assert [(s.lane, s.kind) for s in timeline.spans(events)] == [("communication", "communication"), ("GEMM", "GEMM")]
 
 
 def test_hidden_share_counts_overlapping_time_once(gpt):

@@ -9,7 +9,7 @@
 
 namespace torch_overlap {
 
-// The nine primitives on CPU memory, for one operation, over any transport. Every rank exchanges
+// The ten primitives on CPU memory, for one operation, over any transport. Every rank exchanges
 // its bytes directly with every other that it owes some, all at once: a rank that does not come is
 // named by those that wait for it, and by no other.
 //
