@@ -31,6 +31,10 @@ function(torch_overlap_use_cuda target)
   torch_overlap_cuda_files(sources ${sources})
   set(nccl_flags -isystem "${TORCH_FACT_nccl_dir}/include")
   set(cuda_flags -DUSE_C10D_NCCL -isystem "${TORCH_FACT_cuda_wheel_dir}/include")
+  # The wheel of the runtime has no crt/: those headers come with the compiler.
+  foreach(folder IN LISTS CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES)
+    list(APPEND cuda_flags -idirafter "${folder}")
+  endforeach()
   foreach(source IN LISTS sources)
     set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES
       COMPILE_OPTIONS "${nccl_flags};$<$<COMPILE_LANGUAGE:CXX>:${cuda_flags}>")
