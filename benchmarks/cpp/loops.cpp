@@ -37,8 +37,8 @@ __attribute__((visibility("default"))) double raw_all_reduce_loop(int64_t comm, 
 __attribute__((visibility("default"))) double torch_comm_all_reduce_loop(const char* name,
                                                                          size_t count, int calls) {
   const auto comm = torch_overlap::get_comm(name);
-  const at::Tensor tensor = at::zeros({static_cast<int64_t>(count)},
-                                      at::TensorOptions().device(comm->device()));
+  const at::Tensor tensor =
+      at::zeros({static_cast<int64_t>(count)}, at::TensorOptions().device(comm->device()));
   std::vector<torch_overlap::WorkPtr> works;
   works.reserve(calls);
   const auto begin = std::chrono::steady_clock::now();

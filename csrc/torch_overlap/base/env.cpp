@@ -30,8 +30,8 @@ struct Launcher {
 };
 
 // In the order in which they are asked: an explicit setting, then MPI and friends (whose variables
-// are set only below their own launcher), then torchrun, then SLURM, whose variables are also set in
-// a batch script that calls torchrun.
+// are set only below their own launcher), then torchrun, then SLURM, whose variables are also set
+// in a batch script that calls torchrun.
 constexpr std::array<Launcher, 7> kLaunchers{{
     {"torchcomm", "TORCHCOMM_RANK", "TORCHCOMM_SIZE", "LOCAL_RANK"},
     {"mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
@@ -85,8 +85,7 @@ Env Env::read() {
                         "TORCHCOMM_TIMEOUT_SECONDS: expected a number > 0, got ", *value);
     env.timeout = std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
   }
-  const auto method =
-      to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
+  const auto method = to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
   bool known = method == "auto";
   for (const Launcher& launcher : kLaunchers) known = known || method == launcher.family;
   TORCH_OVERLAP_CHECK(known, kValue,

@@ -18,27 +18,30 @@ struct TORCH_OVERLAP_API Env {
   // TORCHCOMM_TIMEOUT_SECONDS: how long an operation may take, a number > 0. Default 600.
   std::chrono::milliseconds timeout{600'000};
 
-  // --- Who am I (see comm/bootstrap.h for the order in which launchers are asked) -----------------
-  // TORCHCOMM_RANK, TORCHCOMM_SIZE: rank and size, before every launcher's own variables.
-  // TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD: auto (default), torchrun, mpi, pmi, slurm or pals.
+  // --- Who am I (see comm/bootstrap.h for the order in which launchers are asked)
+  // ----------------- TORCHCOMM_RANK, TORCHCOMM_SIZE: rank and size, before every launcher's own
+  // variables. TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD: auto (default), torchrun, mpi, pmi, slurm
+  // or pals.
   std::optional<int> rank;
   std::optional<int> size;
   std::optional<int> local_rank;
   std::string launcher;  // which family of variables gave rank and size; empty if none did
 
-  // --- Where do we meet ---------------------------------------------------------------------------
-  // MASTER_ADDR, MASTER_PORT: the TCPStore; without MASTER_ADDR the first host of SLURM_STEP_NODELIST
-  // or SLURM_JOB_NODELIST. Without MASTER_PORT, 29500.
+  // --- Where do we meet
+  // --------------------------------------------------------------------------- MASTER_ADDR,
+  // MASTER_PORT: the TCPStore; without MASTER_ADDR the first host of SLURM_STEP_NODELIST or
+  // SLURM_JOB_NODELIST. Without MASTER_PORT, 29500.
   std::optional<std::string> master_addr;
   int master_port = 29500;
   // TORCHELASTIC_USE_AGENT_STORE: torchrun's agent already serves the store at MASTER_PORT.
   bool agent_store = false;
-  // TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT: part of every key, so that a restarted job never
-  // reads what the attempt before it left in the store.
+  // TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT: part of every key, so that a restarted job
+  // never reads what the attempt before it left in the store.
   std::string run_id;
   std::string restart_count;
 
-  // --- Backends -----------------------------------------------------------------------------------
+  // --- Backends
+  // -----------------------------------------------------------------------------------
   // TORCHCOMM_GLOO_HOSTNAME, TORCHCOMM_GLOO_INTERFACE: the address that gloo listens on.
   std::optional<std::string> gloo_hostname;
   std::optional<std::string> gloo_interface;

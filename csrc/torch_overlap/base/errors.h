@@ -38,9 +38,9 @@ template <typename... Parts>
 }  // namespace torch_overlap
 
 // Checks `condition`; the message parts are put together only when it does not hold.
-#define TORCH_OVERLAP_CHECK(condition, kind, ...)                              \
-  do {                                                                         \
-    if (__builtin_expect(!(condition), 0)) {                                   \
-      ::torch_overlap::fail(::torch_overlap::ErrorKind::kind, __VA_ARGS__);    \
-    }                                                                          \
+#define TORCH_OVERLAP_CHECK(condition, kind, ...)                           \
+  do {                                                                      \
+    if (__builtin_expect(!(condition), 0)) {                                \
+      ::torch_overlap::fail(::torch_overlap::ErrorKind::kind, __VA_ARGS__); \
+    }                                                                       \
   } while (false)

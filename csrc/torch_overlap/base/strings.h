@@ -34,7 +34,8 @@ std::string list_string(const Range& values) {
 TORCH_OVERLAP_API std::string to_lower(std::string_view text);
 TORCH_OVERLAP_API std::vector<std::string> split_string(std::string_view text, char separator);
 
-// Parses 1/true/yes/y/on and 0/false/no/n/off, case-insensitively. `what` names the value in the error.
+// Parses 1/true/yes/y/on and 0/false/no/n/off, case-insensitively. `what` names the value in the
+// error.
 TORCH_OVERLAP_API bool parse_bool(std::string_view text, std::string_view what);
 // Parses a whole decimal number; anything else is an Error that names `what`.
 TORCH_OVERLAP_API long long parse_int(std::string_view text, std::string_view what);

@@ -61,8 +61,8 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Waits until all operations are done, at most the communicator's timeout, then frees everything.
   // Throws if an operation failed or did not end. Called once.
   virtual void finalize() = 0;
-  // Ends all operations at once, on this rank, without asking others. Never ends the process. May be
-  // called from any thread, also while another is inside launch().
+  // Ends all operations at once, on this rank, without asking others. Never ends the process. May
+  // be called from any thread, also while another is inside launch().
   virtual void abort() = 0;
   virtual bool is_aborted() const = 0;
 

@@ -100,8 +100,8 @@ StorePtr rendezvous(const Env& env, const std::string& name, const std::string& 
   StorePtr mine_alone = prefixed_store(common, concat(generation));
 
   const auto mine = concat(digest, " size=", who.size);
-  const auto all = exchange(*mine_alone, concat("new_comm '", name, "'"), who.rank, who.size, mine,
-                            timeout);
+  const auto all =
+      exchange(*mine_alone, concat("new_comm '", name, "'"), who.rank, who.size, mine, timeout);
   for (int r = 0; r < who.size; ++r) {
     TORCH_OVERLAP_CHECK(all[r] == mine, kValue, "new_comm: expected the same request for '", name,
                         "' on all ranks, got '", mine, "' on rank ", who.rank, " and '", all[r],
@@ -118,8 +118,7 @@ c10::Device resolve_device(c10::Device device, const Env& env, int rank) {
   const int count = devices->deviceCount();
   TORCH_OVERLAP_CHECK(count > 0, kType, "new_comm: expected a machine with a ", device.type(),
                       " device, got none");
-  const int index =
-      device.has_index() ? device.index() : env.local_rank.value_or(rank) % count;
+  const int index = device.has_index() ? device.index() : env.local_rank.value_or(rank) % count;
   TORCH_OVERLAP_CHECK(index < count, kValue, "new_comm: expected a device index below ", count,
                       ", got ", device);
   const c10::Device resolved(device.type(), static_cast<c10::DeviceIndex>(index));

@@ -14,7 +14,8 @@
 
 namespace torch_overlap {
 
-// Explicit rank and size win over the environment (ranks that are threads of one process need that).
+// Explicit rank and size win over the environment (ranks that are threads of one process need
+// that).
 struct RankAndSize {
   int rank;
   int size;
@@ -47,8 +48,8 @@ TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const st
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> prefixed_store(
     const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix);
 
-// Gives a device without an index the one of the local rank (LOCAL_RANK, else rank modulo the number
-// of devices), and makes an accelerator device the thread's current one.
+// Gives a device without an index the one of the local rank (LOCAL_RANK, else rank modulo the
+// number of devices), and makes an accelerator device the thread's current one.
 TORCH_OVERLAP_API c10::Device resolve_device(c10::Device device, const Env& env, int rank);
 
 }  // namespace torch_overlap

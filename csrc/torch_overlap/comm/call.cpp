@@ -7,18 +7,28 @@
 namespace torch_overlap {
 namespace {
 
-constexpr std::array<std::string_view, 22> kOpNames{
-    "send",           "recv",
-    "broadcast",      "all_reduce",
-    "reduce",         "all_gather",
-    "all_gather_v",   "all_gather_single",
-    "reduce_scatter", "reduce_scatter_v",
-    "reduce_scatter_single", "all_to_all",
-    "all_to_all_single",     "all_to_all_v_single",
-    "barrier",        "scatter",
-    "gather",         "gather_single",
-    "batch_op_issue", "split",
-    "new_window",     "finalize"};
+constexpr std::array<std::string_view, 22> kOpNames{"send",
+                                                    "recv",
+                                                    "broadcast",
+                                                    "all_reduce",
+                                                    "reduce",
+                                                    "all_gather",
+                                                    "all_gather_v",
+                                                    "all_gather_single",
+                                                    "reduce_scatter",
+                                                    "reduce_scatter_v",
+                                                    "reduce_scatter_single",
+                                                    "all_to_all",
+                                                    "all_to_all_single",
+                                                    "all_to_all_v_single",
+                                                    "barrier",
+                                                    "scatter",
+                                                    "gather",
+                                                    "gather_single",
+                                                    "batch_op_issue",
+                                                    "split",
+                                                    "new_window",
+                                                    "finalize"};
 
 }  // namespace
 
@@ -45,8 +55,8 @@ Call::Tensors Call::tensors() const {
     if (tensor.defined()) kept.push_back(tensor);
   };
   const auto add_blocks = [&](const Blocks& blocks) {
-    // `flat` of listed parts is a view of the same storage as the first part: both are kept, because
-    // the parts may be views of a buffer that nobody else holds.
+    // `flat` of listed parts is a view of the same storage as the first part: both are kept,
+    // because the parts may be views of a buffer that nobody else holds.
     add(blocks.flat);
     for (const auto& part : blocks.parts) add(part);
   };
@@ -58,8 +68,6 @@ Call::Tensors Call::tensors() const {
   return kept;
 }
 
-std::string Call::describe() const {
-  return concat(to_string(name), " #", id, " on '", comm, "'");
-}
+std::string Call::describe() const { return concat(to_string(name), " #", id, " on '", comm, "'"); }
 
 }  // namespace torch_overlap

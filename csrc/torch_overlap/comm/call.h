@@ -15,9 +15,27 @@ namespace torch_overlap {
 
 // The operations as users name them (hooks, logs and errors speak of these).
 enum class OpName : uint8_t {
-  send, recv, broadcast, all_reduce, reduce, all_gather, all_gather_v, all_gather_single,
-  reduce_scatter, reduce_scatter_v, reduce_scatter_single, all_to_all, all_to_all_single,
-  all_to_all_v_single, barrier, scatter, gather, gather_single, batch_op_issue, split, new_window,
+  send,
+  recv,
+  broadcast,
+  all_reduce,
+  reduce,
+  all_gather,
+  all_gather_v,
+  all_gather_single,
+  reduce_scatter,
+  reduce_scatter_v,
+  reduce_scatter_single,
+  all_to_all,
+  all_to_all_single,
+  all_to_all_v_single,
+  barrier,
+  scatter,
+  gather,
+  gather_single,
+  batch_op_issue,
+  split,
+  new_window,
   finalize,
 };
 

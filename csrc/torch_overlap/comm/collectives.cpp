@@ -1,4 +1,5 @@
-// The operations of TorchComm: each checks its arguments, puts the problem into a Call, and issues it.
+// The operations of TorchComm: each checks its arguments, puts the problem into a Call, and issues
+// it.
 
 #include <ATen/core/grad_mode.h>
 
@@ -105,9 +106,10 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
     if (op.peer != rank()) continue;
     (op.type == P2POp::Type::SEND ? self_sends : self_recvs).push_back(&op);
   }
-  TORCH_OVERLAP_CHECK(self_sends.size() == self_recvs.size(), kValue,
-                      "batch_op_issue: expected as many sends to this rank as receives from it, got ",
-                      self_sends.size(), " and ", self_recvs.size());
+  TORCH_OVERLAP_CHECK(
+      self_sends.size() == self_recvs.size(), kValue,
+      "batch_op_issue: expected as many sends to this rank as receives from it, got ",
+      self_sends.size(), " and ", self_recvs.size());
   for (size_t i = 0; i < self_sends.size(); ++i) {
     TORCH_OVERLAP_CHECK(self_sends[i]->tensor.nbytes() == self_recvs[i]->tensor.nbytes(), kValue,
                         "batch_op_issue: expected a receive from this rank of ",

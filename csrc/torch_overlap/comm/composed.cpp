@@ -76,8 +76,8 @@ void combine(const at::Tensor& acc, const at::Tensor& part, RedOpType op) {
   }
 }
 
-// acc / n for an integer sum, toward zero. A uint64 arrives as the int64 of the same bits: half of it
-// fits a signed number, and the rest of the division is at most one more.
+// acc / n for an integer sum, toward zero. A uint64 arrives as the int64 of the same bits: half of
+// it fits a signed number, and the rest of the division is at most one more.
 void divide_integer(const at::Tensor& acc, at::ScalarType dtype, int64_t n) {
   if (dtype == at::kUInt64) {
     const auto half = acc.bitwise_right_shift(1).bitwise_and_(std::numeric_limits<int64_t>::max());

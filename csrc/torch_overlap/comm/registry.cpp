@@ -39,8 +39,9 @@ std::shared_ptr<TorchComm> get_comm(const std::string& name) {
       const auto mine = std::find_if(entries.begin(), entries.end(), [](const Entry& entry) {
         return !entry.is_thread_rank || entry.maker == std::this_thread::get_id();
       });
-      TORCH_OVERLAP_CHECK(mine != entries.end(), kValue, "get_comm: expected the thread that made '",
-                          name, "', got another; ranks that are threads share a name, and each "
+      TORCH_OVERLAP_CHECK(mine != entries.end(), kValue,
+                          "get_comm: expected the thread that made '", name,
+                          "', got another; ranks that are threads share a name, and each "
                           "thread finds its own communicator only");
       if (auto comm = mine->comm.lock()) return comm;
     }

@@ -40,9 +40,9 @@ WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, b
   const WorkPtr work = all_gather_v(all_values, values, async_op, options);
   work->wait();
 
-  const Tensor sum = at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values),
-                                           tensor.sizes())
-                         .coalesce();
+  const Tensor sum =
+      at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), tensor.sizes())
+          .coalesce();
   tensor.copy_(sum);
   return work;
 }

@@ -90,7 +90,8 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   TORCH_OVERLAP_CHECK(!context.name.empty(), kValue,
                       "new_comm: expected a name that is not empty, got ''");
   context.options = resolve_options(options);
-  const auto digest = concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true));
+  const auto digest =
+      concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true));
   const RankAndSize me = who_am_i(env, who);
   context.rank = me.rank;
   context.size = me.size;
@@ -155,8 +156,8 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
                                             std::optional<std::string> child_name,
                                             const OpOptions& options) {
   require_active("split");
-  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue,
-                      "split: expected a timeout >= 0, got ", options.timeout.count(), " ms");
+  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, "split: expected a timeout >= 0, got ",
+                      options.timeout.count(), " ms");
   const HookEvent event{.name = OpName::split,
                         .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
                         .ranks = &ranks,
@@ -170,8 +171,8 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& rank
                                                     const OpOptions& options) {
   const uint64_t sequence = splits_.fetch_add(1);
   const std::string prefix = concat("split/", sequence);
-  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list on
-  // one rank is an error on every rank, and nobody waits for a communicator that cannot come.
+  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
+  // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
   std::vector<std::string> wishes(size());
   if (context_.store) {
     wishes = exchange(*context_.store, prefix, rank(), size(), encode_ranks(ranks),
@@ -210,8 +211,7 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& rank
     const auto position = std::find(ranks.begin(), ranks.end(), rank());
     request.color = color;
     request.child = context_;
-    request.child.name =
-        child_name ? *child_name : concat(name(), "/split_", sequence, "_", color);
+    request.child.name = child_name ? *child_name : concat(name(), "/split_", sequence, "_", color);
     request.child.rank = static_cast<int>(position - ranks.begin());
     request.child.size = static_cast<int>(ranks.size());
     if (context_.store) {

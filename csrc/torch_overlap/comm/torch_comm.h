@@ -131,8 +131,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // --- Management ------------------------------------------------------------------------------
   // Collective over this communicator. The position in `ranks` becomes the rank in the child. Ranks
   // of different children pass different lists in the same call. Empty list: null. A list that does
-  // not name its own rank, names one twice or out of range, or differs from its members' lists is an
-  // error on every rank. Options come from the parent, then `hints` and `timeout` over them.
+  // not name its own rank, names one twice or out of range, or differs from its members' lists is
+  // an error on every rank. Options come from the parent, then `hints` and `timeout` over them.
   std::shared_ptr<TorchComm> split(const std::vector<int>& ranks,
                                    std::optional<std::string> name = std::nullopt,
                                    const OpOptions& options = {});

@@ -53,8 +53,8 @@ void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) con
     fail(ErrorKind::kType, op, ": expected ", which, " for ", reduce_op.repr(), ", got ", dtype);
   };
   const bool boolean = dtype == at::kBool;
-  const bool linear = type == RedOpType::SUM || type == RedOpType::AVG ||
-                      type == RedOpType::PREMUL_SUM;
+  const bool linear =
+      type == RedOpType::SUM || type == RedOpType::AVG || type == RedOpType::PREMUL_SUM;
   if (c10::isComplexType(dtype)) {
     if (!linear) refuse("a real dtype");
   } else if (!boolean && !c10::isFloatingType(dtype) &&

@@ -26,21 +26,21 @@ class TORCH_OVERLAP_API TorchWork {
   virtual ~TorchWork() = default;
 
   // Makes the results visible to what the caller does next: on a CUDA device the current stream
-  // waits for the operation (the host does not); on a CPU device the thread blocks. Throws what went
-  // wrong: a TimeoutError names the operation, any other error is the operation's own. A CUDA
+  // waits for the operation (the host does not); on a CPU device the thread blocks. Throws what
+  // went wrong: a TimeoutError names the operation, any other error is the operation's own. A CUDA
   // operation that is still queued cannot have failed yet; its error reaches the next call.
   //
   // In a CUDA graph capture: adds the edge from the operation to the current stream. Legal, and
   // needed only when the captured work reads the result; without it the operation stays a leaf of
-  // the graph, and still ends before the graph's launch does. Once that capture has ended, wait() on
-  // its works does nothing: replays are ordered by the stream that replays.
+  // the graph, and still ends before the graph's launch does. Once that capture has ended, wait()
+  // on its works does nothing: replays are ordered by the stream that replays.
   virtual void wait() = 0;
   // As wait(), but on every device blocks the thread until the operation is done, for `timeout` at
   // most (TimeoutError; the operation itself goes on and can be waited for again).
   virtual void wait_blocking(std::optional<std::chrono::milliseconds> timeout = std::nullopt) = 0;
 
-  // Asks the device, now. True once the operation is done, well or badly. Never blocks. False for an
-  // operation in a graph: it runs at each replay.
+  // Asks the device, now. True once the operation is done, well or badly. Never blocks. False for
+  // an operation in a graph: it runs at each replay.
   virtual bool is_completed() = 0;
   virtual WorkStatus status() = 0;
   // Null unless status() is TIMEDOUT or ERROR.
