@@ -21,7 +21,36 @@ import torch_overlap
 from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
 
-BLOCKS = 27
+# The page's code blocks: the first line of a signature, the title of an example.
+BLOCKS = (
+    "import torchcomms",
+    "torchcomms.new_comm(backend, device, ...)",
+    "finalize()",
+    "get_rank()",
+    "get_size()",
+    "send(tensor, dst, async_op, hints=None, timeout=None)",
+    "recv(tensor, src, async_op, hints=None, timeout=None)",
+    "broadcast(tensor, root, async_op, hints=None, timeout=None)",
+    "all_reduce(tensor, op, async_op, hints=None, timeout=None)",
+    "reduce(tensor, root, op, async_op, hints=None, timeout=None)",
+    "all_gather(tensor_list, tensor, async_op, hints=None, timeout=None)",
+    "all_gather_single(output, input, async_op, hints=None, timeout=None)",
+    "reduce_scatter(output, input_list, op, async_op, hints=None, timeout=None)",
+    "reduce_scatter_single(output, input, op, async_op, hints=None, timeout=None)",
+    "all_to_all_single(output, input, async_op, hints=None, timeout=None)",
+    "all_to_all(output_tensor_list, input_tensor_list, async_op, hints=None, timeout=None)",
+    "all_to_all_v_single(output, input, output_split_sizes, input_split_sizes, async_op, hints=None, timeout=None)",
+    "barrier(async_op, hints=None, timeout=None)",
+    "scatter(output_tensor, input_tensor_list, root, async_op, hints=None, timeout=None)",
+    "gather(output_tensor_list, input_tensor, root, async_op, hints=None, timeout=None)",
+    "split(ranks)",
+    "is_completed()",
+    "wait()",
+    "Basic Usage",
+    "Asynchronous Operations",
+    "CUDA Graphs",
+    "Custom Options",
+)
 OPTIONAL: dict[str, Any] = {"hints": {}, "timeout": timedelta(seconds=20)}
 
 Body = Callable[[TorchComm], None]
@@ -327,15 +356,29 @@ def test_block_21_split(run: Callable[[Body], None]) -> None:
 # 22, 23: works
 
 
-def is_completed(comm: TorchComm) -> None:
-    work = comm.all_reduce(ones(comm, 10), ReduceOp.SUM, True)
-    assert isinstance(work.is_completed(), bool)
-    work.wait_blocking()
-    assert work.is_completed() is True
+def is_completed(rank: int, size: int, given: Any, backend: str, device_type: str) -> None:
+    with in_environment(rank, size):
+        comm = torch_overlap.new_comm(backend, torch.device(device_type), store=given)
+        x = own(comm, 10)
+        comm.all_reduce(x, ReduceOp.SUM, True).wait_blocking()
+        if rank == 1:
+            given.wait(["rank 0 has looked"])
+        work = comm.all_reduce(x, ReduceOp.SUM, True)
+        if rank == 0:
+            assert work.is_completed() is False  # rank 1 has not come
+            given.set("rank 0 has looked", "")
+        work.wait_blocking()
+        assert work.is_completed() is True
+        check(x, 6)
+        comm.finalize()
 
 
-def test_block_22_is_completed(run: Callable[[Body], None]) -> None:
-    run(is_completed)
+WHERE = [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu(2))]
+
+
+@pytest.mark.parametrize(("backend", "device_type"), WHERE)
+def test_block_22_is_completed(backend: str, device_type: str) -> None:
+    run_ranks(is_completed, 2, backend, device_type, comm=False)
 
 
 def wait(comm: TorchComm) -> None:
@@ -378,7 +421,7 @@ def basic_usage(rank_: int, size_: int, _: object, backend: str, device_type: st
         world_size = comm.get_size()
         tensor = torch.ones(10, device=device) * rank
         comm.all_reduce(tensor, torch_overlap.ReduceOp.SUM, async_op=False)
-        assert f"Rank {rank}: {tensor}"
+        assert f"Rank {rank}: {tensor}".startswith(f"Rank {rank_}: tensor([1., 1., 1., 1., 1., 1., 1., 1., 1., 1.]")
         check(tensor, sum(range(world_size)))
         comm.finalize()
 
@@ -399,9 +442,6 @@ def asynchronous(rank_: int, size_: int, _: object, backend: str, device_type: s
         work.wait()
         check(recv_tensor, 0 if rank == 0 else 5)
         comm.finalize()
-
-
-WHERE = [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu(2))]
 
 
 @pytest.mark.parametrize(("backend", "device_type"), WHERE)
@@ -468,5 +508,22 @@ def test_block_27_custom_options(backend: str, device_type: str) -> None:
 
 
 def test_every_block_is_a_test() -> None:
-    tests = sorted(name for name in globals() if name.startswith("test_block_"))
-    assert [int(name.split("_")[2]) for name in tests] == list(range(1, BLOCKS + 1))
+    names = [block.split("(")[0].removeprefix("torchcomms.").split(" torchcomms")[0] for block in BLOCKS]
+    expected = [
+        f"test_block_{number:02}_{name.lower().replace(' ', '_')}" for number, name in enumerate(names, start=1)
+    ]
+    assert [name for name in globals() if name.startswith("test_block_")] == expected
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "(" in block and "." not in block])
+def test_every_signature_is_ours(block: str) -> None:
+    """The documented parameters, by name and order, are the first ones that the method has."""
+    name, arguments = block.removesuffix(")").split("(")
+    documented = [argument.split("=")[0].strip() for argument in arguments.split(",") if argument]
+    owner = torch_overlap.TorchWork if name in ("is_completed", "wait") else TorchComm
+    signature = (getattr(owner, name).__doc__ or "").splitlines()[0]
+    position = 0
+    for argument in ["self", *documented]:
+        found = signature.find(f"{argument}: ", position)
+        assert found >= 0, f"{argument} in {signature}"
+        position = found
