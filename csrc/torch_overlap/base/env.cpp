@@ -1,8 +1,10 @@
 #include "torch_overlap/base/env.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
@@ -16,9 +18,13 @@ std::optional<std::string> text(const char* name) {
   return std::string(value);
 }
 
-std::optional<int> number(const char* name) {
-  if (auto value = text(name)) return static_cast<int>(parse_int(*value, name));
-  return std::nullopt;
+std::optional<int> number(const char* name, int most = std::numeric_limits<int>::max()) {
+  const auto value = text(name);
+  if (!value) return std::nullopt;
+  const long long parsed = parse_int(*value, name);
+  TORCH_OVERLAP_CHECK(parsed >= 0 && parsed <= most, kValue, name, ": expected a number in [0, ",
+                      most, "], got ", *value);
+  return static_cast<int>(parsed);
 }
 
 // The variables in which one family of launchers tells a process who it is.
@@ -83,7 +89,9 @@ Env Env::read() {
     const double seconds = parse_double(*value, "TORCHCOMM_TIMEOUT_SECONDS");
     TORCH_OVERLAP_CHECK(seconds > 0, kValue,
                         "TORCHCOMM_TIMEOUT_SECONDS: expected a number > 0, got ", *value);
-    env.timeout = std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
+    constexpr double kLongest = 365 * 24 * 3600.0;  // longer ones overflow when added to a clock
+    env.timeout =
+        std::chrono::milliseconds(std::llround(std::ceil(std::min(seconds, kLongest) * 1000)));
   }
   const auto method = to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
   bool known = method == "auto";
@@ -103,7 +111,7 @@ Env Env::read() {
       }
     }
   }
-  env.master_port = number("MASTER_PORT").value_or(env.master_port);
+  env.master_port = number("MASTER_PORT", 65535).value_or(env.master_port);
   env.agent_store = to_lower(text("TORCHELASTIC_USE_AGENT_STORE").value_or("false")) == "true";
   env.run_id = text("TORCHELASTIC_RUN_ID").value_or("");
   env.restart_count = text("TORCHELASTIC_RESTART_COUNT").value_or("0");

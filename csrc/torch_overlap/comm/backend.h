@@ -24,6 +24,8 @@ struct BackendContext {
   int size = 1;
   c10::Device device{c10::kCPU};
   c10::intrusive_ptr<c10d::Store> store;
+  // What the caller gave: kept, because the server behind `store` may live in it.
+  c10::intrusive_ptr<c10d::Store> given_store;
   ResolvedOptions options;
   // Runs the communicator's abort hooks. A backend calls it once, just before it ends the process
   // because of a timeout or an error; never throws.

@@ -29,16 +29,30 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   };
   static auto* stores = new Stores;
   const std::string address = concat(*env.master_addr, ":", env.master_port);
+  {
+    std::lock_guard lock(stores->mutex);
+    if (const auto found = stores->by_address.find(address); found != stores->by_address.end()) {
+      return found->second;
+    }
+  }
+  // Outside the lock: a rank that connects must not keep rank 0, in another thread, from serving.
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(env.master_port);
+  options.isServer = who.rank == 0 && !env.agent_store;
+  options.waitWorkers = false;
+  options.multiTenant = true;
+  options.timeout = timeout;
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(*env.master_addr, options);
   std::lock_guard lock(stores->mutex);
-  StorePtr& store = stores->by_address[address];
-  if (!store) {
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<uint16_t>(env.master_port);
-    options.isServer = who.rank == 0 && !env.agent_store;
-    options.waitWorkers = false;
-    options.multiTenant = true;
-    options.timeout = timeout;
-    store = c10::make_intrusive<c10d::TCPStore>(*env.master_addr, options);
+  return stores->by_address.try_emplace(address, std::move(store)).first->second;
+}
+
+// A connection of our own: a store's client serves one thread at a time, and a wait would keep
+// every other communicator of the process from it. A store that cannot be cloned is used as it is.
+StorePtr own_connection(const StorePtr& store) {
+  try {
+    if (StorePtr clone = store->clone()) return clone;
+  } catch (const std::exception&) {  // a store written in Python need not have clone()
   }
   return store;
 }
@@ -63,12 +77,16 @@ c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std:
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
+void publish(c10d::Store& store, const std::string& key, int rank, const std::string& mine) {
+  // A value must not be empty: some stores cannot tell that from a key that is not there.
+  store.set(concat(key, "/", rank), to_bytes("=" + mine));
+}
+
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout) {
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
-  // A value must not be empty: some stores cannot tell that from a key that is not there.
-  store.set(keys[rank], to_bytes("=" + mine));
+  publish(store, key, rank, mine);
   try {
     store.wait(keys, timeout);
   } catch (const std::exception& error) {
@@ -76,6 +94,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
     for (int r = 0; r < size; ++r) {
       if (!store.check({keys[r]})) missing.push_back(r);
     }
+    (void)store.deleteKey(keys[rank]);  // who comes later must not take this rank for present
     if (missing.empty()) fail(ErrorKind::kRuntime, key, ": the store failed: ", error.what());
     fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
          " ms, got none of ranks ", list_string(missing));
@@ -93,8 +112,10 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
 StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
                     Milliseconds timeout, StorePtr store, RankAndSize who) {
   if (!store) store = process_store(env, who, timeout);
-  auto common = prefixed_store(
-      store, concat("torch_overlap/", env.run_id, "/", env.restart_count, "/", name));
+  // The name comes last and its length first, so that no name can be taken for part of another key.
+  auto common = prefixed_store(own_connection(store),
+                               concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",
+                                      who.size, "/", name.size(), "/", name));
   const int64_t arrival = common->add("arrivals", 1) - 1;
   const int64_t generation = arrival / who.size;
   StorePtr mine_alone = prefixed_store(common, concat(generation));

@@ -38,6 +38,10 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> rendezvous(
     const Env& env, const std::string& name, const std::string& digest, Milliseconds timeout,
     c10::intrusive_ptr<c10d::Store> store, RankAndSize who);
 
+// Puts in this rank's part of an exchange without waiting for the others.
+TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int rank,
+                               const std::string& mine);
+
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
 // `timeout`; the error names the ranks that did not come.
 TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,

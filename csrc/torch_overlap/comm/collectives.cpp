@@ -54,6 +54,46 @@ void check_splits(const Checker& check, const at::Tensor& tensor,
                       ", the first dimension of ", what, ", got ", list_string(splits));
 }
 
+// The whole of a side that moves between `blocks` and one tensor: what is written shares no memory
+// with what is read, except that the own part may be the tensor itself ("in place").
+void check_in_place_or_apart(const Checker& check, const at::Tensor& tensor, const Blocks& blocks,
+                             std::string_view what) {
+  if (blocks.flat.defined() && !blocks.flat.is_alias_of(tensor)) return;
+  for (int r = 0; r < check.size; ++r) {
+    check.apart(tensor, blocks.part(r, check.size), r == check.rank, what);
+  }
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
+  const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
+  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+}
+
+bool overlap(const Blocks& a, const Blocks& b, int size) {
+  if (a.flat.defined() && b.flat.defined()) return overlap(a.flat, b.flat);
+  const auto others = b.all(size);
+  for (const auto& one : a.all(size)) {
+    for (const auto& other : others) {
+      if (overlap(one, other)) return true;
+    }
+  }
+  return false;
+}
+
+// An all-to-all in place: parts arrive where others still leave from, so it starts from a copy. A
+// choice of this rank alone: the others cannot tell.
+void copy_if_in_place(Blocks& in, const Blocks& out, int size) {
+  if (!overlap(in, out, size)) return;
+  const at::NoGradGuard no_grad;
+  if (in.is_uniform_flat()) {
+    in.flat = in.flat.clone();
+    return;
+  }
+  in.flat = {};
+  for (auto& part : in.parts) part = part.clone();
+}
+
 // outputs[r] holds as many elements as `expected` on every rank.
 void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& parts, int64_t expected,
                        std::string_view what) {
@@ -182,6 +222,7 @@ WorkPtr TorchComm::all_gather(const Tensors& outputs, const Tensor& input, bool 
   check_equal_parts(check, outputs, input.numel(), "tensor_list");
   Call call = make_call(OpName::all_gather, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
+  check_in_place_or_apart(check, input, call.out, "tensor_list");
   return issue(std::move(call), async_op, options);
 }
 
@@ -193,6 +234,7 @@ WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, 
   check.numel(output, input.numel() * size(), "output");
   Call call = make_call(OpName::all_gather_single, Primitive::all_gather, input);
   call.out.flat = output;
+  check_in_place_or_apart(check, input, call.out, "an output");
   return issue(std::move(call), async_op, options);
 }
 
@@ -204,6 +246,7 @@ WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, boo
   check.numel(input, outputs[rank()].numel(), concat("tensor, as tensor_list[", rank(), "],"));
   Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
+  check_in_place_or_apart(check, input, call.out, "tensor_list");
   return issue(std::move(call), async_op, options);
 }
 
@@ -248,6 +291,7 @@ WorkPtr TorchComm::reduce_scatter(const Tensor& output, const Tensors& inputs, c
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter, Primitive::reduce_scatter, output);
   call.in = blocks_of(inputs);
+  check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(std::move(call), async_op, options);
 }
@@ -262,6 +306,7 @@ WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& inp
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_single, Primitive::reduce_scatter, output);
   call.in.flat = input;
+  check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(std::move(call), async_op, options);
 }
@@ -275,6 +320,7 @@ WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs,
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_v, Primitive::reduce_scatter, output);
   call.in = blocks_of(inputs);
+  check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
   return issue(std::move(call), async_op, options);
 }
@@ -308,6 +354,7 @@ WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, boo
   Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
   call.in = blocks_of(inputs);
   call.out = blocks_of(outputs);
+  copy_if_in_place(call.in, call.out, size());
   return issue(std::move(call), async_op, options);
 }
 
@@ -323,6 +370,7 @@ WorkPtr TorchComm::all_to_all_single(const Tensor& output, const Tensor& input, 
   Call call = make_call(OpName::all_to_all_single, Primitive::all_to_all);
   call.in.flat = input;
   call.out.flat = output;
+  copy_if_in_place(call.in, call.out, size());
   return issue(std::move(call), async_op, options);
 }
 
@@ -340,6 +388,7 @@ WorkPtr TorchComm::all_to_all_v_single(const Tensor& output, const Tensor& input
   call.out = split_blocks(output, output_splits);
   check.numel(call.out.part(rank(), size()), call.in.part(rank(), size()).numel(),
               "an output part for this rank itself");
+  copy_if_in_place(call.in, call.out, size());
   return issue(std::move(call), async_op, options);
 }
 

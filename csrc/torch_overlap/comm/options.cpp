@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 
@@ -63,7 +64,7 @@ ResolvedOptions resolve_options(const CommOptions& options) {
   const auto hinted = take_priority(out.hints);
   out.abort_process_on_timeout_or_error =
       options.abort_process_on_timeout_or_error.value_or(env.abort_on_error);
-  out.timeout = options.timeout.value_or(env.timeout);
+  out.timeout = std::min(options.timeout.value_or(env.timeout), kLongestTimeout);
   TORCH_OVERLAP_CHECK(out.timeout.count() > 0, kValue,
                       "new_comm: expected a timeout of at least 1 ms, got ", out.timeout.count(),
                       " ms");

@@ -16,6 +16,9 @@ namespace torch_overlap {
 using Hints = std::map<std::string, std::string>;
 using Milliseconds = std::chrono::milliseconds;
 
+// The longest timeout; a longer one counts as this. Adding it to a clock never overflows.
+inline constexpr Milliseconds kLongestTimeout = std::chrono::hours(365 * 24);
+
 // What every operation takes. timeout 0: the communicator's own.
 // Hints of an operation: `is_high_priority_stream` (also spelled
 // `torchcomm::ncclx::high_priority_stream`): true runs this async operation on the communicator's

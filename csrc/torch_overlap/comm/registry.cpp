@@ -32,6 +32,7 @@ Registry& registry() {
 
 std::shared_ptr<TorchComm> get_comm(const std::string& name) {
   {
+    std::shared_ptr<TorchComm> comm;  // if it is the last reference, it dies after the lock
     std::lock_guard lock(registry().mutex);
     const auto found = registry().entries.find(name);
     if (found != registry().entries.end()) {
@@ -43,7 +44,8 @@ std::shared_ptr<TorchComm> get_comm(const std::string& name) {
                           "get_comm: expected the thread that made '", name,
                           "', got another; ranks that are threads share a name, and each "
                           "thread finds its own communicator only");
-      if (auto comm = mine->comm.lock()) return comm;
+      comm = mine->comm.lock();
+      if (comm) return comm;
     }
   }
   fail(ErrorKind::kValue, "get_comm: expected the name of a live communicator, got '", name,
@@ -59,21 +61,29 @@ std::vector<std::string> comm_names() {
 
 namespace detail {
 
-void add_comm(const std::shared_ptr<TorchComm>& comm) {
+void require_free_name(const std::string& name) {
+  // Declared before the lock: a communicator whose last reference this is must die after it.
+  std::vector<std::shared_ptr<TorchComm>> alive;
   std::lock_guard lock(registry().mutex);
-  auto& entries = registry().entries[comm->name()];
+  const auto found = registry().entries.find(name);
+  if (found == registry().entries.end()) return;
   // Two ranks of one process may share a name, two communicators of one rank may not: an operator
   // that is given the name could not tell which one is meant.
-  for (const Entry& entry : entries) {
-    const auto other = entry.comm.lock();
-    const bool taken =
-        other && (!entry.is_thread_rank || entry.maker == std::this_thread::get_id());
-    TORCH_OVERLAP_CHECK(!taken, kValue,
-                        "new_comm: expected a name that no live communicator has, got '",
-                        comm->name(), "'; finalize the other one first");
+  for (const Entry& entry : found->second) {
+    if (entry.is_thread_rank && entry.maker != std::this_thread::get_id()) continue;
+    alive.push_back(entry.comm.lock());
+    TORCH_OVERLAP_CHECK(!alive.back(), kValue,
+                        "new_comm: expected a name that no live communicator has, got '", name,
+                        "'; finalize the other one first");
   }
+}
+
+void add_comm(const std::shared_ptr<TorchComm>& comm) {
+  require_free_name(comm->name());
   const bool is_thread_rank = comm->backend_name() == "local" && comm->size() > 1;
-  entries.push_back({comm, comm.get(), std::this_thread::get_id(), is_thread_rank});
+  std::lock_guard lock(registry().mutex);
+  registry().entries[comm->name()].push_back(
+      {comm, comm.get(), std::this_thread::get_id(), is_thread_rank});
 }
 
 void remove_comm(const TorchComm* comm) {

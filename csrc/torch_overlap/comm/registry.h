@@ -19,6 +19,8 @@ TORCH_OVERLAP_API std::shared_ptr<TorchComm> get_comm(const std::string& name);
 TORCH_OVERLAP_API std::vector<std::string> comm_names();
 
 namespace detail {
+// Throws if a live communicator of this rank has the name.
+void require_free_name(const std::string& name);
 void add_comm(const std::shared_ptr<TorchComm>& comm);
 void remove_comm(const TorchComm* comm);
 }  // namespace detail

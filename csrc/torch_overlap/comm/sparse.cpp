@@ -2,14 +2,17 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
 
-// Ranks differ in how many elements they hold: gather the counts, then indices and values, and let
-// coalescing add what meets. The last gather's work stands for the whole.
+// Ranks differ in how many elements they hold: gather what the sizes follow from, then indices and
+// values, and let coalescing add what meets. The last gather's work stands for the whole.
 WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                                      const OpOptions& options) {
   const at::NoGradGuard no_grad;
@@ -20,20 +23,29 @@ WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, b
   const Tensor mine = tensor.coalesce();
   const Tensor indices = mine.indices().t().contiguous();  // one row an element
   const Tensor values = mine.values().contiguous();
-  const auto index_options = indices.options();
-
-  const Tensor count = at::full({1}, mine._nnz(), index_options);
-  const Tensor counts = at::empty({size()}, index_options);
-  all_gather_single(counts, count, /*async_op=*/true, options)->wait();
-  const Tensor host_counts = counts.cpu();
+  // Everything that the sizes of the second round follow from. The shape goes as one number: equal
+  // on all ranks unless shapes differ, but for one chance in 2^62.
+  const auto shape_hash =
+      static_cast<int64_t>(c10::get_hash(tensor.sizes().vec()) & ((uint64_t{1} << 62) - 1));
+  const std::vector<int64_t> facts{mine._nnz(), tensor.sparse_dim(), shape_hash,
+                                   static_cast<int64_t>(tensor.scalar_type())};
+  const auto fact_count = static_cast<int64_t>(facts.size());
+  const Tensor my_facts = at::tensor(facts, at::kLong).to(device());
+  const Tensor everybodys = at::empty({size(), fact_count}, my_facts.options());
+  all_gather_single(everybodys, my_facts, /*async_op=*/true, options)->wait();
+  const Tensor host_facts = everybodys.cpu();
 
   Tensors all_indices;
   Tensors all_values;
   for (int r = 0; r < size(); ++r) {
-    const int64_t rows = host_counts[r].item<int64_t>();
-    all_indices.push_back(at::empty({rows, indices.size(1)}, index_options));
+    const auto* theirs = host_facts[r].const_data_ptr<int64_t>();
+    TORCH_OVERLAP_CHECK(std::equal(facts.begin() + 1, facts.end(), theirs + 1), kValue,
+                        "all_reduce: expected sparse tensors of one shape, dtype and number of "
+                        "sparse dimensions on all ranks, got another on rank ",
+                        r, " than on rank ", rank(), ", which has sizes ", tensor.sizes());
+    all_indices.push_back(at::empty({theirs[0], indices.size(1)}, indices.options()));
     auto shape = values.sizes().vec();
-    shape[0] = rows;
+    shape[0] = theirs[0];
     all_values.push_back(at::empty(shape, values.options()));
   }
   all_gather_v(all_indices, indices, /*async_op=*/true, options)->wait();

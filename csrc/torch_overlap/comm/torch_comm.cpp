@@ -1,8 +1,10 @@
 #include "torch_overlap/comm/torch_comm.h"
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <set>
 
@@ -15,11 +17,25 @@ namespace {
 
 std::atomic<uint64_t> next_op_id{0};
 
+// "TorchComm::all_reduce": the operation's span in a profile. The text lives as long as the
+// process.
+const char* profiler_name(OpName name) {
+  static const auto* names = [] {
+    auto* out = new std::array<std::string, static_cast<size_t>(OpName::finalize) + 1>;
+    for (size_t i = 0; i < out->size(); ++i) {
+      (*out)[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
+    }
+    return out;
+  }();
+  return (*names)[static_cast<size_t>(name)].c_str();
+}
+
 // "comm_0", "comm_1", ...: ranks that make their communicators in the same order, as they must, get
-// the same names. Ranks that are threads count for themselves.
-std::string generated_name() {
-  thread_local int count = 0;
-  return concat("comm_", count++);
+// the same names. Ranks that are threads, which say who they are, count for themselves.
+std::string generated_name(bool is_thread) {
+  static std::atomic<int> process_count{0};
+  thread_local int thread_count = 0;
+  return concat("comm_", is_thread ? thread_count++ : process_count++);
 }
 
 BackendEntry require_backend(const std::string& name) {
@@ -36,12 +52,29 @@ void check_device(const std::string& backend, const BackendEntry& entry, c10::De
                       list_string(types), "), got ", device);
 }
 
-// One rank's wish in a split, as text for the store: "0,2,3" or "" and, on trouble, "!why".
-std::string encode_ranks(const std::vector<int>& ranks) {
+// One rank's wish in a split, as text for the store. All members of one part must have the same.
+//   "0,2,3|<timeout>|<name>|<key>=<value>|..."   the ranks may be none
+//   "!<why>"                                     the call failed on this rank before it began
+std::string encode_wish(const std::vector<int>& ranks, const std::optional<std::string>& name,
+                        const OpOptions& options) {
   std::string text;
   for (const int rank : ranks) text += concat(text.empty() ? "" : ",", rank);
+  text += concat("|", options.timeout.count(), "|", name.value_or(""));
+  for (const auto& [key, value] : options.hints) text += concat("|", key, "=", value);
   return text;
 }
+
+std::vector<int> ranks_of_wish(const std::string& wish) {
+  std::vector<int> ranks;
+  const std::string list = wish.substr(0, wish.find('|'));
+  if (list.empty()) return ranks;
+  for (const auto& part : split_string(list, ',')) {
+    ranks.push_back(static_cast<int>(parse_int(part, "split")));
+  }
+  return ranks;
+}
+
+constexpr const char* kSplitKey = "split/";
 
 // What is wrong with `ranks` as the list of `me`; empty if nothing.
 std::string fault_of_list(const std::vector<int>& ranks, int me, int size) {
@@ -86,16 +119,18 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
 
   BackendContext context;
   if (!name) name = options.name;
-  context.name = name ? *name : generated_name();
+  context.name = name ? *name : generated_name(who.has_value());
   TORCH_OVERLAP_CHECK(!context.name.empty(), kValue,
                       "new_comm: expected a name that is not empty, got ''");
   context.options = resolve_options(options);
   const auto digest =
       concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true));
+  detail::require_free_name(context.name);
   const RankAndSize me = who_am_i(env, who);
   context.rank = me.rank;
   context.size = me.size;
   if (entry.has_peers) {
+    context.given_store = options.store;
     context.store =
         rendezvous(env, context.name, digest, context.options.timeout, options.store, me);
   }
@@ -104,8 +139,8 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   std::vector<int> world(me.size);
   std::iota(world.begin(), world.end(), 0);
   std::shared_ptr<TorchComm> comm(new TorchComm(kind, std::move(context), std::move(world)));
-  detail::add_comm(comm);
   comm->backend_ = entry.make(comm->context_);
+  detail::add_comm(comm);
   return comm;
 }
 
@@ -131,7 +166,7 @@ void TorchComm::require_active(std::string_view op) const {
   const State state = state_.load(std::memory_order_acquire);
   if (__builtin_expect(state == State::kActive, 1)) return;
   fail(ErrorKind::kState, op, ": expected a live communicator, got '", name(), "', which was ",
-       state == State::kFinalized ? "finalized" : "aborted");
+       state == State::kAborted ? "aborted" : "finalized");
 }
 
 WorkPtr TorchComm::issue(Call call, bool async_op, const OpOptions& options) {
@@ -139,11 +174,13 @@ WorkPtr TorchComm::issue(Call call, bool async_op, const OpOptions& options) {
   TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, to_string(call.name),
                       ": expected a timeout >= 0, got ", options.timeout.count(), " ms");
   call.async_op = async_op;
-  call.timeout = options.timeout.count() > 0 ? options.timeout : context_.options.timeout;
+  call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kLongestTimeout)
+                                             : context_.options.timeout;
   call.high_priority =
       high_priority_hint(options.hints).value_or(context_.options.is_high_priority_stream);
   call.id = next_op_id.fetch_add(1, std::memory_order_relaxed);
   call.comm = name();
+  RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
   if (hooks_->pre.empty() && hooks_->post.empty()) return backend_->launch(std::move(call));
 
   const HookEvent event{.name = call.name, .id = call.id, .call = &call};
@@ -156,39 +193,47 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
                                             std::optional<std::string> child_name,
                                             const OpOptions& options) {
   require_active("split");
-  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, "split: expected a timeout >= 0, got ",
-                      options.timeout.count(), " ms");
+  // Counted whatever happens next: all ranks must agree on the number of the next split.
+  const uint64_t sequence = splits_.fetch_add(1);
   const HookEvent event{.name = OpName::split,
                         .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
                         .ranks = &ranks,
                         .split_name = child_name ? &*child_name : nullptr};
-  hooks_->pre(event);
-  return hooks_->around(event, [&] { return split_checked(ranks, child_name, options); });
+  try {
+    TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue,
+                        "split: expected a timeout >= 0, got ", options.timeout.count(), " ms");
+    TORCH_OVERLAP_CHECK(!child_name || !child_name->empty(), kValue,
+                        "split: expected a name that is not empty, got ''");
+    if (child_name && !ranks.empty()) detail::require_free_name(*child_name);
+    ResolvedOptions merged = context_.options;
+    merge_hints(merged, options.hints);
+    hooks_->pre(event);
+  } catch (const std::exception& error) {
+    // The others hear of it at once instead of waiting for this rank.
+    if (context_.store) {
+      publish(*context_.store, concat(kSplitKey, sequence), rank(), concat("!", error.what()));
+    }
+    throw;
+  }
+  return hooks_->around(event, [&] { return split_checked(sequence, ranks, child_name, options); });
 }
 
-std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& ranks,
-                                                    const std::optional<std::string>& child_name,
-                                                    const OpOptions& options) {
-  const uint64_t sequence = splits_.fetch_add(1);
-  const std::string prefix = concat("split/", sequence);
-  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
-  // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
+void TorchComm::agree_on_split(uint64_t sequence, const std::string& mine) const {
   std::vector<std::string> wishes(size());
   if (context_.store) {
-    wishes = exchange(*context_.store, prefix, rank(), size(), encode_ranks(ranks),
+    wishes = exchange(*context_.store, concat(kSplitKey, sequence), rank(), size(), mine,
                       context_.options.timeout);
   } else {  // a backend without peers: those that are named want the same
-    for (const int r : ranks) {
-      if (r >= 0 && r < size()) wishes[r] = encode_ranks(ranks);
+    for (const int r : ranks_of_wish(mine)) {
+      if (r >= 0 && r < size()) wishes[r] = mine;
     }
-    wishes[rank()] = encode_ranks(ranks);
+    wishes[rank()] = mine;
   }
-  std::vector<std::vector<int>> lists(size());
+  std::vector<std::vector<int>> lists;
   for (int r = 0; r < size(); ++r) {
-    if (wishes[r].empty()) continue;
-    for (const auto& part : split_string(wishes[r], ',')) {
-      lists[r].push_back(static_cast<int>(parse_int(part, "split")));
-    }
+    TORCH_OVERLAP_CHECK(wishes[r].empty() || wishes[r][0] != '!', kValue, "split: rank ", r,
+                        " of '", name(), "' could not take part: ", wishes[r].substr(1));
+    lists.push_back(ranks_of_wish(wishes[r]));
   }
   for (int r = 0; r < size(); ++r) {
     const std::string fault = fault_of_list(lists[r], r, size());
@@ -197,14 +242,25 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& rank
   }
   for (int r = 0; r < size(); ++r) {
     for (const int member : lists[r]) {
-      TORCH_OVERLAP_CHECK(lists[member] == lists[r], kValue,
-                          "split: expected the same list on all its members, got ",
-                          list_string(lists[r]), " on rank ", r, " and ",
-                          list_string(lists[member]), " on rank ", member);
+      TORCH_OVERLAP_CHECK(wishes[member] == wishes[r], kValue,
+                          "split: expected the same ranks, name, timeout and hints on all members "
+                          "of a part, got '",
+                          wishes[r], "' on rank ", r, " and '", wishes[member], "' on rank ",
+                          member);
     }
   }
+}
+
+std::shared_ptr<TorchComm> TorchComm::split_checked(uint64_t sequence,
+                                                    const std::vector<int>& ranks,
+                                                    const std::optional<std::string>& child_name,
+                                                    const OpOptions& options) {
+  // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
+  // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
+  agree_on_split(sequence, encode_wish(ranks, child_name, options));
 
   SplitRequest request;
+  std::shared_ptr<TorchComm> child;
   request.member = !ranks.empty();
   if (request.member) {
     const int color = *std::min_element(ranks.begin(), ranks.end());
@@ -215,27 +271,28 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const std::vector<int>& rank
     request.child.rank = static_cast<int>(position - ranks.begin());
     request.child.size = static_cast<int>(ranks.size());
     if (context_.store) {
-      request.child.store = prefixed_store(context_.store, concat(prefix, "/", color));
+      request.child.store = prefixed_store(context_.store, concat(kSplitKey, sequence, "/", color));
     }
-    if (options.timeout.count() > 0) request.child.options.timeout = options.timeout;
+    if (options.timeout.count() > 0) {
+      request.child.options.timeout = std::min(options.timeout, kLongestTimeout);
+    }
     merge_hints(request.child.options, options.hints);
-  }
-  std::shared_ptr<TorchComm> child;
-  if (request.member) {
     std::vector<int> world;
     for (const int r : ranks) world.push_back(ranks_in_world_.at(r));
     child.reset(new TorchComm(backend_name_, request.child, std::move(world)));
     request.child = child->context_;
-    detail::add_comm(child);
   }
   auto backend = backend_->split(request);
-  if (child) child->backend_ = std::move(backend);
+  if (child) {
+    child->backend_ = std::move(backend);
+    detail::add_comm(child);
+  }
   return child;
 }
 
 void TorchComm::finalize() {
   State expected = State::kActive;
-  if (!state_.compare_exchange_strong(expected, State::kFinalized)) {
+  if (!state_.compare_exchange_strong(expected, State::kFinalizing)) {
     // After abort() a finalize only lets go of what is left.
     TORCH_OVERLAP_CHECK(expected == State::kAborted, kState,
                         "finalize: expected a live communicator, got '", name(),
@@ -244,18 +301,29 @@ void TorchComm::finalize() {
     detail::remove_comm(this);
     return;
   }
-  detail::remove_comm(this);
   const HookEvent event{.name = OpName::finalize,
                         .id = next_op_id.fetch_add(1, std::memory_order_relaxed)};
-  hooks_->pre(event);
+  try {
+    hooks_->pre(event);
+  } catch (...) {
+    state_.store(State::kActive);  // nothing has happened yet
+    throw;
+  }
+  detail::remove_comm(this);
+  const auto finalized = [this](void*) { state_.store(State::kFinalized); };
+  const std::unique_ptr<void, decltype(finalized)> at_end(this, finalized);
   hooks_->around(event, [&] { backend_->finalize(); });
 }
 
 void TorchComm::abort() {
   State expected = State::kActive;
-  if (!state_.compare_exchange_strong(expected, State::kAborted)) return;
+  if (!state_.compare_exchange_strong(expected, State::kAborted)) {
+    // A finalize in another thread may wait for a peer: it ends with the abort's error.
+    if (expected == State::kFinalizing) backend_->abort();
+    return;
+  }
+  backend_->abort();  // first: a hook may wait for a lock that a stuck operation's thread holds
   context_.on_abort();
-  backend_->abort();
 }
 
 bool TorchComm::is_aborted() const {

@@ -138,15 +138,19 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                                    const OpOptions& options = {});
   // Collective. Waits for all operations, at most the timeout. Throws if called twice.
   void finalize();
-  // Ends everything on this rank at once; hooks run; never ends the process.
+  // Ends everything on this rank at once, then runs the hooks; never ends the process. Also ends a
+  // finalize() that waits in another thread.
   void abort();
   bool is_aborted() const;
-  bool is_finalized() const { return state_.load() == State::kFinalized; }
+  bool is_finalized() const {
+    const State state = state_.load();
+    return state == State::kFinalizing || state == State::kFinalized;
+  }
 
   Hooks& hooks() { return *hooks_; }
 
  private:
-  enum class State { kActive, kFinalized, kAborted };
+  enum class State { kActive, kFinalizing, kFinalized, kAborted };
 
   TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world);
   Checker checker(std::string_view op) const;
@@ -155,7 +159,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // The one way of every operation: state, options, hooks, the backend's launch.
   WorkPtr issue(Call call, bool async_op, const OpOptions& options);
   void require_active(std::string_view op) const;
-  std::shared_ptr<TorchComm> split_checked(const std::vector<int>& ranks,
+  // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
+  void agree_on_split(uint64_t sequence, const std::string& mine) const;
+  std::shared_ptr<TorchComm> split_checked(uint64_t sequence, const std::vector<int>& ranks,
                                            const std::optional<std::string>& name,
                                            const OpOptions& options);
 

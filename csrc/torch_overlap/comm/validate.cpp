@@ -41,6 +41,17 @@ void Checker::rank_in_range(int rank, std::string_view what) const {
                       "), got ", rank);
 }
 
+void Checker::apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
+                    std::string_view what) const {
+  const auto* a = static_cast<const char*>(read.const_data_ptr());
+  const auto* b = static_cast<const char*>(written.const_data_ptr());
+  if (a >= b + written.nbytes() || b >= a + read.nbytes() || (same_is_fine && a == b)) return;
+  fail(ErrorKind::kValue, op, ": expected ", what,
+       same_is_fine ? " that shares no memory with the input, but for this rank's own part"
+                    : " that shares no memory with the input",
+       ", got overlapping ones");
+}
+
 void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const {
   TORCH_OVERLAP_CHECK(tensor.numel() == expected, kValue, op, ": expected ", what, " of ", expected,
                       " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");

@@ -25,6 +25,9 @@ struct Checker {
   void list(const std::vector<at::Tensor>& tensors, const at::Tensor& like,
             std::string_view what) const;
   void rank_in_range(int rank, std::string_view what) const;
+  // The two share no memory; or, if `same_is_fine`, are the same memory.
+  void apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
+             std::string_view what) const;
   void numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const;
   // The (dtype, op) pair means something, and a factor fits.
   void reduction(const at::Tensor& tensor, const ReduceOp& op) const;

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <thread>
 
+#include "torch_overlap/base/errors.h"
+
 namespace torch_overlap {
 namespace {
 
@@ -70,6 +72,8 @@ void Lanes::release(std::span<const int> lanes) {
 
 void Lanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
+  TORCH_OVERLAP_CHECK(!state_->closed, kState,
+                      "expected a communicator that takes operations, got one that was closed");
   for (auto& [index, task] : parts) {
     Lane& lane = state_->lane(index);
     lane.queue.push_back(std::move(task));

@@ -5,6 +5,7 @@
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/gloo/gloo.h"
 #include "torch_overlap/comm/backends/gloo/gloo_transport.h"
+#include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/host/host_backend.h"
 
 namespace torch_overlap {
@@ -59,6 +60,10 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
   const GlooFactory factory = require_factory();
   auto group = factory(make_request(context));
   TORCH_OVERLAP_CHECK(group, kRuntime, "new_comm: expected a gloo process group, got none");
+  // A rank that is done with it closes its connections, also those that a slower rank is still
+  // making: nobody goes on before all are connected.
+  exchange(*context.store, "gloo connections", context.rank, context.size, "",
+           context.options.timeout);
   return std::make_shared<HostBackend>(context, std::make_unique<GlooTransport>(std::move(group)),
                                        make_gloo_backend);
 }
