@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -47,6 +48,7 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
 // No thread of a communicator may outlive the interpreter. Returns the names of those that were
 // left.
 std::vector<std::string> abort_all() {
+  begin_process_exit();
   std::vector<CommPtr> left;
   {
     const std::lock_guard lock(live().mutex);

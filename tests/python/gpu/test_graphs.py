@@ -110,6 +110,30 @@ class AllGatherSingle(Case):
         assert torch.equal(self.out, torch.cat([part[:COUNT] for part in self.all(step)]))
 
 
+def counts_of(size):
+    """A different number of elements for each rank, one of them none."""
+    return [0 if r == size - 1 else COUNT - 7 * r for r in range(size)]
+
+
+class AllGatherV(Case):
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.counts = counts_of(self.size)
+        self.outs = [torch.zeros(count, device="cuda") for count in self.counts]
+
+    def fill(self, step):
+        super().fill(step)
+        for out in self.outs:
+            out.fill_(99)
+
+    def issue(self, async_op):
+        return self.comm.all_gather_v(self.outs, self.x[: self.counts[self.rank]], async_op)
+
+    def check(self, step):
+        for r, count in enumerate(self.counts):
+            assert torch.equal(self.outs[r], self.of(r, step)[:count])
+
+
 class ReduceScatter(Case):
     def issue(self, async_op):
         return self.comm.reduce_scatter(self.out[:COUNT], list(self.x.chunk(self.size)), to.ReduceOp.SUM, async_op)
@@ -121,6 +145,43 @@ class ReduceScatter(Case):
 class ReduceScatterSingle(ReduceScatter):
     def issue(self, async_op):
         return self.comm.reduce_scatter_single(self.out[:COUNT], self.x, to.ReduceOp.SUM, async_op)
+
+
+class ReduceScatterV(Case):
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.counts = counts_of(self.size)
+
+    def issue(self, async_op):
+        inputs = list(self.x[: sum(self.counts)].split(self.counts))
+        return self.comm.reduce_scatter_v(self.out[: self.counts[self.rank]], inputs, to.ReduceOp.SUM, async_op)
+
+    def check(self, step):
+        count = self.counts[self.rank]
+        expected = sum(self.all(step))[: sum(self.counts)].split(self.counts)[self.rank]
+        assert torch.equal(self.out[:count], expected)
+        assert (self.out[count:] == 99).all()
+
+
+class AllToAllVSingle(Case):
+    def rows(self, sender, receiver):
+        return 0 if (sender + receiver) % 3 == 2 else 5 * sender + 3 * receiver + 1
+
+    def sent_by(self, sender, step):
+        sizes = [self.rows(sender, r) for r in range(self.size)]
+        return self.of(sender, step)[: sum(sizes)].split(sizes)
+
+    def issue(self, async_op):
+        to_ranks = [self.rows(self.rank, r) for r in range(self.size)]
+        from_ranks = [self.rows(r, self.rank) for r in range(self.size)]
+        return self.comm.all_to_all_v_single(
+            self.out[: sum(from_ranks)], self.x[: sum(to_ranks)], from_ranks, to_ranks, async_op
+        )
+
+    def check(self, step):
+        expected = torch.cat([self.sent_by(r, step)[self.rank] for r in range(self.size)])
+        assert torch.equal(self.out[: len(expected)], expected)
+        assert (self.out[len(expected) :] == 99).all()
 
 
 class AllToAllSingle(Case):
@@ -144,6 +205,11 @@ class Gather(Case):
     def check(self, step):
         if self.rank == 0:
             assert torch.equal(self.out, torch.cat([part[:COUNT] for part in self.all(step)]))
+
+
+class GatherSingle(Gather):
+    def issue(self, async_op):
+        return self.comm.gather_single(self.out if self.rank == 0 else None, self.x[:COUNT], 0, async_op)
 
 
 class Scatter(Case):
@@ -179,16 +245,44 @@ class SendRecv(Case):
             assert torch.equal(self.out, self.of(0, step))
 
 
+class Ring(Case):
+    """Every rank sends to the next one and receives from the one before, in pieces."""
+
+    def issue(self, async_op):
+        batch = self.comm.batch_op_create()
+        for mine, theirs in zip(self.x.chunk(3), self.out.chunk(3), strict=True):
+            batch.send(mine, (self.rank + 1) % self.size)
+            batch.recv(theirs, (self.rank - 1) % self.size)
+        return batch.issue(async_op)
+
+    def check(self, step):
+        assert torch.equal(self.out, self.of((self.rank - 1) % self.size, step))
+
+
 class Barrier(Case):
+    """Nobody is through before all have come: by the clock of the one host, with one rank that comes late."""
+
+    def fill(self, step):
+        super().fill(step)
+        if self.rank == step % self.size:
+            time.sleep(0.05)
+        self.came = time.monotonic()
+
     def issue(self, async_op):
         return self.comm.barrier(async_op)
 
     def check(self, step):
-        pass
+        torch.cuda.synchronize()
+        times = torch.zeros(self.size, 2, dtype=torch.float64, device="cuda")
+        mine = torch.tensor([self.came, time.monotonic()], dtype=torch.float64, device="cuda")
+        self.comm.all_gather_single(times, mine, async_op=False)
+        came, went = times.unbind(1)
+        assert went.min() >= came.max()
 
 
-CASES = [AllReduce, AllReduceComposed, AllReducePremul, Reduce, Broadcast, AllGather, AllGatherSingle, ReduceScatter,
-         ReduceScatterSingle, AllToAllSingle, AllToAll, Gather, Scatter, Batch, SendRecv, Barrier]  # fmt: skip
+CASES = [AllReduce, AllReduceComposed, AllReducePremul, Reduce, Broadcast, AllGather, AllGatherSingle, AllGatherV,
+         ReduceScatter, ReduceScatterSingle, ReduceScatterV, AllToAllSingle, AllToAll, AllToAllVSingle, Gather,
+         GatherSingle, Scatter, Batch, SendRecv, Ring, Barrier]  # fmt: skip
 
 
 def capture(case, mode):
@@ -317,15 +411,24 @@ def test_captures_on_several_streams(comm):
 def test_the_watchdog_does_not_break_a_long_capture(comm):
     case = AllReduce(comm)
     warm = torch.ones(8, device="cuda")
-    pending = comm.all_reduce(warm, to.ReduceOp.SUM, async_op=True)  # something to look at
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        time.sleep(0.3)
+    torch.cuda._sleep(1_000_000_000)
+    pending = comm.all_reduce(warm, to.ReduceOp.SUM, async_op=True)  # something to look at
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()  # the strictest mode: a careless question of any thread breaks it
+        deadline = time.monotonic() + 20
+        while not pending.is_completed() and time.monotonic() < deadline:  # may be asked during a capture
+            time.sleep(0.05)
+        status = pending.status()
         case.issue(async_op=True)
-        assert pending.is_completed() in (True, False)  # may be asked during a capture
-        time.sleep(0.3)
+        time.sleep(0.3)  # several looks of the watchdog
+        graph.capture_end()
+    assert status == to.WorkStatus.COMPLETED
     pending.wait()
-    replay(graph, case, 1)
+    assert (warm == comm.get_size()).all()
+    for step in range(3):
+        replay(graph, case, step, late=True)
 
 
 def test_waiting_for_eager_work_inside_a_capture_is_an_error_that_leaves_the_capture_whole(comm):

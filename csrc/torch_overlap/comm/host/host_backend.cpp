@@ -9,7 +9,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/host/host_primitives.h"
-#include "torch_overlap/comm/host/plain_dispatch.h"
+#include "torch_overlap/comm/plain_dispatch.h"
 
 namespace torch_overlap {
 namespace {

@@ -5,8 +5,9 @@
 namespace torch_overlap::cuda {
 
 // A stream of our own: not one of torch's pool, which hands the same streams to others, and never
-// synchronized with the legacy default stream. Destroying it does not wait for what is queued on
-// it.
+// synchronized with the legacy default stream. Its end does not wait for what is queued on it: the
+// stream goes to the next owner that finds it idle. It is never destroyed, because torch's caching
+// allocator knows free memory by the stream that used it.
 class OwnedStream {
  public:
   // `high_priority`: the greatest priority that the device has. Legal during a capture.
@@ -18,6 +19,7 @@ class OwnedStream {
   c10::cuda::CUDAStream get() const { return stream_; }
 
  private:
+  const bool high_priority_;
   c10::cuda::CUDAStream stream_;
 };
 

@@ -106,6 +106,37 @@ TEST_F(NcclPrimitivesTest, AFailureInsideAGroupClosesIt) {
   }
 }
 
+TEST_F(NcclPrimitivesTest, AnOperationHasBegunOnceNcclTookACallOrAWholeGroup) {
+  const Blocks parts{zeros(6), {}};
+  const int calls = 8;  // start, three sends and receives, end
+  for (int fail_at = 0; fail_at < calls; ++fail_at) {
+    FakeNccl::reset();
+    FakeNccl::instance().fail_at = fail_at;
+    NcclPrimitives fresh{api_, nullptr, 1, 3, nullptr, nullptr};
+    EXPECT_THROW(fresh.all_to_all(parts, parts), NcclError) << fail_at;
+    EXPECT_FALSE(fresh.has_begun()) << fail_at;
+  }
+  FakeNccl::reset();
+  EXPECT_FALSE(nccl_.has_begun());
+  nccl_.all_to_all(parts, parts);
+  EXPECT_TRUE(nccl_.has_begun());
+}
+
+TEST_F(NcclPrimitivesTest, AComposedOperationThatFailsInItsSecondStepHasBegun) {
+  const auto large = zeros(3 << 16, at::kInt);  // all-to-all, local reduction, all-gather
+  FakeNccl::instance().fail_at = 8;
+  FakeNccl::instance().failure = ncclInvalidArgument;
+  EXPECT_THROW(nccl_.all_reduce(large, RedOpType::BXOR), NcclError);
+  EXPECT_EQ(log()[7], "end");
+  EXPECT_EQ(log().size(), 9);
+  EXPECT_TRUE(nccl_.has_begun());
+  FakeNccl::reset();
+  FakeNccl::instance().fail_at = 0;
+  NcclPrimitives fresh{api_, nullptr, 1, 3, nullptr, nullptr};
+  EXPECT_THROW(fresh.all_reduce(large, RedOpType::BXOR), NcclError);
+  EXPECT_FALSE(fresh.has_begun());
+}
+
 TEST_F(NcclPrimitivesTest, ARefusedArgumentIsNotFatalAndAnInternalErrorIs) {
   for (const auto result : {ncclInvalidArgument, ncclInvalidUsage, ncclInternalError,
                             ncclRemoteError, ncclSystemError, ncclUnhandledCudaError}) {

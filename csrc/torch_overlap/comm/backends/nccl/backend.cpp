@@ -1,17 +1,15 @@
 #include "torch_overlap/comm/backends/nccl/backend.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
+#include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
 
 namespace torch_overlap {
@@ -21,8 +19,6 @@ namespace {
 // asks once for this many.
 constexpr size_t kReapAtLaunch = 32;
 constexpr auto kLockNap = std::chrono::milliseconds(100);
-constexpr auto kStopLimit = std::chrono::seconds(10);
-constexpr auto kHookLimit = std::chrono::seconds(10);
 
 void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
   cuda::check(cudaEventRecord(event, stream.stream()), "cudaEventRecord");
@@ -69,21 +65,26 @@ at::Tensor make_workspace(c10::Device device) {
 
 std::shared_ptr<NcclBackend> NcclBackend::create(const BackendContext& context,
                                                  const NcclApi& api) {
-  std::shared_ptr<NcclBackend> backend(new NcclBackend(context, NcclHandle::create(api, context)));
+  return start(context, NcclHandle::create(api, context));
+}
+
+std::shared_ptr<NcclBackend> NcclBackend::start(const BackendContext& context,
+                                                std::shared_ptr<NcclHandle> handle) {
+  open_graveyard();
+  std::shared_ptr<NcclBackend> backend(new NcclBackend(context, std::move(handle)), bury);
   watch(backend);
   return backend;
 }
 
 NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle)
-    : context_(context),
+    : Body(context.device.index()),
+      context_(context),
       runtime_(std::make_shared<CommRuntime>(context.name, context.device.index(),
                                              event_pool_size(context.options.hints))),
       workspace_(make_workspace(context.device)),
       handle_(std::move(handle)) {}
 
-NcclBackend::~NcclBackend() {
-  for (const auto& work : queue_) work->release();
-}
+NcclBackend::~NcclBackend() = default;
 
 std::string NcclBackend::version() const { return nccl_version_string(handle_->api().version()); }
 
@@ -105,11 +106,14 @@ WorkPtr NcclBackend::launch(Call call) {
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
   const cuda::Capture capture = cuda::capture_of(current.stream());
   const auto work = std::make_shared<CudaWork>(runtime_, std::move(call), current, capture.id);
-  {
+  try {
     Ended ended;
     const Lock lock = lock_unless_failed();
     if (!capture && queue_.size() >= 2 * kReapAtLaunch) reap_first(ended, kReapAtLaunch);
     issue(work, current, capture);
+  } catch (...) {
+    act_on_failure();
+    throw;
   }
   if (!work->call().async_op) work->release();
   return work;
@@ -141,42 +145,42 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   if (previous && (capture || previous->stream != stream)) {
     stream_waits(stream, previous->work->end());
   }
-  run(*work, stream);
-  record(work->end(), stream);
-
-  previous.emplace(work, stream);
+  // Kept before it runs: whatever happens, what NCCL has taken keeps its tensors until it ends.
   if (!capture) {
     queue_.push_back(work);
   } else if (call.async_op) {
     hold_->keep(work);
   }
+  try {
+    run(*work, stream);
+  } catch (...) {
+    if (runtime_->failure.is_set()) {
+      (void)cudaEventRecord(work->end(), stream.stream());
+    } else if (!capture) {
+      queue_.pop_back();
+    } else if (call.async_op) {
+      hold_->forget_last();
+    }
+    throw;
+  }
+  previous.emplace(work, stream);
 }
 
 void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
   const Call& call = work.call();
   const c10::cuda::CUDAStreamGuard on_stream(stream);
-  const at::NoGradGuard no_grad;
+  const PlainDispatch plain;
   launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
-  launching_since_.store(work.issued.time_since_epoch().count(), std::memory_order_release);
+  launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+  NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
+                            workspace_.data_ptr(), stream.stream());
   try {
-    NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
-                              workspace_.data_ptr(), stream.stream());
     primitives.run(call);
+    record(work.end(), stream);
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);
     runtime_->failure.rethrow_if_set();  // stopped from outside: that is why the call failed
-    try {
-      throw;
-    } catch (const NcclError& error) {
-      if (error.is_fatal()) {
-        const std::string message = concat(call.describe(), ": ", error.what());
-        runtime_->failure.set(WorkStatus::ERROR,
-                              std::make_exception_ptr(Error(error.kind(), message)));
-        handle_->stop(Milliseconds(0));
-        runtime_->failure.rethrow_if_set();
-      }
-      fail(error.kind(), call.describe(), ": ", error.what());
-    }
+    fail_launch(call, primitives.has_begun());
   }
   launching_since_.store(0, std::memory_order_release);
 }
@@ -191,17 +195,19 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
 
 // The device runs the operations of a communicator in the order of issue: when one has ended, so
 // have all before it.
-bool NcclBackend::reap_first(Ended& ended, size_t count) {
+template <typename Sink>
+bool NcclBackend::reap_first(Sink& ended, size_t count) {
   if (!queue_[count - 1]->has_ended()) return false;
   for (; count > 0; --count) {
     queue_.front()->end_is_known();
-    ended.works.push_back(std::move(queue_.front()));
+    ended.push_back(queue_.front());
     queue_.pop_front();
   }
   return true;
 }
 
-void NcclBackend::reap(Ended& ended) {
+template <typename Sink>
+void NcclBackend::reap(Sink& ended) {
   for (size_t count = queue_.size(); count > 0; count = std::min(count / 2, queue_.size())) {
     while (count <= queue_.size() && reap_first(ended, count)) {
     }
@@ -209,9 +215,10 @@ void NcclBackend::reap(Ended& ended) {
 }
 
 void NcclBackend::drain(std::string_view op) {
-  const auto deadline = Clock::now() + context_.options.timeout;
+  const auto deadline = Clock::now() + bounded_timeout(context_.options.timeout);
   auto nap = std::chrono::microseconds(20);
   while (true) {
+    if (runtime_->failure.is_set()) act_on_failure();
     {
       Ended ended;
       const Lock lock = lock_unless_failed();
@@ -246,9 +253,7 @@ std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
     throw;
   }
   if (!child) return nullptr;
-  std::shared_ptr<NcclBackend> backend(new NcclBackend(request.child, std::move(child)));
-  watch(backend);
-  return backend;
+  return start(request.child, std::move(child));
 }
 
 void NcclBackend::finalize() {
@@ -257,33 +262,6 @@ void NcclBackend::finalize() {
   if (handle_->close(context_.options.timeout)) return;
   fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
        context_.options.timeout.count(), " ms, got no answer; it goes on in the background");
-}
-
-void NcclBackend::abort() {
-  const std::string message = concat("communicator '", runtime_->name, "' was aborted");
-  runtime_->failure.set(WorkStatus::ERROR,
-                        std::make_exception_ptr(Error(ErrorKind::kState, message)));
-  handle_->stop(kStopLimit);
-}
-
-void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string& message) {
-  if (!runtime_->failure.set(status, std::make_exception_ptr(Error(kind, message)))) return;
-  if (context_.options.abort_process_on_timeout_or_error) end_process(status, message);
-  TORCH_WARN(message);
-  handle_->stop(Milliseconds(0));
-}
-
-void NcclBackend::end_process(WorkStatus status, const std::string& message) {
-  std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
-  if (context_.on_abort) {
-    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot
-    // wait.
-    run_bounded(context_.on_abort, kHookLimit);
-  }
-  std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
-               status == WorkStatus::TIMEDOUT ? "timeout" : "error");
-  std::fflush(stderr);
-  std::abort();
 }
 
 // --- The watchdog's part -------------------------------------------------------------------------
@@ -296,11 +274,15 @@ void NcclBackend::tick() noexcept {
     // there. Relaxed: this thread must never break another one's capture.
     const c10::cuda::CUDAGuard device(runtime_->device);
     const cuda::RelaxedCapture relaxed;
-    Ended ended;
+    if (runtime_->failure.is_set()) act_on_failure();
+    DeadWorks ended(runtime_->device);
     Lock lock(handle_->mutex(), std::try_to_lock);
     if (!lock) return check_launching(now);
     reap(ended);
-    if (runtime_->failure.is_set()) return;
+    if (runtime_->failure.is_set()) {
+      lock.unlock();
+      return act_on_failure();
+    }
     ncclResult_t state = ncclSuccess;
     const auto& api = handle_->api();
     if (handle_->comm() != nullptr) (void)api.comm_async_error(handle_->comm(), &state);
@@ -315,9 +297,10 @@ void NcclBackend::tick() noexcept {
       return fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
     }
     if (queue_.empty()) return;
-    const std::shared_ptr<CudaWork> head = queue_.front();
+    const auto late = check_head(*queue_.front(), now);
     lock.unlock();
-    check_head(*head, now);
+    if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
+    act_on_failure();
   } catch (const std::exception& error) {
     fail_with(WorkStatus::ERROR, ErrorKind::kRuntime,
               concat("communicator '", runtime_->name, "': watchdog: ", error.what()));
@@ -329,7 +312,7 @@ void NcclBackend::check_launching(Clock::time_point now) {
   if (since == 0) return;
   const auto stuck = now - Clock::time_point(Clock::duration(since));
   const Milliseconds timeout(launching_timeout_ms_.load(std::memory_order_relaxed));
-  if (stuck < timeout) return;
+  if (stuck < bounded_timeout(timeout)) return;
   fail_with(
       WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
       concat("communicator '", runtime_->name, "': expected a call into NCCL to return within ",
@@ -339,24 +322,38 @@ void NcclBackend::check_launching(Clock::time_point now) {
 
 // The clock of an operation starts when the ones before it have ended and its stream has reached
 // it: work that is queued for long is not late.
-void NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
+std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
+  // Behind a replay that hangs it would never start.
+  if (!head.started && handle_->has_graphs()) head.started = now;
   if (!head.started) {
     const cudaError_t status = cudaEventQuery(head.ready());
     if (status == cudaErrorNotReady) {
       (void)cudaGetLastError();
-      return;
+      return std::nullopt;
     }
     cuda::check(status, head.call().describe());
     head.started = now;
-    return;
+    return std::nullopt;
   }
   const auto running = now - *head.started;
-  if (running < head.call().timeout || head.has_ended()) return;
-  fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
-            concat(head.call().describe(), ": expected it to end within ",
-                   head.call().timeout.count(), " ms of its start, got none after ",
-                   seconds(running), " (", seconds(now - head.issued),
-                   " after it was issued); a peer did not take part: look at the other ranks"));
+  if (running < bounded_timeout(head.call().timeout) || head.has_ended()) return std::nullopt;
+  return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
+                " ms of its start, got none after ", seconds(running), " (",
+                seconds(now - head.issued),
+                " after it was issued); a peer did not take part: look at the other ranks");
+}
+
+// --- The graveyard's part ------------------------------------------------------------------------
+
+// Nobody else has it any more.
+bool NcclBackend::may_go() noexcept {
+  try {
+    Ended ended;
+    reap(ended);
+    return queue_.empty();
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 }  // namespace torch_overlap

@@ -26,11 +26,19 @@ namespace torch_overlap {
 // Captures. The same happens; events and waits become edges. An async operation is then left as a
 // leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are
 // ordered among themselves; against eager ones and other graphs NCCL orders them. The watchdog does
-// not see them: a replay that hangs is found by the next eager operation.
+// not see them: a replay that hangs is found by the next eager operation, which cannot start behind
+// it. So while graphs of this communicator are alive, the clock of an operation does not wait for
+// its stream: it runs from the end of the operation before it, however long other work on its
+// stream takes.
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
-// done throws it, and NCCL is stopped. See handle.h for who may free what.
-class NcclBackend final : public Backend, public Watched {
+// done throws it, NCCL is stopped, and the process is ended where that was asked for. An operation
+// that fails half way is such an error: this rank is out of step with its peers. See handle.h for
+// who may free what.
+//
+// End. Whoever drops the last reference, the graveyard's thread deletes it, and not before its
+// operations have ended on the device.
+class NcclBackend final : public Backend, public Watched, public Body {
  public:
   static std::shared_ptr<NcclBackend> create(const BackendContext& context, const NcclApi& api);
   ~NcclBackend() override;
@@ -44,6 +52,7 @@ class NcclBackend final : public Backend, public Watched {
   int64_t native_handle() const override;
 
   void tick() noexcept override;
+  bool may_go() noexcept override;
 
  private:
   using Clock = CudaWork::Clock;
@@ -56,32 +65,43 @@ class NcclBackend final : public Backend, public Watched {
   // Works that have ended. Their tensors go when this does, which is after the lock.
   struct Ended {
     c10::SmallVector<std::shared_ptr<CudaWork>, 16> works;
+    void push_back(std::shared_ptr<CudaWork> work) { works.push_back(std::move(work)); }
     ~Ended() {
       for (const auto& work : works) work->release();
     }
   };
 
   NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle);
+  static std::shared_ptr<NcclBackend> start(const BackendContext& context,
+                                            std::shared_ptr<NcclHandle> handle);
 
   // Gives up when the communicator fails while the lock is held by a launch that is stuck.
   Lock lock_unless_failed() const;
   // The launch path, under the lock.
   void issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
              const cuda::Capture& capture);
+  // Sets the failure, and throws it, if NCCL cannot go on; else an error leaves all as it was.
   void run(const CudaWork& work, c10::cuda::CUDAStream stream);
+  [[noreturn]] void fail_launch(const Call& call, bool begun);
   void enter_capture(const cuda::Capture& capture);
-  // Takes all operations that have ended from the queue.
-  void reap(Ended& ended);
+  // Takes all operations that have ended from the queue. `Sink` has push_back.
+  template <typename Sink>
+  void reap(Sink& ended);
   // Takes the first `count`, which must be there, if the last of them has ended.
-  bool reap_first(Ended& ended, size_t count);
+  template <typename Sink>
+  bool reap_first(Sink& ended, size_t count);
   // Waits until all that was issued has ended.
   void drain(std::string_view op);
 
   // The first caller's error ends the communicator. Does not wait.
   void fail_with(WorkStatus status, ErrorKind kind, const std::string& message);
+  // What follows from a failure that is set: the process or NCCL is stopped. Once, with no lock
+  // held; not after abort().
+  void act_on_failure();
   [[noreturn]] void end_process(WorkStatus status, const std::string& message);
   void check_launching(Clock::time_point now);
-  void check_head(CudaWork& head, Clock::time_point now);
+  // Under the launch lock: says what is wrong if the operation is late.
+  std::optional<std::string> check_head(CudaWork& head, Clock::time_point now);
 
   const BackendContext context_;
   const std::shared_ptr<CommRuntime> runtime_;
@@ -99,6 +119,7 @@ class NcclBackend final : public Backend, public Watched {
   std::atomic<Clock::rep> launching_since_{0};
   std::atomic<int64_t> launching_timeout_ms_{0};
   std::atomic<bool> finalized_{false};
+  std::atomic<bool> acted_on_failure_{false};
 };
 
 }  // namespace torch_overlap

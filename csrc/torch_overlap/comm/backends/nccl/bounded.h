@@ -1,9 +1,16 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 
 namespace torch_overlap {
+
+// A timeout that can be added to a time point, or counted in nanoseconds, without an overflow.
+inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(365 * 24);
+  return std::min(timeout, kLongest);
+}
 
 // Runs `work` on a thread of its own and waits for it, at most `limit`. True: it ended; what it
 // threw is thrown here. False: it goes on alone, and what it throws is lost. So `work` owns all it

@@ -12,4 +12,12 @@ bool Failure::set(WorkStatus status, std::exception_ptr error) noexcept {
   return true;
 }
 
+std::string Failure::message() const {
+  try {
+    std::rethrow_exception(error_);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 }  // namespace torch_overlap

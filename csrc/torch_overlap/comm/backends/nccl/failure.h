@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <exception>
+#include <string>
 
 #include "torch_overlap/comm/work.h"
 
@@ -21,6 +22,7 @@ class Failure {
   // Of a failure that is set.
   WorkStatus status() const noexcept { return status_; }
   std::exception_ptr error() const noexcept { return error_; }
+  std::string message() const;
 
  private:
   std::atomic<bool> claimed_{false};

@@ -1,16 +1,18 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 
+#include <c10/cuda/CUDAGuard.h>
+
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
+#include <optional>
 #include <thread>
 
+#include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/common/cuda/capture.h"
 
 namespace torch_overlap {
 
-// A lock-free list of the dead, and the thread that frees them. One a process; made by the first
-// capture, never destroyed.
+// A lock-free list of the buried, and the thread that deletes them. Never destroyed.
 class Graveyard {
  public:
   static Graveyard& instance() {
@@ -18,48 +20,85 @@ class Graveyard {
     return *graveyard;
   }
 
-  // On the driver's thread: one atomic exchange.
-  static void bury(void* body) {
-    auto* hold = static_cast<GraphHold*>(body);
-    auto& head = instance().head_;
-    hold->next_ = head.load(std::memory_order_relaxed);
-    while (!head.compare_exchange_weak(hold->next_, hold, std::memory_order_release,
-                                       std::memory_order_relaxed)) {
+  void add(Body* body) noexcept {
+    body->buried_at_ = Body::Clock::now();
+    body->next_ = head_.load(std::memory_order_relaxed);
+    while (!head_.compare_exchange_weak(body->next_, body, std::memory_order_release,
+                                        std::memory_order_relaxed)) {
     }
-    head.notify_one();
+    head_.notify_one();
   }
 
  private:
-  // NCCL has an object of its own in each graph, which may die a moment after ours: its turn first.
-  static constexpr auto kRest = std::chrono::milliseconds(200);
+  static constexpr auto kPeriod = std::chrono::milliseconds(20);
+  static constexpr auto kMostWait = std::chrono::minutes(10);
 
   Graveyard() {
-    // Registered after CUDA's own handler, so run before it: from then on CUDA must not be called.
-    // A burial that is under way may end, within reason.
-    (void)std::atexit([] {
-      instance().leaving_ = true;
-      (void)instance().working_.try_lock_for(std::chrono::seconds(2));
-    });
+    // For programs without Python. Registered after CUDA's own handler, so run before it: from then
+    // on CUDA must not be called.
+    (void)std::atexit(begin_process_exit);
     std::thread([this] { run(); }).detach();
   }
 
   void run() {
+    std::vector<Body*> waiting;
     while (true) {
-      head_.wait(nullptr, std::memory_order_acquire);
-      std::this_thread::sleep_for(kRest);
-      std::lock_guard lock(working_);
-      GraphHold* dead = head_.exchange(nullptr, std::memory_order_acquire);
-      while (dead != nullptr) {
-        if (leaving_) return;
-        delete std::exchange(dead, dead->next_);
+      if (waiting.empty()) {
+        head_.wait(nullptr, std::memory_order_acquire);
+      } else {
+        std::this_thread::sleep_for(kPeriod);
       }
+      Body* body = head_.exchange(nullptr, std::memory_order_acquire);
+      for (; body != nullptr; body = body->next_) waiting.push_back(body);
+      std::erase_if(waiting, [](Body* body) { return is_done_with(body); });
     }
   }
 
-  std::atomic<GraphHold*> head_{nullptr};
-  std::atomic<bool> leaving_{false};
-  std::timed_mutex working_;
+  static bool is_done_with(Body* body) {
+    const auto permit = permit_to_drop();
+    if (!permit) return true;  // leaked
+    std::optional<c10::cuda::CUDAGuard> device;
+    try {
+      if (body->device_ >= 0) device.emplace(body->device_);
+    } catch (const std::exception&) {
+      return true;  // CUDA is broken: leaked
+    }
+    const cuda::RelaxedCapture relaxed;
+    if (!body->may_go()) return Body::Clock::now() - body->buried_at_ > kMostWait;
+    delete body;
+    return true;
+  }
+
+  std::atomic<Body*> head_{nullptr};
 };
+
+void bury(Body* body) noexcept { Graveyard::instance().add(body); }
+
+void open_graveyard() { Graveyard::instance(); }
+
+class DeadWorks::Coffin final : public Body {
+ public:
+  using Body::Body;
+  ~Coffin() override {
+    for (const auto& work : works) work->release();
+  }
+  bool may_go() noexcept override { return true; }
+  std::vector<std::shared_ptr<CudaWork>> works;
+};
+
+DeadWorks::~DeadWorks() {
+  if (coffin_ != nullptr) bury(coffin_);
+}
+
+void DeadWorks::push_back(std::shared_ptr<CudaWork> work) {
+  if (coffin_ == nullptr) coffin_ = new Coffin(device_);
+  coffin_->works.push_back(std::move(work));
+}
+
+// NCCL has an object of its own in each graph, which may die a moment after ours: its turn first.
+bool GraphHold::may_go() noexcept {
+  return Clock::now() - buried_at() > std::chrono::milliseconds(200);
+}
 
 GraphHold::~GraphHold() {
   for (const auto& work : works_) work->release();
@@ -68,9 +107,10 @@ GraphHold::~GraphHold() {
 
 GraphHold* GraphHold::attach(cudaGraph_t graph, std::shared_ptr<NcclHandle> handle,
                              at::Tensor workspace) {
-  Graveyard::instance();  // its thread must not be started from the driver's callback
+  open_graveyard();
   auto* hold = new GraphHold(std::move(handle), std::move(workspace));
-  cuda::on_graph_death(graph, Graveyard::bury, hold);
+  const auto on_death = [](void* body) { bury(static_cast<GraphHold*>(body)); };
+  cuda::on_graph_death(graph, on_death, hold);
   return hold;
 }
 

@@ -111,7 +111,11 @@ void NcclHandle::free(const NcclApi& api, Native& native) {
     nccl_check(api, api.comm_abort(native.comm), "ncclCommAbort");
     return;
   }
-  nccl_check(api, api.comm_finalize(native.comm), "ncclCommFinalize");
+  const ncclResult_t result = api.comm_finalize(native.comm);
+  if (result != ncclSuccess) {
+    (void)api.comm_abort(native.comm);  // frees it all the same
+    nccl_check(api, result, "ncclCommFinalize");
+  }
   nccl_check(api, api.comm_destroy(native.comm), "ncclCommDestroy");
 }
 
@@ -156,6 +160,7 @@ void NcclHandle::stop_now() {
   if (comm() == nullptr) return;
   const c10::cuda::CUDAGuard device(native->device);
   std::unique_lock lock(*mutex_, kStopGrace);
+  if (comm() == nullptr) return;  // close() came first
   if (!lock || graphs_ != 0) {
     if (api_.comm_revoke != nullptr) {
       native->revoked = true;

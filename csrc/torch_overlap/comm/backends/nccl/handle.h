@@ -60,6 +60,7 @@ class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
   // Counts the graphs that captured it.
   void add_graph() { graphs_.fetch_add(1); }
   void remove_graph() { graphs_.fetch_sub(1); }
+  bool has_graphs() const { return graphs_ != 0; }
 
  private:
   // What a thread needs that makes or frees a communicator while its owner may be gone.

@@ -68,14 +68,13 @@ void NcclPrimitives::p2p(const std::vector<P2POp>& ops) {
       recv(pieces[i], ops[i].peer);
     }
   }
-  group.end();
+  submit(group);
 }
 
 void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
   const Piece piece = target(tensor);
-  nccl_check(api_,
-             api_.broadcast(piece.data, piece.data, piece.bytes, ncclUint8, root, comm_, stream_),
-             "ncclBroadcast");
+  submitted(api_.broadcast(piece.data, piece.data, piece.bytes, ncclUint8, root, comm_, stream_),
+            "ncclBroadcast");
 }
 
 void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
@@ -83,10 +82,9 @@ void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
   if (!native) return composed_all_reduce(*this, tensor, op);
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;
-  nccl_check(api_,
-             api_.all_reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
-                             red_op.get(), comm_, stream_),
-             "ncclAllReduce");
+  submitted(api_.all_reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
+                            red_op.get(), comm_, stream_),
+            "ncclAllReduce");
 }
 
 void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
@@ -94,10 +92,9 @@ void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int ro
   if (!native) return composed_reduce(*this, tensor, op, root);
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;  // NCCL writes to it at the root only
-  nccl_check(api_,
-             api_.reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
-                         red_op.get(), root, comm_, stream_),
-             "ncclReduce");
+  submitted(api_.reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
+                        red_op.get(), root, comm_, stream_),
+            "ncclReduce");
 }
 
 void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
@@ -110,13 +107,12 @@ void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
       nccl_check(api_, api_.broadcast(from, to[r].data, to[r].bytes, ncclUint8, r, comm_, stream_),
                  "ncclBroadcast");
     }
-    return group.end();
+    return submit(group);
   }
   if (mine.bytes == 0) return;
   const at::Tensor flat = out.flat.defined() ? out.flat : flat_room(tensor, size());
-  nccl_check(api_,
-             api_.all_gather(mine.data, target(flat).data, mine.bytes, ncclUint8, comm_, stream_),
-             "ncclAllGather");
+  submitted(api_.all_gather(mine.data, target(flat).data, mine.bytes, ncclUint8, comm_, stream_),
+            "ncclAllGather");
   if (out.flat.defined()) return;
   const auto rows = flat.view({size(), -1});
   for (int r = 0; r < size(); ++r) out.parts[r].view({-1}).copy_(rows[r]);
@@ -139,7 +135,7 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
                              red_op.get(), r, comm_, stream_),
                  "ncclReduce");
     }
-    return group.end();
+    return submit(group);
   }
   if (tensor.numel() == 0) return;
   at::Tensor flat = in.flat;
@@ -148,8 +144,7 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
     const auto rows = flat.view({size(), -1});
     for (int r = 0; r < size(); ++r) rows[r].copy_(in.parts[r].view({-1}));
   }
-  nccl_check(
-      api_,
+  submitted(
       api_.reduce_scatter(source(flat).data, result, tensor.numel() * native->elements_per_item,
                           native->dtype, red_op.get(), comm_, stream_),
       "ncclReduceScatter");
@@ -163,12 +158,12 @@ void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
     send(from[r], r);
     recv(to[r], r);
   }
-  group.end();
+  submit(group);
 }
 
 void NcclPrimitives::barrier() {
-  nccl_check(api_, api_.all_reduce(one_byte_, one_byte_, 1, ncclUint8, ncclMax, comm_, stream_),
-             "ncclAllReduce");
+  submitted(api_.all_reduce(one_byte_, one_byte_, 1, ncclUint8, ncclMax, comm_, stream_),
+            "ncclAllReduce");
 }
 
 void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
@@ -177,7 +172,7 @@ void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
   NcclGroup group(api_);
   for (size_t r = 0; r < from.size(); ++r) send(from[r], static_cast<int>(r));
   recv(to, root);
-  group.end();
+  submit(group);
 }
 
 void NcclPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
@@ -186,7 +181,7 @@ void NcclPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int roo
   NcclGroup group(api_);
   send(from, root);
   for (size_t r = 0; r < to.size(); ++r) recv(to[r], static_cast<int>(r));
-  group.end();
+  submit(group);
 }
 
 }  // namespace torch_overlap

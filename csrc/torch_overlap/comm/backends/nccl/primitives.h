@@ -39,6 +39,9 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
   void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
 
+  // NCCL took something: after an error the operation is half done on this rank.
+  bool has_begun() const { return begun_; }
+
  private:
   // A contiguous piece of device memory.
   struct Piece {
@@ -54,6 +57,16 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   Pieces targets(const Blocks& blocks) const { return pieces(blocks, target); }
   Pieces pieces(const Blocks& blocks, Piece (*of)(const at::Tensor&)) const;
 
+  // Of a call outside of groups, and of a whole group: what NCCL has taken is on its way.
+  void submitted(ncclResult_t result, std::string_view what) {
+    nccl_check(api_, result, what);
+    begun_ = true;
+  }
+  void submit(NcclGroup& group) {
+    group.end();
+    begun_ = true;
+  }
+
   // Inside a group. Nothing is sent for a piece of no bytes; the peer's has none either.
   void send(Piece piece, int peer);
   void recv(Piece piece, int peer);
@@ -62,6 +75,7 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   ncclComm_t comm_;
   void* one_byte_;
   cudaStream_t stream_;
+  bool begun_ = false;
 };
 
 }  // namespace torch_overlap

@@ -8,7 +8,8 @@ namespace torch_overlap {
 class Watched {
  public:
   virtual ~Watched() = default;
-  // On the watchdog's thread. May not wait for anything that another thread could hold for long.
+  // On the watchdog's thread. May not wait for anything that another thread could hold for long, so
+  // it drops no tensor (graveyard.h), nor does the end of its last reference.
   virtual void tick() noexcept = 0;
 };
 

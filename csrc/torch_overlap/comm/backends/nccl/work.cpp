@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 
@@ -132,7 +133,7 @@ void CudaWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
   const auto begin = Clock::now();
   while (!is_completed()) {
     const auto waited = Clock::now() - begin;
-    if (timeout && waited >= *timeout) {
+    if (timeout && waited >= bounded_timeout(*timeout)) {
       fail(ErrorKind::kTimeout, call_.describe(), ": expected the end within ", timeout->count(),
            " ms of wait_blocking(), got none; it goes on and can be waited for again");
     }

@@ -44,11 +44,13 @@ class CudaWork final : public TorchWork {
   cudaEvent_t ready() const { return events_.ready; }
   cudaEvent_t end() const { return events_.end; }
   void runs_on(c10::cuda::CUDAStream stream) { stream_ = stream; }
-  // The device has passed the end event, whatever came of the operation. False while captured.
+  // The device has passed the end event, whatever came of the operation. False while captured. An
+  // error of the device is noted as the communicator's failure, on which the watchdog acts.
   bool has_ended();
   // The device has passed it, as a later operation showed.
   void end_is_known();
-  // Drops the tensors. Call it with no lock held: the last reference to a tensor may take the GIL.
+  // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last
+  // reference to a tensor may take the GIL.
   void release();
 
   // When it was issued, and when the watchdog first saw that it could run.

@@ -1,0 +1,83 @@
+// How a communicator ends before its time.
+#include <c10/util/Exception.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/backend.h"
+#include "torch_overlap/comm/backends/nccl/bounded.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr auto kStopLimit = std::chrono::seconds(10);
+constexpr auto kHookLimit = std::chrono::seconds(10);
+
+}  // namespace
+
+void NcclBackend::fail_launch(const Call& call, bool begun) {
+  std::string what = "unknown error";
+  bool fatal = begun;
+  bool from_nccl = false;
+  try {
+    throw;
+  } catch (const NcclError& error) {
+    what = error.what();
+    fatal = begun || error.is_fatal();
+    from_nccl = true;
+  } catch (const c10::Error& error) {
+    what = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    what = error.what();
+  } catch (...) {
+  }
+  if (!fatal && !from_nccl) throw;
+  if (!fatal) fail(ErrorKind::kRuntime, call.describe(), ": ", what);
+  const std::string message =
+      begun ? concat(call.describe(),
+                     ": expected to issue all of it, got an error half way, and "
+                     "this rank is out of step with its peers; make a new communicator: ",
+                     what)
+            : concat(call.describe(), ": ", what);
+  runtime_->failure.set(WorkStatus::ERROR,
+                        std::make_exception_ptr(Error(ErrorKind::kRuntime, message)));
+  std::rethrow_exception(runtime_->failure.error());
+}
+
+void NcclBackend::abort() {
+  acted_on_failure_ = true;  // here, and without an end of the process
+  const std::string message = concat("communicator '", runtime_->name, "' was aborted");
+  runtime_->failure.set(WorkStatus::ERROR,
+                        std::make_exception_ptr(Error(ErrorKind::kState, message)));
+  handle_->stop(kStopLimit);
+}
+
+void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string& message) {
+  if (!runtime_->failure.set(status, std::make_exception_ptr(Error(kind, message)))) return;
+  act_on_failure();
+}
+
+void NcclBackend::act_on_failure() {
+  if (!runtime_->failure.is_set() || acted_on_failure_.exchange(true)) return;
+  const WorkStatus status = runtime_->failure.status();
+  const std::string message = runtime_->failure.message();
+  if (context_.options.abort_process_on_timeout_or_error) end_process(status, message);
+  TORCH_WARN(message);
+  handle_->stop(Milliseconds(0));
+}
+
+void NcclBackend::end_process(WorkStatus status, const std::string& message) {
+  std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
+  if (context_.on_abort) {
+    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot
+    // wait.
+    run_bounded(context_.on_abort, kHookLimit);
+  }
+  std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
+               status == WorkStatus::TIMEDOUT ? "timeout" : "error");
+  std::fflush(stderr);
+  std::abort();
+}
+
+}  // namespace torch_overlap

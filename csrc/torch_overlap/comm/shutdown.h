@@ -1,0 +1,20 @@
+#pragma once
+
+#include <mutex>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// The end of the process, for threads that drop tensors in the background. The last reference to a
+// tensor that Python has seen takes Python's lock, and a thread that asks for it while the
+// interpreter ends is killed where it stands; CUDA, too, must not be called after its own end.
+
+// From now on such references are leaked. Waits for a drop that is under way, two seconds at most.
+// The caller does not hold Python's lock. Never undone; may be called again.
+TORCH_OVERLAP_API void begin_process_exit() noexcept;
+
+// Held around every drop in the background. Not owned once the process is ending: drop nothing.
+TORCH_OVERLAP_API std::unique_lock<std::timed_mutex> permit_to_drop();
+
+}  // namespace torch_overlap
