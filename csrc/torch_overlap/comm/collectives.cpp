@@ -90,7 +90,7 @@ void copy_if_in_place(Blocks& in, const Blocks& out, int size) {
     in.flat = in.flat.clone();
     return;
   }
-  in.flat = {};
+  in.flat = at::Tensor();
   for (auto& part : in.parts) part = part.clone();
 }
 
