@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import inspect
+import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -53,6 +55,7 @@ def new_comm(
         abort_process_on_timeout_or_error: whether a timeout or an asynchronous error ends the process (a hung rank
             cannot raise). Default: TORCHCOMM_ABORT_ON_ERROR, else True.
         is_high_priority_stream: asynchronous operations run on a CUDA stream of high priority.
+        enable_reconfigure: must be False (the default): a communicator's ranks cannot be changed.
         options: all of these in one object. Arguments win over it, and it wins over the environment.
         rank, size: given together, instead of the environment's (ranks that are threads need that).
 
@@ -60,6 +63,7 @@ def new_comm(
         ModuleNotFoundError: there is no such backend.
         InvalidValueError, InvalidTypeError: an argument is wrong; or the ranks' arguments differ, on every rank.
         OperationTimeoutError: another rank did not come.
+        UnsupportedError: enable_reconfigure is True.
     """
     if backend.lower() not in built_backends():
         _load_backend(backend)
@@ -117,7 +121,9 @@ class TorchCommBackend:
 
     One object for each communicator, made without arguments; `rank` and `size` are set before init(). Operations come
     validated and with positional arguments; each returns None when it is done, or an object with wait() (and, if it
-    can tell, is_completed()). Tensors in lists may be flat views of the caller's. A split makes another object.
+    can tell, is_completed()). wait() may take a timeout (a timedelta): when that runs out it raises TimeoutError or
+    returns False. Where it takes none, TorchWork.wait(timeout) asks is_completed() until then. Tensors in lists may be
+    flat views of the caller's. A split makes another object.
     """
 
     rank: int
@@ -221,9 +227,57 @@ class _AllOf:
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         for work in self._works:
+            if deadline is None:
+                work.wait()
+            else:
+                _wait_within(work, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+
+    def is_completed(self) -> bool:
+        return all(hasattr(work, "is_completed") and work.is_completed() for work in self._works)
+
+
+def _takes_timeout(wait: Any) -> bool:
+    try:
+        inspect.signature(wait).bind(timedelta())
+    except TypeError:
+        return False
+    except ValueError:  # written in C, and does not say
+        return True
+    return True
+
+
+def _wait_within(work: Any, timeout: timedelta) -> None:
+    """Waits for what a Python backend returned, for `timeout` at most.
+
+    Raises:
+        TimeoutError: the operation goes on.
+        UnsupportedError: the object cannot do it.
+        Whatever its wait() raises.
+    """
+    if _takes_timeout(work.wait):
+        timed_out = work.wait(timeout) is False
+    elif hasattr(work, "is_completed"):
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = 1e-5
+        while not (done := work.is_completed()) and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 1e-2)
+        timed_out = not done
+        if done:
             work.wait()
+    else:
+        raise _C.UnsupportedError(
+            f"wait: expected a work whose wait() takes a timeout, or that has is_completed(), got "
+            f"{type(work).__name__}; wait without a timeout"
+        )
+    if timed_out:
+        raise _C.OperationTimeoutError(
+            f"wait: expected {type(work).__name__} to end within {timeout.total_seconds():g} s, got no end; "
+            "it goes on and may be waited for again"
+        )
 
 
 def register_backend(name: str, backend_class: type[TorchCommBackend]) -> None:

@@ -39,6 +39,10 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
                  std::optional<int> rank, std::optional<int> size) {
   TORCH_OVERLAP_CHECK(rank.has_value() == size.has_value(), kValue,
                       "new_comm: expected rank and size together, got only one of them");
+  TORCH_OVERLAP_CHECK(
+      !options.enable_reconfigure.value_or(false), kUnsupported,
+      "new_comm: expected enable_reconfigure=False, got True; a communicator cannot "
+      "be reconfigured, abort it and make a new one");
   std::optional<RankAndSize> who;
   if (rank) who = RankAndSize{*rank, *size};
   return without_gil(
@@ -183,9 +187,10 @@ void register_comm(py::module_& module) {
   module.def("_new_comm", &new_comm, py::arg("backend"), py::arg("device"), py::arg("name"),
              py::arg("options"), py::arg("rank"), py::arg("size"));
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
-  module.def("get_comm", &get_comm, py::arg("name"),
+  module.def("get_comm", &get_comm, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
              "The live communicator of that name in this process.");
-  module.def("comm_names", &comm_names, "The names of the live communicators of this process.");
+  module.def("comm_names", &comm_names, py::call_guard<py::gil_scoped_release>(),
+             "The names of the live communicators of this process.");
 }
 
 }  // namespace torch_overlap::python

@@ -8,6 +8,16 @@
 namespace torch_overlap::python {
 namespace {
 
+// Of the work's wait(timeout) that raised: it ran out, or could not wait at all, and the operation
+// goes on. Needs the GIL.
+bool goes_on(const py::object& work, const py::error_already_set& error, bool is_past_deadline) {
+  if (!is_past_deadline && !error.matches(PyExc_TimeoutError) &&
+      !error.matches(class_of(ErrorKind::kUnsupported))) {
+    return false;
+  }
+  return !py::hasattr(work, "is_completed") || !work.attr("is_completed")().cast<bool>();
+}
+
 // The object that a Python backend returned, or none: then the operation is done.
 class PyWork : public TorchWork {
  public:
@@ -27,14 +37,11 @@ class PyWork : public TorchWork {
   }
 
   WorkStatus status() override {
-    if (exception()) return WorkStatus::ERROR;
+    if (error()) return WorkStatus::ERROR;
     return is_completed() ? WorkStatus::COMPLETED : WorkStatus::INPROGRESS;
   }
 
-  std::exception_ptr exception() override {
-    const std::lock_guard lock(mutex_);
-    return error_;
-  }
+  std::exception_ptr exception() override { return to_exception(error()); }
 
   // Nobody watches a Python work: it is noticed at wait().
   void on_completion(std::function<void(std::exception_ptr)> callback) override {
@@ -45,39 +52,68 @@ class PyWork : public TorchWork {
         return;
       }
     }
-    callback(error_);
+    callback(exception());
   }
 
  private:
-  void finish(std::optional<std::chrono::milliseconds> timeout) {
-    if (!done_) settle(timeout);
-    if (error_) std::rethrow_exception(error_);
+  using Clock = std::chrono::steady_clock;
+
+  // The exception object; null while there is none.
+  SharedObject error() {
+    const std::lock_guard lock(mutex_);
+    return error_;
   }
 
-  void settle(std::optional<std::chrono::milliseconds> timeout) {
-    std::exception_ptr error;
+  // A new C++ exception each time: py::error_already_set can be raised in Python only once.
+  static std::exception_ptr to_exception(const SharedObject& error) {
+    if (!error) return nullptr;
+    const py::gil_scoped_acquire gil;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+    return std::make_exception_ptr(py::error_already_set());
+  }
+
+  void finish(std::optional<std::chrono::milliseconds> timeout) {
+    if (!done_) settle(wait_in_python(timeout));
+    if (auto failure = exception()) std::rethrow_exception(failure);
+  }
+
+  // The exception object that the operation ended with, or null. Throws when the time ran out.
+  SharedObject wait_in_python(std::optional<std::chrono::milliseconds> timeout) {
+    const py::gil_scoped_acquire gil;
+    const py::object work = borrow(work_);
+    const auto deadline = Clock::now() + timeout.value_or(std::chrono::milliseconds{0});
     try {
-      const py::gil_scoped_acquire gil;
-      timeout ? borrow(work_).attr("wait")(from_timeout(*timeout)) : borrow(work_).attr("wait")();
-    } catch (...) {
-      error = std::current_exception();
+      if (timeout) {
+        py::module_::import("torch_overlap.comm")
+            .attr("_wait_within")(work, from_timeout(*timeout));
+      } else {
+        work.attr("wait")();
+      }
+    } catch (const py::error_already_set& raised) {
+      if (timeout && goes_on(work, raised, Clock::now() >= deadline)) throw;
+      return share(raised.value());
     }
+    return nullptr;
+  }
+
+  void settle(SharedObject error) {
     std::vector<std::function<void(std::exception_ptr)>> callbacks;
+    Call::Tensors tensors;  // dropped after the lock
     {
       const std::lock_guard lock(mutex_);
       if (done_) return;
-      error_ = error;
+      error_ = std::move(error);
       callbacks.swap(callbacks_);
-      tensors_.clear();
+      tensors.swap(tensors_);
       done_ = true;
     }
-    for (const auto& callback : callbacks) callback(error);
+    for (const auto& callback : callbacks) callback(exception());
   }
 
   SharedObject work_;
   std::mutex mutex_;
   std::atomic<bool> done_;
-  std::exception_ptr error_;
+  SharedObject error_;
   Call::Tensors tensors_;
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };

@@ -387,6 +387,63 @@ def test_coalescing(size):
     run_ranks(coalescing, size, comm=False)
 
 
+def coalesced_epilogue(rank, size, store):
+    """Outputs that share memory are copied from staging tensors when the one work is waited for."""
+    init(rank, size, store)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    mine = inputs_of_all_ranks(size, 5)
+    for finish in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+        first, second = poisoned(5), poisoned(5)
+        with dist._coalescing_manager(group, cpu, async_ops=True) as manager:
+            dist.all_gather([first] * size, mine[rank], async_op=True)
+            dist.all_gather([second] * size, mine[rank] + 1, async_op=True)
+        assert len(manager.works) == 1
+        finish(manager.works[0])
+        same(first, mine[-1])
+        same(second, mine[-1] + 1)
+        assert manager.works[0].is_completed()
+
+
+def test_a_coalesced_work_finishes_every_output():
+    run_ranks(coalesced_epilogue, 2, comm=False)
+
+
+def failed_coalescing(rank, size, store):
+    init(rank, size, store)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    mine = inputs_of_all_ranks(size, 6)
+    peer = 1 - rank
+
+    def fail_halfway():
+        with dist._coalescing_manager(group, cpu, async_ops=True):
+            dist.isend(mine[rank] + 100, peer)
+            dist.broadcast(mine[rank].view(2, 3)[:, :2], src=0)
+
+    with pytest.raises(RuntimeError, match=r"broadcast: expected .*contiguous"):
+        fail_halfway()
+    # What the manager itself leaves behind when its body raises.
+    dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
+
+    received = poisoned(6)
+    works = [dist.isend(mine[rank], peer), dist.irecv(received, peer)]
+    for work in works:
+        work.wait()
+    same(received, mine[peer])
+    x = mine[rank].clone()
+    dist.all_reduce(x)
+    near(x, sum(t.double() for t in mine))
+
+    y = mine[rank].clone()
+    with dist._coalescing_manager(group, cpu, async_ops=True) as manager:
+        dist.broadcast(y, src=1)
+    manager.wait()
+    same(y, mine[1])
+
+
+def test_an_error_ends_the_coalescing():
+    run_ranks(failed_coalescing, 2, comm=False)
+
+
 # --- Works ---------------------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,119 @@ def test_a_returned_work_is_waited_for(recorder: tuple[TorchComm, Recorder]) -> 
     work.wait()
 
 
+class Given(TorchCommBackend):
+    """Returns the work that the test gives it."""
+
+    work: Any = None
+
+    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
+        return Given.work
+
+    def send(self, tensor: torch.Tensor, dst: int, async_op: bool) -> Any:
+        return Given.work
+
+    def recv(self, tensor: torch.Tensor, src: int, async_op: bool) -> Any:
+        return Given.work
+
+
+@pytest.fixture
+def issue() -> Any:
+    """issue(work) is the TorchWork of an operation for which the backend returned `work`."""
+    to.register_backend("given", Given)
+    comm = to.new_comm("given", "cpu", "given", rank=0, size=1, store=torch.distributed.HashStore())
+
+    def issue_given(work: Any, batch: int = 0) -> to.TorchWork:
+        Given.work = work
+        if not batch:
+            return comm.broadcast(torch.ones(1), 0, True)
+        ops = comm.batch_op_create()
+        for _ in range(batch // 2):
+            ops.send(torch.ones(1), 0)
+            ops.recv(torch.ones(1), 0)
+        return ops.issue(True)
+
+    yield issue_given
+    Given.work = None
+    comm.finalize()
+
+
+class Failed:
+    def wait(self) -> None:
+        raise KeyError("no such thing")
+
+
+def test_a_failed_work_raises_at_every_wait(issue: Any) -> None:
+    work = issue(Failed())
+    seen: list[object] = []
+    work._on_completion(seen.append)
+    for _ in range(3):
+        with pytest.raises(KeyError, match="no such thing"):
+            work.wait()
+        with pytest.raises(KeyError, match="no such thing"):
+            work.wait(timedelta(seconds=1))
+    assert work.is_completed()
+    assert work.status() is to.WorkStatus.ERROR
+    assert isinstance(work.exception(), KeyError)
+    work._on_completion(seen.append)
+    assert [type(error) for error in seen] == [KeyError, KeyError]
+
+
+class Polled:
+    """Its wait() takes no timeout."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        self.done.wait()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+class Timed(Polled):
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.done.wait(timeout.total_seconds() if timeout else None):
+            raise TimeoutError("Timed")
+
+
+class Answering(Polled):
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        return self.done.wait(timeout.total_seconds() if timeout else None)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("kind", [Polled, Timed, Answering])
+def test_a_timeout_settles_nothing(issue: Any, kind: type[Polled], batch: int) -> None:
+    given = kind()
+    work = issue(given, batch)
+    seen: list[object] = []
+    work._on_completion(seen.append)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            work.wait(timedelta(milliseconds=5))
+        assert not work.is_completed()
+        assert work.status() is to.WorkStatus.INPROGRESS
+    assert seen == []
+    given.done.set()
+    assert work.is_completed()
+    work.wait(timedelta(seconds=10))
+    assert work.status() is to.WorkStatus.COMPLETED
+    assert seen == [None]
+
+
+def test_a_timeout_needs_something_to_ask(issue: Any) -> None:
+    class OnlyWait:
+        def wait(self) -> None:
+            pass
+
+    work = issue(OnlyWait())
+    with pytest.raises(to.UnsupportedError, match=r"wait: expected a work whose wait\(\) takes a timeout"):
+        work.wait(timedelta(seconds=1))
+    work.wait()
+    assert work.is_completed()
+
+
 def test_exceptions_pass_unchanged(recorder: tuple[TorchComm, Recorder]) -> None:
     comm, _ = recorder
     with pytest.raises(KeyError, match="reduce is broken"):

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
@@ -39,9 +40,27 @@ int int_rank(int64_t rank) { return static_cast<int>(rank); }
 
 using C10dWork = BackendWrapper::C10dWork;
 
+// Stands in every operation, before all else.
+class BackendWrapper::EndsCoalescingOnError {
+ public:
+  explicit EndsCoalescingOnError(BackendWrapper& wrapper) : wrapper_(wrapper) {}
+  EndsCoalescingOnError(const EndsCoalescingOnError&) = delete;
+  EndsCoalescingOnError& operator=(const EndsCoalescingOnError&) = delete;
+  ~EndsCoalescingOnError() {
+    if (std::uncaught_exceptions() > before_ && wrapper_.is_coalescing()) {
+      wrapper_.drop_coalescing();
+    }
+  }
+
+ private:
+  BackendWrapper& wrapper_;
+  const int before_ = std::uncaught_exceptions();
+};
+
 // --- In place ----------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto& tensor = only(tensors, "broadcast");
   auto work = comm_for(tensor.device())
                   ->broadcast(memory_of(tensor), int_rank(opts.rootRank), opts.asyncOp,
@@ -50,6 +69,7 @@ C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOption
 }
 
 C10dWork BackendWrapper::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto& tensor = only(tensors, "all_reduce");
   auto work = comm_for(tensor.device())
                   ->all_reduce(memory_of(tensor), from_c10d(opts.reduceOp), opts.asyncOp,
@@ -63,6 +83,7 @@ C10dWork BackendWrapper::allreduce_sparse(Tensors& tensors, const c10d::Allreduc
 
 C10dWork BackendWrapper::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   TORCH_OVERLAP_CHECK(!tensors.empty(), kValue,
                       "all_reduce_coalesced: expected at least one tensor, got none");
   const auto op = from_c10d(opts.reduceOp);
@@ -76,6 +97,7 @@ C10dWork BackendWrapper::allreduce_coalesced(Tensors& tensors,
 }
 
 C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto& tensor = only(tensors, "reduce");
   auto work = comm_for(tensor.device())
                   ->reduce(memory_of(tensor), int_rank(opts.rootRank), from_c10d(opts.reduceOp),
@@ -87,6 +109,7 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
 
 C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto& list = only(outputs, "all_gather");
   const auto input = only(inputs, "all_gather").contiguous();
   WorkParts parts;
@@ -109,6 +132,7 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
 
 C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   auto work =
       comm_for(input.device())
           ->all_gather_single(output, input.contiguous(), opts.asyncOp, op_options(opts.timeout));
@@ -117,6 +141,7 @@ C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
 
 C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   // outputs[rank][i] becomes that rank's inputs[i].
   std::vector<WorkPtr> works;
   Tensors all;
@@ -138,6 +163,7 @@ C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inpu
 
 C10dWork BackendWrapper::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::AllgatherOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced");
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -150,6 +176,7 @@ C10dWork BackendWrapper::allgather_into_tensor_coalesced(Tensors& outputs, Tenso
 
 C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const int root = int_rank(opts.rootRank);
   const auto list = root_list(outputs, root == getRank(), "gather");
   const auto input = only(inputs, "gather").contiguous();
@@ -162,6 +189,7 @@ C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
 
 C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
                                  const c10d::ScatterOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const int root = int_rank(opts.rootRank);
   const auto list = contiguous(root_list(inputs, root == getRank(), "scatter"));
   const auto& output = only(outputs, "scatter");
@@ -172,6 +200,7 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
 
 C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto list = contiguous(only(inputs, "reduce_scatter"));
   const auto& output = only(outputs, "reduce_scatter");
   const auto comm = comm_for(output.device());
@@ -184,6 +213,7 @@ C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
 
 C10dWork BackendWrapper::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::ReduceScatterOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   auto work = comm_for(output.device())
                   ->reduce_scatter_single(output, input.contiguous(), from_c10d(opts.reduceOp),
                                           opts.asyncOp, op_options(opts.timeout));
@@ -192,6 +222,7 @@ C10dWork BackendWrapper::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
 
 C10dWork BackendWrapper::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::ReduceScatterOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced");
   const auto op = from_c10d(opts.reduceOp);
   std::vector<WorkPtr> works;
@@ -209,6 +240,7 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
                                        std::vector<int64_t>& output_splits,
                                        std::vector<int64_t>& input_splits,
                                        const c10d::AllToAllOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   const auto comm = comm_for(input.device());
   const auto source = input.contiguous();
   const auto options = op_options(opts.timeout);
@@ -221,6 +253,7 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   check_pairs(outputs, inputs, "all_to_all");
   auto work = comm_for(inputs.front().device())
                   ->all_to_all(outputs, contiguous(inputs), opts.asyncOp, op_options(opts.timeout));
@@ -255,14 +288,17 @@ C10dWork BackendWrapper::point_to_point(P2POp::Type type, const at::Tensor& tens
 }
 
 C10dWork BackendWrapper::send(Tensors& tensors, int dst, int tag) {
+  const EndsCoalescingOnError guard(*this);
   return point_to_point(P2POp::Type::SEND, only(tensors, "send"), dst, tag);
 }
 
 C10dWork BackendWrapper::recv(Tensors& tensors, int src, int tag) {
+  const EndsCoalescingOnError guard(*this);
   return point_to_point(P2POp::Type::RECV, only(tensors, "recv"), src, tag);
 }
 
 C10dWork BackendWrapper::recvAnysource(Tensors& /*tensors*/, int /*tag*/) {
+  const EndsCoalescingOnError guard(*this);
   fail(ErrorKind::kUnsupported,
        "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass "
        "src");
@@ -293,6 +329,7 @@ c10::Device BackendWrapper::barrier_device(const c10d::BarrierOptions& opts) con
 }
 
 C10dWork BackendWrapper::barrier(const c10d::BarrierOptions& opts) {
+  const EndsCoalescingOnError guard(*this);
   WorkParts parts;
   parts.type = c10d::OpType::BARRIER;
   parts.blocks_host = true;

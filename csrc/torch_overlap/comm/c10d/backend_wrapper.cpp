@@ -277,12 +277,12 @@ BackendWrapper::C10dWork BackendWrapper::wrap(WorkParts parts) {
     const std::lock_guard lock(mutex_);
     last.swap(last_work_);  // the one before it dies after the lock
   }
-  if (is_coalescing()) {
-    auto& all = coalescing_;
-    all.works.insert(all.works.end(), parts.works.begin(), parts.works.end());
-    all.outputs.insert(all.outputs.end(), parts.outputs.begin(), parts.outputs.end());
-  }
-  return c10::make_intrusive<WorkWrapper>(std::move(parts));
+  if (!is_coalescing()) return c10::make_intrusive<WorkWrapper>(std::move(parts));
+  auto& all = coalescing_.parts;
+  all.works.insert(all.works.end(), parts.works.begin(), parts.works.end());
+  all.outputs.insert(all.outputs.end(), parts.outputs.begin(), parts.outputs.end());
+  all.blocks_host = all.blocks_host || parts.blocks_host;
+  return all.members.emplace_back(c10::make_intrusive<WorkWrapper>(std::move(parts)));
 }
 
 void BackendWrapper::startCoalescing() {
@@ -303,15 +303,23 @@ void BackendWrapper::startCoalescing() {
 BackendWrapper::C10dWork BackendWrapper::endCoalescing() {
   TORCH_OVERLAP_CHECK(
       is_coalescing(), kState,
-      "end_coalescing: expected start_coalescing before it on this thread, got none");
-  auto [p2p, works, outputs] = std::exchange(coalescing_, {});
-  coalescing_thread_.store({});
+      "end_coalescing: expected start_coalescing before it on this thread, got none; or an "
+      "operation failed after it, which ends it: do not catch that before the end");
+  auto [p2p, parts] = drop_coalescing();
   if (!p2p.empty()) {
     const auto comm = comm_for(p2p.front().tensor.device());
-    works.push_back(comm->batch_send_recv(std::move(p2p), /*async_op=*/true, op_options(Ms(0))));
+    parts.works.push_back(
+        comm->batch_send_recv(std::move(p2p), /*async_op=*/true, op_options(Ms(0))));
   }
-  if (works.empty()) return nullptr;
-  return wrap(c10d::OpType::COALESCED, std::move(works), std::move(outputs));
+  if (parts.works.empty()) return nullptr;
+  parts.type = c10d::OpType::COALESCED;
+  return wrap(std::move(parts));
+}
+
+BackendWrapper::Coalescing BackendWrapper::drop_coalescing() {
+  Coalescing dropped = std::exchange(coalescing_, {});
+  coalescing_thread_.store({});
+  return dropped;
 }
 
 }  // namespace torch_overlap

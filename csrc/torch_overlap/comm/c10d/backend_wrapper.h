@@ -85,7 +85,9 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   void shutdown() override;
 
   // Sends and receives until endCoalescing become one batch; collectives are issued as they come,
-  // in order. endCoalescing returns one Work for all of them, null if there was none.
+  // in order. endCoalescing returns one Work for all of them, null if there was none. An operation
+  // that throws ends the coalescing, because torch's own manager then does not: sends and receives
+  // that wait for the batch are dropped, and the next operation is issued as it comes.
   void startCoalescing() override;
   C10dWork endCoalescing() override;
 
@@ -133,9 +135,9 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   using Slots = std::map<c10::DeviceType, Slot>;
   struct Coalescing {
     std::vector<P2POp> p2p;
-    std::vector<WorkPtr> works;
-    Tensors outputs;
+    WorkParts parts;  // of the Work that endCoalescing returns
   };
+  class EndsCoalescingOnError;
   // A communicator of two ranks: lower, higher.
   using PairKey = std::pair<int, int>;
 
@@ -151,6 +153,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   std::vector<CommPtr> all_comms() const;
   OpOptions op_options(Ms timeout) const;
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
+  Coalescing drop_coalescing();
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
   C10dWork point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer, int tag);

@@ -43,6 +43,7 @@ std::optional<c10::Stream> WorkWrapper::stream() const {
 }
 
 void WorkWrapper::finish_outputs() {
+  for (const auto& member : parts_.members) member->finish_outputs();
   if (!parts_.epilogue) return;
   if (epilogue_event_) {
     const c10::impl::VirtualGuardImpl impl(epilogue_event_->device_type());
@@ -54,7 +55,9 @@ void WorkWrapper::finish_outputs() {
 
 bool WorkWrapper::isCompleted() {
   const bool done = std::all_of(parts_.works.begin(), parts_.works.end(),
-                                [](const WorkPtr& work) { return work->is_completed(); });
+                                [](const WorkPtr& work) { return work->is_completed(); }) &&
+                    std::all_of(parts_.members.begin(), parts_.members.end(),
+                                [](const auto& member) { return member->isCompleted(); });
   if (!done || !parts_.epilogue) return done;
   if (epilogue_event_) return epilogue_event_->query();
   if (isSuccess()) finish_outputs();
@@ -109,6 +112,8 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::St
                                             std::vector<c10::Device>{stream.device()});
   // The future records its event on the current stream.
   const c10::StreamGuard guard(stream);
+  // Those of the other members may have run on other streams.
+  if (!parts_.members.empty()) synchronize();
   future->markCompleted(c10::IValue(parts_.outputs));
   return future;
 }

@@ -14,6 +14,8 @@
 
 namespace torch_overlap {
 
+class WorkWrapper;
+
 // What a WorkWrapper is made of.
 struct WorkParts {
   c10d::OpType type = c10d::OpType::UNKNOWN;
@@ -22,7 +24,10 @@ struct WorkParts {
   // Copies from staging tensors into the outputs, if any; runs once, after all works.
   std::function<void()> epilogue;
   std::vector<at::Tensor> staging;  // what the epilogue reads
-  bool blocks_host = false;         // wait() waits on the host on every device: a barrier
+  // The operations that were coalesced into this one, whose works `works` has: each finishes its
+  // own outputs.
+  std::vector<c10::intrusive_ptr<WorkWrapper>> members;
+  bool blocks_host = false;  // wait() waits on the host on every device: a barrier
   int rank = -1;
   int source = -1;  // of a recv
   uint64_t sequence = 0;
@@ -56,7 +61,7 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   using Future = c10::ivalue::Future;
   // The stream of the last work; empty on CPU.
   std::optional<c10::Stream> stream() const;
-  // After all works: runs the epilogue on the first call, or orders the stream after it.
+  // After all works: runs the epilogues on the first call, or orders the stream after them.
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
   // Calls `done` once, when all works are; with the first error.
