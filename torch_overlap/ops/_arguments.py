@@ -17,11 +17,13 @@ def group(comm: TorchComm) -> tuple[str, int]:
     return comm.get_name(), comm.get_size()
 
 
-@torch.compiler.assume_constant_result
 def reduction(op: ReduceOp | str, factor: float | None = None) -> tuple[str, float | None]:
     """An operator's spelling of a reduction: ReduceOp.PREMUL_SUM(2) is "premul_sum", 2.0."""
-    if isinstance(op, str):
-        return op, factor
+    return (op, factor) if isinstance(op, str) else _spelled(op)
+
+
+@torch.compiler.assume_constant_result
+def _spelled(op: ReduceOp) -> tuple[str, float | None]:
     if isinstance(op.factor, torch.Tensor):
         raise TypeError(
             "ReduceOp.PREMUL_SUM: expected a number as the factor of an operator, got a tensor; "

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_overlap._C import InvalidValueError
+
 Batched = tuple[Any, int | None]
 
 
@@ -21,6 +23,8 @@ def _at_end(x: Tensor, bdim: int) -> Tensor:
 def _wrap(x: Tensor, dim: int) -> int:
     """`dim` of one element of the batch, where x has the batch dimension last."""
     rank = x.dim() - 1
+    if rank == 0:
+        raise InvalidValueError("vmap: expected examples of one or more dimensions, got scalars; use x.unsqueeze(-1)")
     if not -rank <= dim < rank:
         raise IndexError(f"vmap: expected a dimension in [{-rank}, {rank - 1}], got {dim}")
     return dim % rank
@@ -62,15 +66,12 @@ def register() -> None:
     @rule("all_to_all_v")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         x = _at_end(x, in_dims[0])
+        _wrap(x, 0)
         return ops.all_to_all_v(x, *args), x.dim() - 1
 
     @rule("send")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         return ops.send(x.movedim(in_dims[0], 0), *args), None
 
-    @rule("_wait_")
-    def _(info: Any, in_dims: Any, x: Tensor) -> Batched:
-        return ops._wait_(x), None
-
-    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv"):
+    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv", "_waited"):
         torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))

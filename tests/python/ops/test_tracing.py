@@ -3,6 +3,8 @@
 What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
 """
 
+import time
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -38,6 +40,11 @@ def calls(size, comm=NOBODY, root=0):
         "all_gather_async": (raw.all_gather_async, [(4, 6)], lambda x: (x, 0, comm, size)),
         "reduce_scatter_async": (raw.reduce_scatter_async, [(4, 6)], lambda x: (x, 0, "sum", comm, size)),
         "all_to_all_async": (raw.all_to_all_async, [(4, 6)], lambda x: (x, 0, 0, comm, size)),
+        "all_to_all_v_async": (
+            raw.all_to_all_v_async,
+            [(4, 6)],
+            lambda x: (x, [4 // size] * size, [4 // size] * size, comm),
+        ),
         "broadcast_async": (raw.broadcast_async, [(4, 6)], lambda x: (x, root, comm)),
         "permute_async": (raw.permute_async, [(4, 6)], lambda x: (x, ring, comm)),
         "all_gather_matmul": (
@@ -121,6 +128,30 @@ def test_a_meta_kernel_checks_what_the_real_one_checks():
         raw.matmul_all_reduce(x, x, None, NOBODY, 2, "sum", "ring")
 
 
+ILLEGAL = [
+    ("premul_sum", torch.int32), ("premul_sum", torch.bool), ("min", torch.complex64), ("product", torch.complex64),
+    ("band", torch.float32), ("bxor", torch.bfloat16), ("avg", torch.bool),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dtype"), ILLEGAL)
+def test_a_reduction_that_a_dtype_does_not_take_is_refused_everywhere(op, dtype):
+    factor = 2.0 if op == "premul_sum" else None
+
+    def refuses(x, name):
+        with pytest.raises(TypeError, match=r"^all_reduce: expected an? .*dtype for .*, got "):
+            raw.all_reduce(x, op, name, 1, "R", factor)
+        with pytest.raises(TypeError, match=r"^reduce_scatter: expected an? .*dtype for .*, got "):
+            raw.reduce_scatter(x, 0, op, name, 1, factor)
+        with pytest.raises(TypeError, match=r"^all_reduce_: expected an? .*dtype for .*, got "):
+            raw.all_reduce_(x, op, name, factor)
+
+    refuses(torch.empty(4, dtype=dtype, device="meta"), NOBODY)
+    with FakeTensorMode():
+        refuses(torch.empty(4, dtype=dtype), NOBODY)
+    run_ranks(lambda comm: refuses(torch.ones(4, dtype=dtype), comm.get_name()), 1, backend="local")
+
+
 # --- vmap -------------------------------------------------------------------------------------------
 
 
@@ -147,6 +178,14 @@ def test_vmap_equals_a_loop(size, batch_dim):
             torch.testing.assert_close(torch.vmap(function, in_dims=batch_dim)(x), want)
 
     run_ranks(rank, size, backend="local")
+
+
+def test_vmap_does_not_split_the_batch_of_scalars():
+    def rank(comm):
+        with pytest.raises(ValueError, match="expected examples of one or more dimensions, got scalars"):
+            torch.vmap(lambda t: ops.all_to_all_v(t, comm, [2, 2], [2, 2]))(torch.arange(4.0))
+
+    run_ranks(rank, 2, backend="local")
 
 
 def test_gradient_of_a_vmapped_reduction():
@@ -179,6 +218,18 @@ def opcheck_rank(comm, names):
     plain = torch.randn(4, 6)
     torch.library.opcheck(raw.all_reduce_, (plain, "sum", comm.get_name()))
     torch.library.opcheck(raw.wait_tensor, (plain,))
+    torch.library.opcheck(raw._waited, (plain,))
+
+
+def opcheck_point_to_point(comm):
+    """On the backend that moves nothing: opcheck calls each as often as it likes, with nobody to answer."""
+    plain = torch.randn(4, 6)
+    for op in (raw.send, raw.recv_):
+        torch.library.opcheck(op, (plain, 1 - comm.get_rank(), comm.get_name()), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_opcheck_of_send_and_recv():
+    run_ranks(opcheck_point_to_point, 2, backend="fake")
 
 
 NAMES = list(calls(2))
@@ -232,6 +283,111 @@ def test_another_communicator_compiles_again():
     run_ranks(rank, 1, backend="local")
 
 
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def factor_rank(comm):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, s: ops.all_reduce(x, comm, "premul_sum", factor=s), backend="aot_eager", fullgraph=True
+    )
+    for s in (1.5, 2.5, 3.0, 4, 1.5):
+        assert torch.equal(compiled(torch.ones(3), s), torch.full((3,), 2.0 * s))
+    op = to.ReduceOp.PREMUL_SUM(2.5)
+    by_op = torch.compile(lambda x: ops.all_reduce(x, comm, op), backend="aot_eager", fullgraph=True)
+    assert torch.equal(by_op(torch.ones(3)), torch.full((3,), 5.0))
+
+
+def test_a_factor_may_change_between_calls_of_a_compiled_function():
+    run_ranks(factor_rank, 2, backend="gloo", timeout=240)
+
+
+def late(comm):
+    """Rank 1 enters last: what the others started before is not there yet."""
+    comm.barrier(async_op=False)
+    if comm.get_rank() == 1:
+        time.sleep(0.3)
+
+
+def wait_rank(comm, backend, requires_grad):
+    def use_result(y):
+        return ops.wait_tensor(y) + 1
+
+    def use_argument(y):
+        ops.wait_tensor(y[1:])
+        return y + 1
+
+    for function in (use_result, use_argument):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for turn in range(3):
+            x = torch.full((4, 3), 1.0 + turn, requires_grad=requires_grad)
+            late(comm)
+            y = ops.all_reduce_async(x, comm)
+            assert torch.equal(compiled(y).detach(), torch.full((4, 3), 2.0 * turn + 3)), (function, turn)
+            assert torch.equal(y.detach(), torch.full((4, 3), 2.0 * turn + 2))
+            if requires_grad and function is use_result:
+                late(comm)
+                y = ops.all_reduce_async(x, comm)
+                (grad,) = torch.autograd.grad(compiled(y).sum(), x)
+                assert torch.equal(grad, torch.full((4, 3), 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_compiled_wait_waits_for_what_was_started_outside(backend, requires_grad):
+    run_ranks(wait_rank, 2, backend, requires_grad, backend="gloo", timeout=240)
+
+
+def unused_rank(comm, backend):
+    def function(x, w, rank):
+        results = [
+            ops.all_reduce(x, comm), ops.all_gather(x, comm), ops.reduce_scatter(x, comm),
+            ops.all_to_all(x, comm), ops.all_to_all_v(x, comm, [2, 2], [2, 2]),
+            ops.broadcast(x, comm, 0), ops.permute(x, comm, [(0, 1), (1, 0)]),
+            ops.wait_tensor(ops.all_gather_async(x, comm)),
+            ops.all_gather_matmul(x, [w, w], comm, return_gathered=True)[0][1],
+            ops.matmul_reduce_scatter(x, w, comm), ops.matmul_all_reduce(x, w, comm),
+        ]  # fmt: skip
+        return [x + 1, *results] if rank == 0 else [x + 1]
+
+    torch._dynamo.reset()
+    x = torch.arange(24.0).view(4, 6) + comm.get_rank()
+    w = torch.ones(6, 6)
+    want = function(x, w, comm.get_rank())
+    got = torch.compile(function, backend=backend, fullgraph=True)(x, w, comm.get_rank())
+    torch.testing.assert_close(got, want)
+    comm.barrier(async_op=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_result_that_one_rank_does_not_use_is_still_computed(backend):
+    run_ranks(unused_rank, 2, backend, backend="gloo", timeout=240)
+
+
+def export_rank(comm):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            gen = torch.Generator().manual_seed(comm.get_rank())
+            make = lambda *sizes: torch.nn.Parameter(torch.randn(*sizes, generator=gen))  # noqa: E731
+            self.w1, self.w2, self.v, self.b = make(8, 6), make(8, 6), make(6, 8), make(6)
+
+        def forward(self, x):
+            ops.all_gather(x, comm)  # unused
+            return layer(x, self.w1, self.w2, self.v, self.b, comm)
+
+    module = Layer()
+    x = torch.randn(4, 6)
+    program = torch.export.export(module, (x,))
+    torch.testing.assert_close(program.module()(x), module(x))
+    torch.testing.assert_close(program.run_decompositions().module()(x), module(x))
+
+
+def test_export():
+    run_ranks(export_rank, 2, backend="gloo", timeout=240)
+
+
 @pytest.mark.slow
 def test_compile_inductor():
     run_ranks(compile_rank, 2, "inductor", False, backend="gloo", timeout=280)
@@ -263,7 +419,7 @@ def exchange_rank(comm, backend):
     return [t.tolist() for t in got]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compile_keeps_every_send_and_receive_in_order(backend):
     results = run_ranks(exchange_rank, 2, backend, backend="gloo", timeout=240)
     assert results[1][:2] == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
