@@ -16,6 +16,7 @@ _COMMUNICATING = (
     "permute",
     "send",
     "_recv",
+    "_waited",
     "all_gather_matmul",
     "_all_gather_matmul_backward",
     "matmul_reduce_scatter",

@@ -73,9 +73,5 @@ def register() -> None:
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         return ops.send(x.movedim(in_dims[0], 0), *args), None
 
-    @rule("_wait_")
-    def _(info: Any, in_dims: Any, x: Tensor) -> Batched:
-        return ops._wait_(x), None
-
-    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv"):
+    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv", "_waited"):
         torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))

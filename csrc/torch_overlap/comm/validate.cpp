@@ -57,8 +57,7 @@ void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view
                       " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");
 }
 
-void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) const {
-  const auto dtype = tensor.scalar_type();
+void check_reduction(std::string_view op, at::ScalarType dtype, const ReduceOp& reduce_op) {
   const auto type = reduce_op.type();
   const auto refuse = [&](const char* which) {
     fail(ErrorKind::kType, op, ": expected ", which, " for ", reduce_op.repr(), ", got ", dtype);
@@ -76,8 +75,14 @@ void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) con
   if (boolean && (type == RedOpType::AVG || type == RedOpType::PREMUL_SUM)) {
     refuse("a number dtype");
   }
-  if (type != RedOpType::PREMUL_SUM) return;
-  if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) refuse("a floating dtype");
+  if (type == RedOpType::PREMUL_SUM && !c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) {
+    refuse("a floating dtype");
+  }
+}
+
+void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) const {
+  const auto dtype = tensor.scalar_type();
+  check_reduction(op, dtype, reduce_op);
   if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) {
     this->tensor(*factor, "the PREMUL_SUM factor");
     const auto expected = c10::toRealValueType(dtype);

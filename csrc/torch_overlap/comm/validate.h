@@ -29,9 +29,12 @@ struct Checker {
   void apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
              std::string_view what) const;
   void numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const;
-  // The (dtype, op) pair means something, and a factor fits.
+  // check_reduction(), and a factor that is a tensor fits.
   void reduction(const at::Tensor& tensor, const ReduceOp& op) const;
 };
+
+// The (dtype, op) pair means something. `op` names the operation.
+void check_reduction(std::string_view op, at::ScalarType dtype, const ReduceOp& reduce_op);
 
 // Parts that are listed; finds out whether they lie one behind the other in one tensor.
 Blocks blocks_of(const std::vector<at::Tensor>& parts);

@@ -1,4 +1,5 @@
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -150,15 +151,23 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   std::vector<Tensor> grad_rows;
   for (const auto& grad : grads) grad_rows.push_back(to_rows(grad, dim));
   const auto start_value = gathered_grad ? to_rows(*gathered_grad, dim) : Tensor();
+  // The terms of x's gradient. Several of a 16-bit dtype are one product of all columns, which
+  // accumulates in fp32 and is rounded once.
+  std::vector<Tensor> x_grads = grad_rows;
+  std::vector<Tensor> x_weights = weights.vec();
+  if (x_wanted && grad_rows.size() > 1 && c10::isReducedFloatingType(x.scalar_type())) {
+    x_grads = {at::cat(grad_rows, 1)};
+    x_weights = {at::cat(weights, 0)};
+  }
   // sum_i g_i w_i for some rows of the gathered x.
   const auto multiply = [&](Tensor target, int64_t begin, int64_t length) {
     if (start_value.defined()) target.copy_(start_value.narrow(0, begin, length));
-    for (size_t i = 0; i < grad_rows.size(); ++i) {
-      const auto grad = grad_rows[i].narrow(0, begin, length);
+    for (size_t i = 0; i < x_grads.size(); ++i) {
+      const auto grad = x_grads[i].narrow(0, begin, length);
       if (i == 0 && !start_value.defined()) {
-        at::mm_out(target, grad, weights[i]);
+        at::mm_out(target, grad, x_weights[i]);
       } else {
-        target.addmm_(grad, weights[i]);
+        target.addmm_(grad, x_weights[i]);
       }
     }
   };

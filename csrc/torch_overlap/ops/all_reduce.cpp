@@ -10,7 +10,7 @@ Tensor all_reduce_out(const Tensor& x, std::string_view op, int64_t group_size,
                       std::string_view grad, const OptionalScalar& factor) {
   check_group_size("all_reduce", group_size);
   check_choice("all_reduce", "grad", "R I", grad);
-  parse_reduction("all_reduce", op, factor);
+  parse_reduction("all_reduce", x, op, factor);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
@@ -19,7 +19,7 @@ Started start(const Tensor& x, std::string_view op, std::string_view comm, int64
   auto out = all_reduce_out(x, op, group_size, grad, factor);
   const auto communicator = find_comm("all_reduce", comm, group_size);
   out.copy_(x);
-  auto work = communicator->all_reduce(out, parse_reduction("all_reduce", op, factor), async_op);
+  auto work = communicator->all_reduce(out, parse_reduction("all_reduce", x, op, factor), async_op);
   return {std::move(out), std::move(work)};
 }
 
@@ -84,7 +84,7 @@ Tensor all_reduce_async(const Tensor& x, std::string_view op, std::string_view c
 // puts in place again.
 Tensor& all_reduce_(Tensor& x, std::string_view op, std::string_view comm,
                     const OptionalScalar& factor) {
-  const auto reduction = parse_reduction("all_reduce_", op, factor);
+  const auto reduction = parse_reduction("all_reduce_", x, op, factor);
   TORCH_OVERLAP_CHECK(
       !needs_autograd(x), kUnsupported,
       "all_reduce_: expected a tensor that needs no gradient, got one that requires ",
@@ -93,6 +93,7 @@ Tensor& all_reduce_(Tensor& x, std::string_view op, std::string_view comm,
       find_op<Tensor(const Tensor&, std::string_view, std::string_view, const OptionalScalar&)>(
           "_all_reduce_traced");
   if (!can_start_async(x)) return x.copy_(traced.call(x, op, comm, factor));
+  check_no_overlap("all_reduce_", x);
   const auto communicator = find_comm(comm);
   const BelowAutograd guard;
   if (x.is_contiguous() && !x.is_conj() && !x.is_neg()) {

@@ -30,14 +30,18 @@ class PendingWorks {
                               Entry{storage.getWeakStorageImpl(), std::move(work)});
   }
 
-  WorkPtr take(const at::Tensor& tensor) {
+  WorkPtr find(const at::Tensor& tensor) {
     if (!tensor.has_storage()) return nullptr;
     std::lock_guard lock(mutex_);
     const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-    if (found == entries_.end()) return nullptr;
-    auto work = std::move(found->second.work);
-    entries_.erase(found);
-    return work;
+    return found == entries_.end() ? nullptr : found->second.work;
+  }
+
+  // Forgets `work`, which the caller still holds, unless another one writes the tensor by now.
+  void erase(const at::Tensor& tensor, const WorkPtr& work) {
+    std::lock_guard lock(mutex_);
+    const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
+    if (found != entries_.end() && found->second.work == work) entries_.erase(found);
   }
 
   int64_t size() {
@@ -89,7 +93,17 @@ void note_work(const at::Tensor& tensor, WorkPtr work) {
 }
 
 void wait_for_work(const at::Tensor& tensor) {
-  if (const auto work = pending().take(tensor)) work->wait();
+  const auto work = pending().find(tensor);
+  if (!work) return;
+  // A work that goes on stays: another stream or thread may have to wait for it too, and a wait
+  // that was refused (inside a graph capture) can be made again.
+  try {
+    work->wait();
+  } catch (...) {
+    if (work->is_completed()) pending().erase(tensor, work);
+    throw;
+  }
+  if (work->is_completed()) pending().erase(tensor, work);
 }
 
 int64_t pending_works() { return pending().size(); }

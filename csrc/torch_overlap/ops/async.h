@@ -15,10 +15,10 @@ namespace torch_overlap::ops {
 
 // `tensor` is fresh memory that `work` writes. A null work (nothing was sent) is not noted.
 void note_work(const at::Tensor& tensor, WorkPtr work);
-// Waits for the work that writes this tensor's memory (views too); at once if there is none. Throws
-// what went wrong in it, once.
+// Waits for the work that writes this tensor's memory (views too); at once if there is none. Any
+// number of streams and threads may wait for the same one. Throws what went wrong in it, once.
 void wait_for_work(const at::Tensor& tensor);
-// Works noted and not waited for whose result still lives. For tests.
+// Works that are not known to be done and whose result still lives. For tests.
 TORCH_OVERLAP_API int64_t pending_works();
 
 // True for a tensor that an `_async` operator may start on: a plain one, outside any tracing.

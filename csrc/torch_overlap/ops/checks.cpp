@@ -1,5 +1,6 @@
 #include "torch_overlap/ops/checks.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/movedim.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/validate.h"
 
 namespace torch_overlap::ops {
 
@@ -83,13 +85,23 @@ std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,
   return comm;
 }
 
-ReduceOp parse_reduction(std::string_view op, std::string_view name,
+ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_view name,
                          const std::optional<at::Scalar>& factor) {
-  try {
-    return ReduceOp::parse(name, factor ? std::optional(factor->toDouble()) : std::nullopt);
-  } catch (const Error& error) {
-    fail(error.kind(), op, ": ", error.what());
-  }
+  const auto reduction = [&] {
+    try {
+      return ReduceOp::parse(name, factor ? std::optional(factor->toDouble()) : std::nullopt);
+    } catch (const Error& error) {
+      fail(error.kind(), op, ": ", error.what());
+    }
+  }();
+  check_reduction(op, x.scalar_type(), reduction);
+  return reduction;
+}
+
+void check_no_overlap(std::string_view op, const at::Tensor& x) {
+  TORCH_OVERLAP_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, kValue, op,
+                      ": expected a tensor whose elements do not share memory, got shape ",
+                      x.sym_sizes(), " with strides ", x.sym_strides(), "; clone it");
 }
 
 double gradient_scale(std::string_view op, std::string_view name, int64_t group_size,

@@ -38,8 +38,13 @@ std::shared_ptr<TorchComm> find_comm(std::string_view op, std::string_view name,
                                      int64_t group_size);
 std::shared_ptr<TorchComm> find_comm(std::string_view name);
 
-ReduceOp parse_reduction(std::string_view op, std::string_view name,
+// The reduction `name`, which must be one that x's dtype takes.
+ReduceOp parse_reduction(std::string_view op, const at::Tensor& x, std::string_view name,
                          const std::optional<at::Scalar>& factor);
+
+// No two elements of `x`, which the operator overwrites, share memory (as those of an expanded
+// tensor do).
+void check_no_overlap(std::string_view op, const at::Tensor& x);
 
 // The number that the gradient of a linear reduction is multiplied with: 1 for sum, 1/group_size
 // for avg, the factor for premul_sum. A kUnsupported error for the others, which have no gradient

@@ -65,11 +65,13 @@ void ScatterPipeline::send(size_t step) {
                                          /*async_op=*/true));
 }
 
+void ScatterPipeline::wait(size_t step) {
+  const Span span("chunk_wait", step);
+  works_[step]->wait();
+}
+
 void ScatterPipeline::reduce(const at::Tensor& out, bool mean) {
-  for (size_t step = 0; step < works_.size(); ++step) {
-    const Span span("chunk_wait", step);
-    works_[step]->wait();
-  }
+  for (size_t step = 0; step < works_.size(); ++step) wait(step);
   works_.clear();
   const auto dtype = arriving_.scalar_type();
   if (mean) {

@@ -65,6 +65,8 @@ class ScatterPipeline {
   void reduce(const at::Tensor& out, bool mean);
 
  private:
+  void wait(size_t step);
+
   TorchComm& comm_;
   std::vector<ScatterStep> schedule_;
   at::Tensor outgoing_;  // [size - 1, rows, columns], by step

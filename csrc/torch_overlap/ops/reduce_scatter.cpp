@@ -11,7 +11,7 @@ constexpr std::string_view kOp = "reduce_scatter";
 Tensor reduce_scatter_out(const Tensor& x, int64_t dim, std::string_view op, int64_t group_size,
                           const OptionalScalar& factor) {
   check_group_size(kOp, group_size);
-  parse_reduction(kOp, op, factor);
+  parse_reduction(kOp, x, op, factor);
   dim = wrap_dim(kOp, x, dim, "dim");
   check_divisible(kOp, x, dim, group_size);
   auto sizes = x.sym_sizes().vec();
@@ -28,8 +28,8 @@ Started start(const Tensor& x, int64_t dim, std::string_view op, std::string_vie
   const auto parts =
       dim == 0 ? x.contiguous()
                : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
-  auto work =
-      communicator->reduce_scatter_single(out, parts, parse_reduction(kOp, op, factor), async_op);
+  auto work = communicator->reduce_scatter_single(out, parts, parse_reduction(kOp, x, op, factor),
+                                                  async_op);
   return {std::move(out), std::move(work)};
 }
 

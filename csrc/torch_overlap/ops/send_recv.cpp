@@ -49,6 +49,7 @@ Tensor& recv_(Tensor& x, int64_t src, std::string_view comm) {
   check_no_gradient("recv_", x);
   check_peer("recv_", "src", src);
   static const auto functional = find_op<decltype(recv_kernel)>("_recv");
+  if (can_start_async(x)) check_no_overlap("recv_", x);
   if (!can_start_async(x) || !x.is_contiguous() || x.is_conj() || x.is_neg()) {
     return x.copy_(functional.call(x, src, comm));
   }

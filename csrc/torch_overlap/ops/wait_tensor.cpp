@@ -1,23 +1,32 @@
+#include <ATen/ops/empty.h>
+
 #include "torch_overlap/ops/register.h"
 
 namespace torch_overlap::ops {
 namespace {
 
-// `_wait_` changes what the memory of x holds, and returns nothing: that is what a compiler must
-// know to keep it before every reader of x. wait_tensor is that, and x again; its gradient is x's.
-void wait_kernel(const Tensor& x) { wait_for_work(x); }
+// wait_tensor, traced: as a function, copied into x. It waits on the memory of x itself, so nothing
+// may copy x before: an operator that changes x would be given a copy, which nobody writes.
+Tensor waited_out(const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); }
 
-void wait_meta(const Tensor&) {}
-
-void wait_autograd(const Tensor& x) {
-  static const auto handle = find_op<void(const Tensor&)>("_wait_");
-  const BelowAutograd guard;
-  handle.call(x);
+Tensor waited_kernel(const Tensor& x) {
+  wait_for_work(x);
+  auto out = waited_out(x);
+  out.copy_(x);
+  return out;
 }
 
+Tensor waited_meta(const Tensor& x) { return waited_out(x); }
+
+// The gradient of wait_tensor is x's: autograd sees none of it.
 Tensor wait_composite(const Tensor& x) {
-  static const auto handle = find_op<void(const Tensor&)>("_wait_");
-  handle.call(x);
+  if (can_start_async(x)) {
+    wait_for_work(x);
+    return x;
+  }
+  static const auto functional = find_op<Tensor(const Tensor&)>("_waited");
+  const BelowAutograd guard;
+  x.copy_(functional.call(x));
   return x;
 }
 
@@ -32,19 +41,15 @@ Tensor wait_tensor(const Tensor& x) {
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("wait_tensor(Tensor(a!) x) -> Tensor(a!)", {at::Tag::pt2_compliant_tag});
-  m.def("_wait_(Tensor(a!) x) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("_waited(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("_pending_works() -> int", torch_overlap::ops::pending_works);
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
-  m.impl("_wait_", torch_overlap::ops::wait_kernel);
+  m.impl("_waited", torch_overlap::ops::waited_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { m.impl("_wait_", torch_overlap::ops::wait_meta); }
-
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
-  m.impl("_wait_", torch_overlap::ops::wait_autograd);
-}
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { m.impl("_waited", torch_overlap::ops::waited_meta); }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
   m.impl("wait_tensor", torch_overlap::ops::wait_composite);

@@ -1,6 +1,8 @@
 """Values of the collectives against fp64 references, on ranks that are threads."""
 
+import concurrent.futures
 import random
+import time
 
 import pytest
 import torch
@@ -242,6 +244,33 @@ def test_wait_tensor_takes_views_and_tensors_that_nobody_writes():
         plain = torch.ones(3)
         assert ops.wait_tensor(plain).data_ptr() == plain.data_ptr()
         assert ops.wait_tensor(ops.wait_tensor(later)).data_ptr() == later.data_ptr()
+
+    local(rank, 2)
+
+
+def test_every_thread_that_waits_for_a_result_finds_it():
+    def rank(comm):
+        comm.barrier(async_op=False)
+        if comm.get_rank() == 1:
+            time.sleep(0.3)  # the others wait before there is a result
+        later = ops.all_reduce_async(torch.ones(1000), comm)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: ops.wait_tensor(later).clone(), range(4)))
+        for result in found:
+            assert torch.equal(result, torch.full((1000,), 2.0))
+
+    local(rank, 2)
+    assert torch.ops.torch_overlap._pending_works() == 0
+
+
+def test_in_place_operators_refuse_elements_that_share_memory():
+    def rank(comm):
+        expanded = torch.ones(1).expand(4)
+        with pytest.raises(ValueError, match=r"^all_reduce_: expected .* share memory, got shape \[4\]"):
+            ops.all_reduce_(expanded, comm)
+        with pytest.raises(ValueError, match=r"^recv_: expected .* share memory, got shape \[4\]"):
+            ops.recv_(expanded, comm, 1 - comm.get_rank())
+        assert torch.equal(ops.all_reduce(torch.ones(2), comm), torch.full((2,), 2.0))  # nothing was sent
 
     local(rank, 2)
 

@@ -243,6 +243,22 @@ def test_only_the_gradients_that_are_asked_are_computed(algorithm):
     run_ranks(rank, 2, backend="local")
 
 
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype):
+    """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
+    data = Data(seed(), dtype)
+    x, w, v, grad = data(4, 5), data(6, 5) * 64, data(6, 5), data(4, 6)
+
+    def rank(comm):
+        leaf_x = leaf(x)
+        outputs, _ = ops.all_gather_matmul(leaf_x, [w, -w, v], comm, algorithm=algorithm)
+        torch.autograd.backward(outputs, [grad, grad, grad])
+        torch.testing.assert_close(leaf_x.grad.double(), grad.double() @ v.double(), rtol=1e-2, atol=2e-3)
+
+    run_ranks(rank, 1, backend="local")
+
+
 # --- Order of transfers and products -----------------------------------------------------------------
 
 
@@ -257,14 +273,30 @@ def spans(profile):
     return found
 
 
-def assert_next_transfer_starts_before_product_ends(found, which, size):
-    """Transfer i + 1 is issued before product i ends (gather), or transfer i before product i + 1 ends (scatter)."""
+def assert_transfers_run_behind_products(found, which, steps):
+    """No transfer is waited for before the product that it runs behind has ended.
+
+    gather: transfer i + 1 is issued before product i ends, and waited for after. scatter: transfer i is issued before
+    product i + 1 ends, and every wait comes after the last product.
+    """
+
+    def start(name, i):
+        return min(begin for begin, _ in found[f"{name}[{i}]"])
+
+    def end(name, i):
+        return max(end for _, end in found[f"{name}[{i}]"])
+
+    waits = [i for i in range(steps + 1) if f"chunk_wait[{i}]" in found]
+    assert len(waits) >= steps - 1
     if which == "gather":
-        for i in range(size - 1):
-            assert found[f"chunk_comm[{i + 1}]"][0][0] < found[f"chunk_gemm[{i}]"][-1][1]
+        for i in range(steps - 1):
+            assert start("chunk_comm", i + 1) < end("chunk_gemm", i)
+            assert start("chunk_wait", i + 1) >= end("chunk_gemm", i)
     else:
-        for i in range(size - 1):
-            assert found[f"chunk_comm[{i}]"][-1][0] < found[f"chunk_gemm[{i + 1}]"][-1][1]
+        for i in range(steps - 1):
+            assert start("chunk_comm", i) < end("chunk_gemm", i + 1)
+        for i in waits:
+            assert start("chunk_wait", i) >= end("chunk_gemm", steps - 1)
 
 
 def trace_rank(comm, backward):
@@ -280,15 +312,19 @@ def trace_rank(comm, backward):
 
     comm.barrier(async_op=False)
     (y,), found = record(lambda: ops.all_gather_matmul(x, [w], comm, algorithm="chunked")[0])
-    assert_next_transfer_starts_before_product_ends(found, "gather", size)
+    assert_transfers_run_behind_products(found, "gather", size)
     z, found = record(lambda: ops.matmul_reduce_scatter(y, v, comm, algorithm="chunked"))
-    assert_next_transfer_starts_before_product_ends(found, "scatter", size)
+    assert_transfers_run_behind_products(found, "scatter", size)
+    a, found = record(lambda: ops.matmul_all_reduce(y, v, comm, algorithm="chunked"))
+    assert_transfers_run_behind_products(found, "scatter", 4)
     if backward:
         grad = torch.randn_like(z)
         (gy,), found = record(lambda: torch.autograd.grad(z, y, grad, retain_graph=True))
-        assert_next_transfer_starts_before_product_ends(found, "gather", size)
+        assert_transfers_run_behind_products(found, "gather", size)
+        _, found = record(lambda: torch.autograd.grad(a, y, torch.randn_like(a), retain_graph=True))
+        assert_transfers_run_behind_products(found, "gather", 4)
         _, found = record(lambda: torch.autograd.grad(y, (x, w), gy))
-        assert_next_transfer_starts_before_product_ends(found, "scatter", size)
+        assert_transfers_run_behind_products(found, "scatter", size)
         assert f"chunk_comm[{size - 1}]" in found  # x is gathered again meanwhile
     return sorted(found)
 

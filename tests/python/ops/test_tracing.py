@@ -3,6 +3,8 @@
 What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
 """
 
+import time
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -126,6 +128,30 @@ def test_a_meta_kernel_checks_what_the_real_one_checks():
         raw.matmul_all_reduce(x, x, None, NOBODY, 2, "sum", "ring")
 
 
+ILLEGAL = [
+    ("premul_sum", torch.int32), ("premul_sum", torch.bool), ("min", torch.complex64), ("product", torch.complex64),
+    ("band", torch.float32), ("bxor", torch.bfloat16), ("avg", torch.bool),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dtype"), ILLEGAL)
+def test_a_reduction_that_a_dtype_does_not_take_is_refused_everywhere(op, dtype):
+    factor = 2.0 if op == "premul_sum" else None
+
+    def refuses(x, name):
+        with pytest.raises(TypeError, match=r"^all_reduce: expected an? .*dtype for .*, got "):
+            raw.all_reduce(x, op, name, 1, "R", factor)
+        with pytest.raises(TypeError, match=r"^reduce_scatter: expected an? .*dtype for .*, got "):
+            raw.reduce_scatter(x, 0, op, name, 1, factor)
+        with pytest.raises(TypeError, match=r"^all_reduce_: expected an? .*dtype for .*, got "):
+            raw.all_reduce_(x, op, name, factor)
+
+    refuses(torch.empty(4, dtype=dtype, device="meta"), NOBODY)
+    with FakeTensorMode():
+        refuses(torch.empty(4, dtype=dtype), NOBODY)
+    run_ranks(lambda comm: refuses(torch.ones(4, dtype=dtype), comm.get_name()), 1, backend="local")
+
+
 # --- vmap -------------------------------------------------------------------------------------------
 
 
@@ -192,15 +218,14 @@ def opcheck_rank(comm, names):
     plain = torch.randn(4, 6)
     torch.library.opcheck(raw.all_reduce_, (plain, "sum", comm.get_name()))
     torch.library.opcheck(raw.wait_tensor, (plain,))
+    torch.library.opcheck(raw._waited, (plain,))
 
 
 def opcheck_point_to_point(comm):
     """On the backend that moves nothing: opcheck calls each as often as it likes, with nobody to answer."""
     plain = torch.randn(4, 6)
     for op in (raw.send, raw.recv_):
-        torch.library.opcheck(
-            op, (plain, 1 - comm.get_rank(), comm.get_name()), test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(op, (plain, 1 - comm.get_rank(), comm.get_name()), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_opcheck_of_send_and_recv():
@@ -275,6 +300,43 @@ def factor_rank(comm):
 
 def test_a_factor_may_change_between_calls_of_a_compiled_function():
     run_ranks(factor_rank, 2, backend="gloo", timeout=240)
+
+
+def late(comm):
+    """Rank 1 enters last: what the others started before is not there yet."""
+    comm.barrier(async_op=False)
+    if comm.get_rank() == 1:
+        time.sleep(0.3)
+
+
+def wait_rank(comm, backend, requires_grad):
+    def use_result(y):
+        return ops.wait_tensor(y) + 1
+
+    def use_argument(y):
+        ops.wait_tensor(y[1:])
+        return y + 1
+
+    for function in (use_result, use_argument):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for turn in range(3):
+            x = torch.full((4, 3), 1.0 + turn, requires_grad=requires_grad)
+            late(comm)
+            y = ops.all_reduce_async(x, comm)
+            assert torch.equal(compiled(y).detach(), torch.full((4, 3), 2.0 * turn + 3)), (function, turn)
+            assert torch.equal(y.detach(), torch.full((4, 3), 2.0 * turn + 2))
+            if requires_grad and function is use_result:
+                late(comm)
+                y = ops.all_reduce_async(x, comm)
+                (grad,) = torch.autograd.grad(compiled(y).sum(), x)
+                assert torch.equal(grad, torch.full((4, 3), 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_compiled_wait_waits_for_what_was_started_outside(backend, requires_grad):
+    run_ranks(wait_rank, 2, backend, requires_grad, backend="gloo", timeout=240)
 
 
 def unused_rank(comm, backend):
