@@ -225,7 +225,9 @@ def opcheck_point_to_point(comm):
     """On the backend that moves nothing: opcheck calls each as often as it likes, with nobody to answer."""
     plain = torch.randn(4, 6)
     for op in (raw.send, raw.recv_):
-        torch.library.opcheck(op, (plain, 1 - comm.get_rank(), comm.get_name()), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            op, (plain, 1 - comm.get_rank(), comm.get_name()), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_opcheck_of_send_and_recv():
