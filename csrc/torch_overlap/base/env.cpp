@@ -72,7 +72,7 @@ void read_rank_and_size(Env& env, const std::string& method) {
 // "gpu[003-007,9],cpu1" -> "gpu003": the first host of a SLURM node list.
 std::string first_slurm_host(const std::string& list) {
   const size_t end = list.find_first_of(",[");
-  const std::string prefix = list.substr(0, end);
+  std::string prefix = list.substr(0, end);
   if (end == std::string::npos || list[end] == ',') return prefix;
   const size_t first_end = list.find_first_of(",-]", end + 1);
   return prefix + list.substr(end + 1, first_end - end - 1);
