@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import interleave, median_and_iqr, slowest_rank, write_result
+from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
 
 import torch_overlap as to
 
@@ -83,8 +83,7 @@ def main() -> None:
         for op, variants in cases(comm, megabytes).items():
             samplers = {name: timed(call, repeats=4) for name, call in variants.items()}
             samples = slowest_rank(interleave(samplers, args.rounds), comm)
-            pairs = zip(samples["torch.distributed"], samples["ours"], strict=True)
-            bandwidth_ratio, spread = median_and_iqr([a / b for a, b in pairs])
+            bandwidth_ratio, spread = ratio(samples, "torch.distributed", "ours")
             us, iqr = median_and_iqr(samples["ours"])
             theirs, _ = median_and_iqr(samples["torch.distributed"])
             rows.append(

@@ -56,8 +56,7 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // and the communicator stays usable. Throws the pending error if an earlier operation failed.
   virtual WorkPtr launch(Call call) = 0;
 
-  // Collective over all ranks. Null for a rank that is not a member. The default makes the child
-  // with the backend's own factory.
+  // Collective over all ranks. Null for a rank that is not a member.
   virtual std::shared_ptr<Backend> split(const SplitRequest& request) = 0;
 
   // Waits until all operations are done, at most the communicator's timeout, then frees everything.
