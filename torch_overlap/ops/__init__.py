@@ -12,8 +12,9 @@ Streams: a result is valid on the current stream when the call returns; the host
 an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
 unwaited. While a compiler traces, the `*_async` functions are the plain ones.
 
-Two limits of `torch.compile`: Inductor drops an operator whose result is not used, so use the results on all ranks or
-on none; and a pending result should be waited for before it goes into a compiled function that records gradients.
+torch.compile keeps every operator, also one whose result is not used, in the order of the program. One limit: its
+debugging backend aot_eager copies an argument that requires a gradient before the function's own wait_tensor; wait
+for a pending result before passing it to such a function.
 
 Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`)
 before anything is sent. All ranks must call the same operators in the same order with the same shapes and options.

@@ -33,10 +33,11 @@ _COMMUNICATING = (
 
 
 def register() -> None:
-    """Keeps all of them in a graph, and gives send and recv an order among themselves.
+    """Keeps all of them in a graph, in the order of the program.
 
-    A compiler may move collectives, alike on all ranks, which run the same graph; what two ranks say to each other is
-    not the same on both, so these two have an ordered effect, which torch.compile threads through the graph as a token.
+    Ranks may run graphs that differ (one uses a result, another does not; one sends, another receives), and a compiler
+    that dropped or moved a communication on one of them would hang all. So each has an ordered effect, which
+    torch.compile threads through the graph as a token; torch.fx's own passes look at has_side_effect.
     """
     from torch._library import simple_registry
     from torch._library.effects import EffectType
@@ -45,5 +46,4 @@ def register() -> None:
         packet = getattr(torch.ops.torch_overlap, name)
         torch.fx.node.has_side_effect(packet)
         torch.fx.node.has_side_effect(packet.default)
-    for name in ("torch_overlap::send", "torch_overlap::_recv"):
-        simple_registry.singleton.find(name).effect.register(EffectType.ORDERED)
+        simple_registry.singleton.find(f"torch_overlap::{name}").effect.register(EffectType.ORDERED)

@@ -335,12 +335,12 @@ def wait_rank(comm, backend, requires_grad):
                 assert torch.equal(grad, torch.full((4, 3), 2.0))
 
 
-# With gradients recorded aot_eager's partition reads the result before the wait: start and wait inside one function.
+# Where gradients are recorded, aot_eager clones an argument that the function changes, as wait_tensor does, first of all.
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
     [
         ("aot_eager", False),
-        pytest.param("aot_eager", True, marks=pytest.mark.xfail(strict=True, reason="read before the wait")),
+        pytest.param("aot_eager", True, marks=pytest.mark.xfail(strict=True, reason="cloned before the wait")),
         pytest.param("inductor", False, marks=pytest.mark.slow),
         pytest.param("inductor", True, marks=pytest.mark.slow),
     ],
@@ -370,9 +370,9 @@ def unused_rank(comm, backend):
     comm.barrier(async_op=False)
 
 
-# aot_eager only: inductor still drops an operator whose result is not used (torch_overlap.ops says so).
-def test_a_result_that_one_rank_does_not_use_is_still_computed():
-    run_ranks(unused_rank, 2, "aot_eager", backend="gloo", timeout=240)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_result_that_one_rank_does_not_use_is_still_computed(backend):
+    run_ranks(unused_rank, 2, backend, backend="gloo", timeout=240)
 
 
 def export_rank(comm):
