@@ -116,6 +116,9 @@ Env Env::read() {
   env.run_id = text("TORCHELASTIC_RUN_ID").value_or("");
   env.restart_count = text("TORCHELASTIC_RESTART_COUNT").value_or("0");
 
+  if (auto value = text("TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING")) {
+    env.graph_timeouts = parse_bool(*value, "TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING");
+  }
   env.gloo_hostname = text("TORCHCOMM_GLOO_HOSTNAME");
   env.gloo_interface = text("TORCHCOMM_GLOO_INTERFACE");
   env.unique_id_exchange =

@@ -47,6 +47,9 @@ struct TORCH_OVERLAP_API Env {
   std::optional<std::string> gloo_interface;
   // TORCHCOMM_NCCL_BOOTSTRAP_UNIQUEID_EXCHANGE_METHOD: auto or tcpstore (both use the store).
   std::string unique_id_exchange = "auto";
+  // TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING: the default of the hint graph_timeouts. Default
+  // false.
+  bool graph_timeouts = false;
   // TORCHCOMMS_SERIALIZATION: torch_save (default) or pickle, for object collectives.
   std::string serialization = "torch_save";
 

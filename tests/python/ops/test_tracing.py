@@ -335,7 +335,7 @@ def wait_rank(comm, backend, requires_grad):
                 assert torch.equal(grad, torch.full((4, 3), 2.0))
 
 
-# Where gradients are recorded, aot_eager clones an argument that the function changes, as wait_tensor does, first of all.
+# Where gradients are recorded, aot_eager first clones an argument that the function changes, as wait_tensor does.
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
     [

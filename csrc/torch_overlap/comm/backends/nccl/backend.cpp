@@ -76,13 +76,35 @@ std::shared_ptr<NcclBackend> NcclBackend::start(const BackendContext& context,
   return backend;
 }
 
+struct NcclBackend::Marking {
+  explicit Marking(const std::shared_ptr<CommRuntime>& runtime)
+      : runtime(runtime),
+        pool(std::make_shared<MarkPool>(runtime->device)),
+        side(runtime->device, /*high_priority=*/false),
+        events(runtime->events.take()) {}
+  ~Marking() { runtime->events.give(events); }
+
+  // What `side` captures next depends on what `stream` has captured so far.
+  void follow(c10::cuda::CUDAStream stream) {
+    record(events.ready, stream);
+    stream_waits(side.get(), events.ready);
+  }
+
+  const std::shared_ptr<CommRuntime> runtime;
+  const std::shared_ptr<MarkPool> pool;
+  const cuda::OwnedStream side;
+  const cuda::EventPair events;
+};
+
 NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHandle> handle)
     : Body(context.device.index()),
       context_(context),
       runtime_(std::make_shared<CommRuntime>(context.name, context.device.index(),
                                              event_pool_size(context.options.hints))),
       workspace_(make_workspace(context.device)),
-      handle_(std::move(handle)) {}
+      handle_(std::move(handle)),
+      marking_(graph_timeouts(context.options.hints) ? std::make_unique<Marking>(runtime_)
+                                                     : nullptr) {}
 
 NcclBackend::~NcclBackend() = default;
 
@@ -151,9 +173,21 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   } else if (call.async_op) {
     hold_->keep(work);
   }
+  const bool marks = capture && monitor_;
+  std::optional<LeafOnExit> marks_leaf;
+  if (marks) {
+    marking_->follow(stream);
+    marks_leaf.emplace(marking_->side.get(), current);
+    monitor_->watch_begin(call, marking_->side.get().stream());
+  }
   try {
     run(*work, stream);
+    if (marks) {
+      marking_->follow(stream);
+      monitor_->watch_end(marking_->side.get().stream());
+    }
   } catch (...) {
+    if (marks) monitor_->forget_last();
     if (runtime_->failure.is_set()) {
       (void)cudaEventRecord(work->end(), stream.stream());
     } else if (!capture) {
@@ -189,7 +223,11 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   if (capture.id == capture_) return;
   previous_captured_.reset();
   capture_ = 0;
-  hold_ = GraphHold::attach(capture.graph, handle_, workspace_);
+  monitor_.reset();
+  ++graphs_seen_;
+  if (marking_) monitor_ = std::make_shared<GraphMonitor>(marking_->pool, graphs_seen_);
+  hold_ = GraphHold::attach(capture.graph, handle_, workspace_, monitor_);
+  if (marking_) monitors_.push_back(monitor_);
   capture_ = capture.id;
 }
 
@@ -296,8 +334,8 @@ void NcclBackend::tick() noexcept {
       lock.unlock();
       return fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
     }
-    if (queue_.empty()) return;
-    const auto late = check_head(*queue_.front(), now);
+    auto late = check_replays(now);
+    if (!late && !queue_.empty()) late = check_head(*queue_.front(), now);
     lock.unlock();
     if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
     act_on_failure();
@@ -341,6 +379,16 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
                 " ms of its start, got none after ", seconds(running), " (",
                 seconds(now - head.issued),
                 " after it was issued); a peer did not take part: look at the other ranks");
+}
+
+std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {
+  std::erase_if(monitors_, [](const auto& weak) { return weak.expired(); });
+  for (const auto& weak : monitors_) {
+    const auto monitor = weak.lock();
+    if (!monitor) continue;
+    if (auto late = monitor->check(now)) return late;
+  }
+  return std::nullopt;
 }
 
 // --- The graveyard's part ------------------------------------------------------------------------

@@ -25,11 +25,11 @@ namespace torch_overlap {
 //
 // Captures. The same happens; events and waits become edges. An async operation is then left as a
 // leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are
-// ordered among themselves; against eager ones and other graphs NCCL orders them. The watchdog does
-// not see them: a replay that hangs is found by the next eager operation, which cannot start behind
-// it. So while graphs of this communicator are alive, the clock of an operation does not wait for
-// its stream: it runs from the end of the operation before it, however long other work on its
-// stream takes.
+// ordered among themselves; against eager ones and other graphs NCCL orders them. With the hint
+// graph_timeouts the watchdog sees every replay (graph_monitor.h). Without, a replay that hangs is
+// found by the next eager operation, which cannot start behind it. So while graphs of this
+// communicator are alive, the clock of an operation does not wait for its stream: it runs from the
+// end of the operation before it, however long other work on its stream takes.
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
 // done throws it, NCCL is stopped, and the process is ended where that was asked for. An operation
@@ -100,8 +100,10 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void act_on_failure();
   [[noreturn]] void end_process(WorkStatus status, const std::string& message);
   void check_launching(Clock::time_point now);
-  // Under the launch lock: says what is wrong if the operation is late.
+  // Under the launch lock: says what is wrong if the operation, or one in a replayed graph, is
+  // late.
   std::optional<std::string> check_head(CudaWork& head, Clock::time_point now);
+  std::optional<std::string> check_replays(Clock::time_point now);
 
   const BackendContext context_;
   const std::shared_ptr<CommRuntime> runtime_;
@@ -112,8 +114,15 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::deque<std::shared_ptr<CudaWork>> queue_;  // not captured, in order of issue
   std::optional<Previous> previous_;
   std::optional<Previous> previous_captured_;
-  unsigned long long capture_ = 0;  // the last capture that was seen
-  GraphHold* hold_ = nullptr;       // valid during that capture
+  unsigned long long capture_ = 0;                     // the last capture that was seen
+  GraphHold* hold_ = nullptr;                          // valid during that capture
+  std::shared_ptr<GraphMonitor> monitor_;              // of that capture
+  std::vector<std::weak_ptr<GraphMonitor>> monitors_;  // of the graphs that are alive
+  uint64_t graphs_seen_ = 0;
+
+  // For graph_timeouts: what captures need to leave their marks. Null without the hint.
+  struct Marking;
+  const std::unique_ptr<Marking> marking_;
 
   // When the call that is inside NCCL now went in; 0: none is.
   std::atomic<Clock::rep> launching_since_{0};

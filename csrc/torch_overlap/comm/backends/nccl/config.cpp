@@ -4,6 +4,7 @@
 #include <optional>
 #include <string_view>
 
+#include "torch_overlap/base/env.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/common/cuda/event.h"
 
@@ -36,6 +37,7 @@ constexpr Field kFields[] = {
 };
 constexpr int kCommNameSince = 22700;
 constexpr std::string_view kEventPoolHint = "max_event_pool_size";
+constexpr std::string_view kGraphTimeoutsHint = "graph_timeouts";
 
 int parse_int32(std::string_view text, std::string_view what) {
   const long long value = parse_int(text, what);
@@ -97,6 +99,7 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
   config_.commName = comm_name_.c_str();  // an older NCCL does not read this far
   config_.blocking = 1;                   // why: handle.h
   take(rest, kEventPoolHint, kEventPoolHint);
+  take(rest, kGraphTimeoutsHint, kGraphTimeoutsHint);
   warn_unknown_hints(rest, "nccl");
 }
 
@@ -104,6 +107,12 @@ size_t event_pool_size(const Hints& hints) {
   const auto found = hints.find(std::string(kEventPoolHint));
   if (found == hints.end()) return cuda::kDefaultEventPoolSize;
   return static_cast<size_t>(parse_int32(found->second, kEventPoolHint));
+}
+
+bool graph_timeouts(const Hints& hints) {
+  const auto found = hints.find(std::string(kGraphTimeoutsHint));
+  if (found == hints.end()) return Env::read().graph_timeouts;
+  return parse_bool(found->second, concat("hint ", kGraphTimeoutsHint));
 }
 
 }  // namespace torch_overlap

@@ -16,8 +16,9 @@ namespace torch_overlap {
 // Hints, each also in snake_case (min_ctas): cgaClusterSize, minCTAs, maxCTAs, netName, splitShare,
 // trafficClass, commName (default: the communicator's name), collnetEnable, CTAPolicy (a number, or
 // default, efficiency, zero), shrinkShare, nvlsCTAs, nChannelsPerNetPeer, nvlinkCentricSched; and
-// max_event_pool_size, which is ours. A hint younger than the loaded NCCL throws kUnsupported;
-// unknown ones are named in one warning. `blocking` is not among them: see handle.h.
+// max_event_pool_size and graph_timeouts, which are ours. A hint younger than the loaded NCCL
+// throws kUnsupported; unknown ones are named in one warning. `blocking` is not among them: see
+// handle.h.
 class TORCH_OVERLAP_API NcclConfig {
  public:
   NcclConfig(const NcclApi& api, const std::string& comm_name, const Hints& hints);
@@ -34,5 +35,8 @@ class TORCH_OVERLAP_API NcclConfig {
 
 // The hint max_event_pool_size.
 size_t event_pool_size(const Hints& hints);
+// The hint graph_timeouts (true or false), else the environment's: whether operations in replayed
+// graphs have timeouts. See graph_monitor.h.
+bool graph_timeouts(const Hints& hints);
 
 }  // namespace torch_overlap

@@ -106,9 +106,9 @@ GraphHold::~GraphHold() {
 }
 
 GraphHold* GraphHold::attach(cudaGraph_t graph, std::shared_ptr<NcclHandle> handle,
-                             at::Tensor workspace) {
+                             at::Tensor workspace, std::shared_ptr<GraphMonitor> monitor) {
   open_graveyard();
-  auto* hold = new GraphHold(std::move(handle), std::move(workspace));
+  auto* hold = new GraphHold(std::move(handle), std::move(workspace), std::move(monitor));
   const auto on_death = [](void* body) { bury(static_cast<GraphHold*>(body)); };
   cuda::on_graph_death(graph, on_death, hold);
   return hold;

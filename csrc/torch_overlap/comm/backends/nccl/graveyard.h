@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/backends/nccl/graph_monitor.h"
 #include "torch_overlap/comm/backends/nccl/handle.h"
 #include "torch_overlap/comm/backends/nccl/work.h"
 
@@ -67,9 +68,9 @@ class DeadWorks {
 class GraphHold final : public Body {
  public:
   // Gives a new one to `graph`, which is being captured. The pointer stays valid during that
-  // capture.
+  // capture. `monitor`: null where replays are not watched.
   static GraphHold* attach(cudaGraph_t graph, std::shared_ptr<NcclHandle> handle,
-                           at::Tensor workspace);
+                           at::Tensor workspace, std::shared_ptr<GraphMonitor> monitor);
 
   // The work's tensors live until the graph dies, or wait() gives them back.
   void keep(std::shared_ptr<CudaWork> work) { works_.push_back(std::move(work)); }
@@ -79,16 +80,19 @@ class GraphHold final : public Body {
   bool may_go() noexcept override;
 
  private:
-  GraphHold(std::shared_ptr<NcclHandle> handle, at::Tensor workspace)
+  GraphHold(std::shared_ptr<NcclHandle> handle, at::Tensor workspace,
+            std::shared_ptr<GraphMonitor> monitor)
       : Body(workspace.device().index()),
         handle_(std::move(handle)),
-        workspace_(std::move(workspace)) {
+        workspace_(std::move(workspace)),
+        monitor_(std::move(monitor)) {
     handle_->add_graph();
   }
   ~GraphHold() override;
 
   std::shared_ptr<NcclHandle> handle_;
   at::Tensor workspace_;
+  std::shared_ptr<GraphMonitor> monitor_;
   std::vector<std::shared_ptr<CudaWork>> works_;
 };
 

@@ -15,6 +15,8 @@ namespace {
 constexpr const char* kUniqueIdKey = "nccl_unique_id";
 // How long a launch that is not stuck may still hold the lock when the communicator is stopped.
 constexpr auto kStopGrace = std::chrono::milliseconds(500);
+// How long ncclCommAbort may take to raise its flags.
+constexpr auto kFlagsUp = std::chrono::milliseconds(100);
 // How long NCCL may take to let go: a thread that is inside after the abort flags are up, or
 // memory.
 constexpr auto kComeOut = std::chrono::seconds(10);
@@ -161,20 +163,26 @@ void NcclHandle::stop_now() {
   const c10::cuda::CUDAGuard device(native->device);
   std::unique_lock lock(*mutex_, kStopGrace);
   if (comm() == nullptr) return;  // close() came first
-  if (!lock || graphs_ != 0) {
+  if (!lock) {
     if (api_.comm_revoke != nullptr) {
       native->revoked = true;
       nccl_check(api_, api_.comm_revoke(native->comm, NCCL_REVOKE_DEFAULT), "ncclCommRevoke");
     }
-    if (!lock && !lock.try_lock_for(kComeOut)) {
+    if (!lock.try_lock_for(kComeOut)) {
       fail(ErrorKind::kRuntime,
            "a thread is stuck inside NCCL and does not come out; the "
            "communicator is left to it");
     }
-    if (graphs_ != 0) return;  // the last graph's owner frees it
   }
   if (native->gone.exchange(true)) return;
-  nccl_check(api_, api_.comm_abort(native->comm), "ncclCommAbort");
+  lock.unlock();  // nobody else touches it any more
+  const auto abort = [&api = api_, native] {
+    const c10::cuda::CUDAGuard device(native->device);
+    nccl_check(api, api.comm_abort(native->comm), "ncclCommAbort");
+  };
+  if (graphs_ == 0) return abort();
+  // Comes back when the last graph is gone: not to be waited for.
+  run_bounded(abort, kFlagsUp);
 }
 
 }  // namespace torch_overlap

@@ -24,11 +24,12 @@ namespace torch_overlap {
 // on a thread of their own that is waited for so long and no longer; a hang inside a launch is seen
 // by the watchdog and ended by stop().
 //
-// Freeing or stopping. ncclCommAbort frees the communicator, so it is never called while a thread
-// may be inside NCCL with it (mutex() is held around every use), nor while a graph may replay it:
-// NCCL would wait for the graph. In those two cases stop() calls ncclCommRevoke, which raises the
-// same abort flags, so that kernels and host threads come out, and frees nothing; the last owner
-// does.
+// Freeing or stopping. ncclCommAbort raises flags on which kernels and host threads come out, waits
+// until no graph holds the communicator any more, and frees it. Until then the flags stay up: every
+// replay that is queued or comes later ends at once. It is never called while a thread may be
+// inside NCCL with the communicator (mutex() is held around every use): for such a thread stop()
+// first calls ncclCommRevoke, which raises the same flags, takes them down again, and frees
+// nothing.
 //
 // Threads: comm() under mutex(); everything else from any thread.
 class NcclHandle : public std::enable_shared_from_this<NcclHandle> {

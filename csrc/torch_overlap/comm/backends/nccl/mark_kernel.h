@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace torch_overlap {
+
+// Adds one to *counter (device memory) and shows the sum at *shown (mapped host memory): one thread
+// on `stream`. A counter belongs to one node of one graph, whose replays run one after the other.
+cudaError_t bump(uint32_t* counter, uint32_t* shown, cudaStream_t stream);
+
+}  // namespace torch_overlap
