@@ -7,6 +7,7 @@ are fewer ranks.
 """
 
 import os
+import sys
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 # No NVLink multicast in any form.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+sys.path.insert(0, os.path.dirname(__file__))  # graph_cases
 
 IN_TORCHRUN = "LOCAL_RANK" in os.environ
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
