@@ -5,14 +5,14 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "all_gather";
+constexpr std::string_view kAllGather = "all_gather";
 
 // All ranks' x behind each other along `dim`, in rank order; contiguous.
 Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::string_view grad) {
-  check_group_size(kOp, group_size);
-  check_choice(kOp, "grad", "R I", grad);
+  check_group_size(kAllGather, group_size);
+  check_choice(kAllGather, "grad", "R I", grad);
   auto sizes = x.sym_sizes().vec();
-  sizes[wrap_dim(kOp, x, dim, "dim")] *= group_size;
+  sizes[wrap_dim(kAllGather, x, dim, "dim")] *= group_size;
   return at::empty_symint(sizes, x.options());
 }
 
@@ -21,9 +21,9 @@ Tensor all_gather_out(const Tensor& x, int64_t dim, int64_t group_size, std::str
 Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size,
                          std::string_view grad) {
   auto out = all_gather_out(x, dim, group_size, grad);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kAllGather, comm, group_size);
   const auto mine = x.contiguous();
-  dim = wrap_dim(kOp, x, dim, "dim");
+  dim = wrap_dim(kAllGather, x, dim, "dim");
   if (is_outermost(x, dim)) {
     communicator->all_gather_single(out, mine, /*async_op=*/false);
     return out;
@@ -39,9 +39,9 @@ Tensor all_gather_kernel(const Tensor& x, int64_t dim, std::string_view comm, in
 // Nothing can be copied after the gathering here: x is put in order before, and the result is a
 // transposed view of what arrives.
 Started start(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size) {
-  check_group_size(kOp, group_size);
-  dim = wrap_dim(kOp, x, dim, "dim");
-  const auto communicator = find_comm(kOp, comm, group_size);
+  check_group_size(kAllGather, group_size);
+  dim = wrap_dim(kAllGather, x, dim, "dim");
+  const auto communicator = find_comm(kAllGather, comm, group_size);
   const auto mine = dim_first(x, dim);
   auto sizes = mine.sizes().vec();
   sizes[0] *= group_size;
@@ -68,7 +68,7 @@ class AllGather : public Function<AllGather> {
     ctx->saved_data["grad"] = std::string(grad);
     const BelowAutograd guard;
     if (!async_op) return ops::all_gather(x, dim, comm, group_size, grad);
-    check_choice(kOp, "grad", "R I", grad);
+    check_choice(kAllGather, "grad", "R I", grad);
     return noted(start(materialized(x), dim, comm, group_size));
   }
 
@@ -95,7 +95,7 @@ Tensor all_gather_async(const Tensor& x, int64_t dim, std::string_view comm, int
   if (!can_start_async(x)) return ops::all_gather(x, dim, comm, group_size, grad);
   if (needs_autograd(x)) return AllGather::apply(x, dim, comm, group_size, grad, true);
   const BelowAutograd guard;
-  check_choice(kOp, "grad", "R I", grad);
+  check_choice(kAllGather, "grad", "R I", grad);
   return noted(start(materialized(x), dim, comm, group_size));
 }
 

@@ -9,7 +9,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "all_gather_matmul";
+constexpr std::string_view kAllGatherMatmul = "all_gather_matmul";
 
 struct Outputs {
   std::vector<Tensor> products;
@@ -18,12 +18,13 @@ struct Outputs {
 
 // gather_dim, non-negative: a dimension of rows, never the one that is multiplied away.
 int64_t row_dim(const Tensor& x, int64_t gather_dim) {
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kAllGatherMatmul,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
-  const int64_t dim = wrap_dim(kOp, x, gather_dim, "gather_dim");
-  TORCH_OVERLAP_CHECK(dim + 1 < x.dim(), kValue, kOp, ": expected gather_dim to be a dimension of ",
-                      "rows, got ", gather_dim, ", the features of shape ", x.sym_sizes(),
+  const int64_t dim = wrap_dim(kAllGatherMatmul, x, gather_dim, "gather_dim");
+  TORCH_OVERLAP_CHECK(dim + 1 < x.dim(), kValue, kAllGatherMatmul,
+                      ": expected gather_dim to be a dimension of ", "rows, got ", gather_dim,
+                      ", the features of shape ", x.sym_sizes(),
                       "; gather x first, with all_gather");
   return dim;
 }
@@ -33,11 +34,12 @@ int64_t row_dim(const Tensor& x, int64_t gather_dim) {
 Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
                               const OptionalTensors& biases, int64_t group_size, int64_t gather_dim,
                               bool return_gathered, std::string_view algorithm) {
-  check_group_size(kOp, group_size);
-  check_algorithm(kOp, algorithm);
+  check_group_size(kAllGatherMatmul, group_size);
+  check_algorithm(kAllGatherMatmul, algorithm);
   const int64_t dim = row_dim(x, gather_dim);
-  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kOp, ": expected one or more weights, got none");
-  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kOp,
+  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kAllGatherMatmul,
+                      ": expected one or more weights, got none");
+  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kAllGatherMatmul,
                       ": expected no biases or one entry for each of the ", weights.size(),
                       " weights, got ", biases.size(), "; None stands for no bias");
   auto sizes = x.sym_sizes().vec();
@@ -46,10 +48,10 @@ Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
   out.gathered =
       return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
   for (size_t i = 0; i < weights.size(); ++i) {
-    check_weight(kOp, x, weights[i]);
+    check_weight(kAllGatherMatmul, x, weights[i]);
     sizes.back() = weights[i].sym_size(0);
     const auto bias = biases.empty() ? std::nullopt : biases.get(i);
-    if (bias) check_bias(kOp, x, *bias, weights[i]);
+    if (bias) check_bias(kAllGatherMatmul, x, *bias, weights[i]);
     out.products.push_back(at::empty_symint(sizes, x.options()));
   }
   return out;
@@ -60,7 +62,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
   auto out =
       all_gather_matmul_out(x, weights, biases, group_size, gather_dim, return_gathered, algorithm);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kAllGatherMatmul, comm, group_size);
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
@@ -74,7 +76,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   };
   std::optional<Tensor> gathered;
   if (return_gathered) gathered = rows_of(out.gathered, dim);
-  if (choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kSequential) {
+  if (choose_algorithm(kAllGatherMatmul, algorithm, rows, group_size) == Algorithm::kSequential) {
     if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
     communicator->all_gather_single(*gathered, own, /*async_op=*/false);
     multiply(*gathered, 0);
@@ -130,11 +132,12 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
     const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
     bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size,
     int64_t gather_dim, std::string_view algorithm) {
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kAllGatherMatmul, comm, group_size);
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
-  const bool chunked = choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kChunked;
+  const bool chunked =
+      choose_algorithm(kAllGatherMatmul, algorithm, rows, group_size) == Algorithm::kChunked;
 
   std::optional<GatherPipeline> gather;
   Tensor inputs;

@@ -5,7 +5,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "all_to_all";
+constexpr std::string_view kAllToAll = "all_to_all";
 
 struct Dims {
   int64_t split;
@@ -13,15 +13,16 @@ struct Dims {
 };
 
 Dims wrap_dims(const Tensor& x, int64_t split_dim, int64_t concat_dim) {
-  return {wrap_dim(kOp, x, split_dim, "split_dim"), wrap_dim(kOp, x, concat_dim, "concat_dim")};
+  return {wrap_dim(kAllToAll, x, split_dim, "split_dim"),
+          wrap_dim(kAllToAll, x, concat_dim, "concat_dim")};
 }
 
 // Part r of x along split_dim goes to rank r; what arrives is put behind each other along
 // concat_dim, in rank order; contiguous.
 Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t group_size) {
-  check_group_size(kOp, group_size);
+  check_group_size(kAllToAll, group_size);
   const auto dims = wrap_dims(x, split_dim, concat_dim);
-  check_divisible(kOp, x, dims.split, group_size);
+  check_divisible(kAllToAll, x, dims.split, group_size);
   auto sizes = x.sym_sizes().vec();
   sizes[dims.split] = sizes[dims.split] / group_size;
   sizes[dims.concat] = sizes[dims.concat] * group_size;
@@ -32,10 +33,10 @@ Tensor all_to_all_out(const Tensor& x, int64_t split_dim, int64_t concat_dim, in
 // its dimensions. With both dims 0 nothing is copied.
 Started start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::string_view comm,
               int64_t group_size, bool async_op) {
-  check_group_size(kOp, group_size);
+  check_group_size(kAllToAll, group_size);
   const auto dims = wrap_dims(x, split_dim, concat_dim);
-  check_divisible(kOp, x, dims.split, group_size);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  check_divisible(kAllToAll, x, dims.split, group_size);
+  const auto communicator = find_comm(kAllToAll, comm, group_size);
   const int64_t part = x.size(dims.split) / group_size;
   const auto parts = x.unflatten(dims.split, {group_size, part})
                          .movedim(dims.split, 0)

@@ -6,13 +6,13 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "all_to_all_v";
+constexpr std::string_view kAllToAllV = "all_to_all_v";
 
 c10::SymInt total(c10::SymIntArrayRef splits, std::string_view what) {
   c10::SymInt sum = 0;
   for (const auto& split : splits) {
-    TORCH_OVERLAP_CHECK(split.sym_ge(0).expect_true(__FILE__, __LINE__), kValue, kOp, ": expected ",
-                        what, " >= 0, got ", split);
+    TORCH_OVERLAP_CHECK(split.sym_ge(0).expect_true(__FILE__, __LINE__), kValue, kAllToAllV,
+                        ": expected ", what, " >= 0, got ", split);
     sum = sum + split;
   }
   return sum;
@@ -21,11 +21,12 @@ c10::SymInt total(c10::SymIntArrayRef splits, std::string_view what) {
 // in_splits[r] slices of dimension 0 go to rank r, out_splits[r] come from it; contiguous.
 Tensor all_to_all_v_out(const Tensor& x, c10::SymIntArrayRef out_splits,
                         c10::SymIntArrayRef in_splits) {
-  wrap_dim(kOp, x, 0, "dim");
-  TORCH_OVERLAP_CHECK(out_splits.size() == in_splits.size() && !in_splits.empty(), kValue, kOp,
+  wrap_dim(kAllToAllV, x, 0, "dim");
+  TORCH_OVERLAP_CHECK(out_splits.size() == in_splits.size() && !in_splits.empty(), kValue,
+                      kAllToAllV,
                       ": expected one entry a rank in out_splits and in in_splits, got ",
                       out_splits.size(), " and ", in_splits.size());
-  check_size(kOp, "in_splits with the sum", x.sym_size(0), total(in_splits, "in_splits"));
+  check_size(kAllToAllV, "in_splits with the sum", x.sym_size(0), total(in_splits, "in_splits"));
   auto sizes = x.sym_sizes().vec();
   sizes[0] = total(out_splits, "out_splits");
   return at::empty_symint(sizes, x.options());
@@ -42,9 +43,9 @@ Started start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArrayR
               std::string_view comm, bool async_op) {
   auto out = all_to_all_v_out(x, out_splits, in_splits);
   const auto communicator = find_comm(comm);
-  TORCH_OVERLAP_CHECK(static_cast<int64_t>(in_splits.size()) == communicator->size(), kValue, kOp,
-                      ": expected one split for each of the ", communicator->size(), " ranks of '",
-                      comm, "', got ", in_splits.size());
+  TORCH_OVERLAP_CHECK(static_cast<int64_t>(in_splits.size()) == communicator->size(), kValue,
+                      kAllToAllV, ": expected one split for each of the ", communicator->size(),
+                      " ranks of '", comm, "', got ", in_splits.size());
   auto work = communicator->all_to_all_v_single(out, x.contiguous(), concrete(out_splits),
                                                 concrete(in_splits), async_op);
   return {std::move(out), std::move(work)};

@@ -7,7 +7,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "matmul_all_reduce";
+constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
 // Rows are reduced in this many pieces: each travels while the next is computed.
 constexpr int64_t kChunks = 4;
@@ -16,14 +16,14 @@ constexpr int64_t kChunks = 4;
 Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, int64_t group_size,
                              std::string_view op, std::string_view algorithm) {
-  check_group_size(kOp, group_size);
-  check_algorithm(kOp, algorithm);
-  check_choice(kOp, "op", "sum avg", op);
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+  check_group_size(kMatmulAllReduce, group_size);
+  check_algorithm(kMatmulAllReduce, algorithm);
+  check_choice(kMatmulAllReduce, "op", "sum avg", op);
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kMatmulAllReduce,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
-  check_weight(kOp, x, weight);
-  if (bias) check_bias(kOp, x, *bias, weight);
+  check_weight(kMatmulAllReduce, x, weight);
+  if (bias) check_bias(kMatmulAllReduce, x, *bias, weight);
   auto sizes = x.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return at::empty_symint(sizes, x.options());
@@ -34,11 +34,11 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
                                 int64_t group_size, std::string_view op,
                                 std::string_view algorithm) {
   auto out = matmul_all_reduce_out(x, weight, bias, group_size, op, algorithm);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kMatmulAllReduce, comm, group_size);
   const auto inputs = to_rows(x, 0);
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
-  if (choose_algorithm(kOp, algorithm, inputs.size(0) / kChunks, group_size) ==
+  if (choose_algorithm(kMatmulAllReduce, algorithm, inputs.size(0) / kChunks, group_size) ==
       Algorithm::kSequential) {
     linear_out(rows, inputs, weight, std::nullopt);
     communicator->all_reduce(rows, reduction, /*async_op=*/false);
@@ -88,11 +88,11 @@ std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
                                             std::string_view comm, int64_t group_size,
                                             std::string_view op, std::string_view algorithm) {
   auto [x_grad, weight_grad] = gradients_out(x, weight, x_wanted, weight_wanted);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kMatmulAllReduce, comm, group_size);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   const auto sum = grad.flatten(0, -2).clone(at::MemoryFormat::Contiguous);
   Tensor x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
-  if (choose_algorithm(kOp, algorithm, sum.size(0) / kChunks, group_size) ==
+  if (choose_algorithm(kMatmulAllReduce, algorithm, sum.size(0) / kChunks, group_size) ==
       Algorithm::kSequential) {
     communicator->all_reduce(sum, reduction, /*async_op=*/false);
     if (x_wanted) at::mm_out(x_rows, sum, weight);

@@ -7,16 +7,17 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "matmul_reduce_scatter";
+constexpr std::string_view kMatmulReduceScatter = "matmul_reduce_scatter";
 
 int64_t row_dim(const Tensor& x, int64_t scatter_dim) {
-  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kOp,
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kMatmulReduceScatter,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
-  const int64_t dim = wrap_dim(kOp, x, scatter_dim, "scatter_dim");
-  TORCH_OVERLAP_CHECK(
-      dim + 1 < x.dim(), kValue, kOp, ": expected scatter_dim to be a dimension of ", "rows, got ",
-      scatter_dim, ", the features of shape ", x.sym_sizes(), "; use a matmul and reduce_scatter");
+  const int64_t dim = wrap_dim(kMatmulReduceScatter, x, scatter_dim, "scatter_dim");
+  TORCH_OVERLAP_CHECK(dim + 1 < x.dim(), kValue, kMatmulReduceScatter,
+                      ": expected scatter_dim to be a dimension of ", "rows, got ", scatter_dim,
+                      ", the features of shape ", x.sym_sizes(),
+                      "; use a matmul and reduce_scatter");
   return dim;
 }
 
@@ -25,13 +26,13 @@ Tensor matmul_reduce_scatter_out(const Tensor& x, const Tensor& weight,
                                  const std::optional<Tensor>& bias, int64_t group_size,
                                  int64_t scatter_dim, std::string_view op,
                                  std::string_view algorithm) {
-  check_group_size(kOp, group_size);
-  check_algorithm(kOp, algorithm);
-  check_choice(kOp, "op", "sum avg", op);
+  check_group_size(kMatmulReduceScatter, group_size);
+  check_algorithm(kMatmulReduceScatter, algorithm);
+  check_choice(kMatmulReduceScatter, "op", "sum avg", op);
   const int64_t dim = row_dim(x, scatter_dim);
-  check_divisible(kOp, x, dim, group_size);
-  check_weight(kOp, x, weight);
-  if (bias) check_bias(kOp, x, *bias, weight);
+  check_divisible(kMatmulReduceScatter, x, dim, group_size);
+  check_weight(kMatmulReduceScatter, x, weight);
+  if (bias) check_bias(kMatmulReduceScatter, x, *bias, weight);
   auto sizes = x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / group_size;
   sizes.back() = weight.sym_size(0);
@@ -43,7 +44,7 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
                                     int64_t group_size, int64_t scatter_dim, std::string_view op,
                                     std::string_view algorithm) {
   auto out = matmul_reduce_scatter_out(x, weight, bias, group_size, scatter_dim, op, algorithm);
-  const auto communicator = find_comm(kOp, comm, group_size);
+  const auto communicator = find_comm(kMatmulReduceScatter, comm, group_size);
   const int64_t dim = row_dim(x, scatter_dim);
   const auto inputs = to_rows(x, dim);
   const int64_t rows = inputs.size(0) / group_size;
@@ -52,7 +53,8 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   const auto sums = rows_of(out, dim);
 
   bool bias_pending = bias.has_value();
-  if (choose_algorithm(kOp, algorithm, rows, group_size) == Algorithm::kSequential) {
+  if (choose_algorithm(kMatmulReduceScatter, algorithm, rows, group_size) ==
+      Algorithm::kSequential) {
     communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),
                                         mean ? RedOpType::AVG : RedOpType::SUM,
                                         /*async_op=*/false);

@@ -8,19 +8,19 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "permute";
+constexpr std::string_view kPermute = "permute";
 
 // Shaped as x, contiguous. `pairs` is src0, dst0, src1, dst1, ...: no rank sends or receives twice.
 Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
-  TORCH_OVERLAP_CHECK(pairs.size() % 2 == 0, kValue, kOp,
+  TORCH_OVERLAP_CHECK(pairs.size() % 2 == 0, kValue, kPermute,
                       ": expected pairs as src0, dst0, src1, dst1, ..., got ", list_string(pairs));
   std::set<int64_t> sources;
   std::set<int64_t> targets;
   for (size_t i = 0; i < pairs.size(); i += 2) {
-    TORCH_OVERLAP_CHECK(pairs[i] >= 0 && pairs[i + 1] >= 0, kValue, kOp,
+    TORCH_OVERLAP_CHECK(pairs[i] >= 0 && pairs[i + 1] >= 0, kValue, kPermute,
                         ": expected ranks >= 0 in pairs, got ", list_string(pairs));
     TORCH_OVERLAP_CHECK(sources.insert(pairs[i]).second && targets.insert(pairs[i + 1]).second,
-                        kValue, kOp,
+                        kValue, kPermute,
                         ": expected every rank at most once as a source and once as a ",
                         "target, got pairs ", list_string(pairs));
   }
@@ -36,7 +36,7 @@ Started start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, boo
   for (size_t i = 0; i < pairs.size(); i += 2) {
     const int64_t src = pairs[i];
     const int64_t dst = pairs[i + 1];
-    TORCH_OVERLAP_CHECK(src < communicator->size() && dst < communicator->size(), kValue, kOp,
+    TORCH_OVERLAP_CHECK(src < communicator->size() && dst < communicator->size(), kValue, kPermute,
                         ": expected ranks below ", communicator->size(), ", the size of '", comm,
                         "', got pairs ", list_string(pairs));
     if (src == communicator->rank()) {

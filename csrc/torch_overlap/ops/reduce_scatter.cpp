@@ -5,15 +5,15 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kOp = "reduce_scatter";
+constexpr std::string_view kReduceScatter = "reduce_scatter";
 
 // This rank's part, along `dim`, of the reduction of all ranks' x; contiguous.
 Tensor reduce_scatter_out(const Tensor& x, int64_t dim, std::string_view op, int64_t group_size,
                           const OptionalScalar& factor) {
-  check_group_size(kOp, group_size);
-  parse_reduction(kOp, x, op, factor);
-  dim = wrap_dim(kOp, x, dim, "dim");
-  check_divisible(kOp, x, dim, group_size);
+  check_group_size(kReduceScatter, group_size);
+  parse_reduction(kReduceScatter, x, op, factor);
+  dim = wrap_dim(kReduceScatter, x, dim, "dim");
+  check_divisible(kReduceScatter, x, dim, group_size);
   auto sizes = x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / group_size;
   return at::empty_symint(sizes, x.options());
@@ -23,13 +23,13 @@ Tensor reduce_scatter_out(const Tensor& x, int64_t dim, std::string_view op, int
 Started start(const Tensor& x, int64_t dim, std::string_view op, std::string_view comm,
               int64_t group_size, const OptionalScalar& factor, bool async_op) {
   auto out = reduce_scatter_out(x, dim, op, group_size, factor);
-  const auto communicator = find_comm(kOp, comm, group_size);
-  dim = wrap_dim(kOp, x, dim, "dim");
+  const auto communicator = find_comm(kReduceScatter, comm, group_size);
+  dim = wrap_dim(kReduceScatter, x, dim, "dim");
   const auto parts =
       dim == 0 ? x.contiguous()
                : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
-  auto work = communicator->reduce_scatter_single(out, parts, parse_reduction(kOp, x, op, factor),
-                                                  async_op);
+  auto work = communicator->reduce_scatter_single(
+      out, parts, parse_reduction(kReduceScatter, x, op, factor), async_op);
   return {std::move(out), std::move(work)};
 }
 
@@ -64,8 +64,8 @@ class ReduceScatter : public Function<ReduceScatter> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
-    const double scale = gradient_scale(kOp, ctx->saved_data["op"].toStringRef(), group_size,
-                                        ctx->saved_data["factor"].toOptional<Scalar>());
+    const double scale = gradient_scale(kReduceScatter, ctx->saved_data["op"].toStringRef(),
+                                        group_size, ctx->saved_data["factor"].toOptional<Scalar>());
     auto grad = ops::all_gather(grads[0], ctx->saved_data["dim"].toInt(),
                                 ctx->saved_data["comm"].toStringRef(), group_size);
     if (scale != 1) grad = grad.mul(scale);

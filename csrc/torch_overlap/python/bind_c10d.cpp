@@ -22,26 +22,26 @@ struct LiveGroups {
   std::vector<c10::weak_intrusive_ptr<BackendWrapper>> groups;
 };
 
-LiveGroups& live() {
+LiveGroups& live_groups() {
   static auto* instance = new LiveGroups;
   return *instance;
 }
 
 WrapperPtr remember(WrapperPtr group) {
-  const std::lock_guard lock(live().mutex);
-  std::erase_if(live().groups, [](const auto& weak) { return weak.expired(); });
-  live().groups.emplace_back(group);
+  const std::lock_guard lock(live_groups().mutex);
+  std::erase_if(live_groups().groups, [](const auto& weak) { return weak.expired(); });
+  live_groups().groups.emplace_back(group);
   return group;
 }
 
 void abort_groups() {
   std::vector<WrapperPtr> left;
   {
-    const std::lock_guard lock(live().mutex);
-    for (const auto& weak : live().groups) {
+    const std::lock_guard lock(live_groups().mutex);
+    for (const auto& weak : live_groups().groups) {
       if (auto group = weak.lock()) left.push_back(std::move(group));
     }
-    live().groups.clear();
+    live_groups().groups.clear();
   }
   for (const auto& group : left) group->abort();
 }

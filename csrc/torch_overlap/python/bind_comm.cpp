@@ -21,16 +21,16 @@ struct LiveComms {
   std::vector<std::weak_ptr<TorchComm>> comms;
 };
 
-LiveComms& live() {
+LiveComms& live_comms() {
   static auto* instance = new LiveComms;
   return *instance;
 }
 
 CommPtr remember(CommPtr comm) {
   if (!comm) return comm;
-  const std::lock_guard lock(live().mutex);
-  std::erase_if(live().comms, [](const auto& weak) { return weak.expired(); });
-  live().comms.push_back(comm);
+  const std::lock_guard lock(live_comms().mutex);
+  std::erase_if(live_comms().comms, [](const auto& weak) { return weak.expired(); });
+  live_comms().comms.push_back(comm);
   return comm;
 }
 
@@ -55,11 +55,11 @@ std::vector<std::string> abort_all() {
   begin_process_exit();
   std::vector<CommPtr> left;
   {
-    const std::lock_guard lock(live().mutex);
-    for (const auto& weak : live().comms) {
+    const std::lock_guard lock(live_comms().mutex);
+    for (const auto& weak : live_comms().comms) {
       if (auto comm = weak.lock()) left.push_back(std::move(comm));
     }
-    live().comms.clear();
+    live_comms().comms.clear();
   }
   std::vector<std::string> names;
   for (const CommPtr& comm : left) {

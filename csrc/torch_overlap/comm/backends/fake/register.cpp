@@ -3,7 +3,7 @@
 namespace torch_overlap {
 namespace {
 
-const BackendRegistration registration(
+const BackendRegistration fake_registration(
     "fake", {.make = [](const BackendContext& context) -> std::shared_ptr<Backend> {
                return std::make_shared<FakeBackend>(context);
              },

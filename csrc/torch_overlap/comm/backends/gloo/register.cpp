@@ -68,8 +68,8 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
                                        make_gloo_backend);
 }
 
-const BackendRegistration registration("gloo", {.make = make_gloo_backend,
-                                                .devices = {c10::kCPU, c10::kCUDA}});
+const BackendRegistration gloo_registration("gloo", {.make = make_gloo_backend,
+                                                     .devices = {c10::kCPU, c10::kCUDA}});
 
 }  // namespace
 

@@ -77,8 +77,8 @@ std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
   return std::make_shared<HostBackend>(context, std::move(transport), make_local_backend);
 }
 
-const BackendRegistration registration("local",
-                                       {.make = make_local_backend, .devices = {c10::kCPU}});
+const BackendRegistration local_registration("local",
+                                             {.make = make_local_backend, .devices = {c10::kCPU}});
 
 }  // namespace
 }  // namespace torch_overlap

@@ -14,8 +14,8 @@ inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeo
 
 // Runs `work` on a thread of its own and waits for it, at most `limit`. True: it ended; what it
 // threw is thrown here. False: it goes on alone, and what it throws is lost. So `work` owns all it
-// touches. For calls that can hang with no way to give them a timeout. They never break a capture of
-// another thread.
+// touches. For calls that can hang with no way to give them a timeout. They never break a capture
+// of another thread.
 bool run_bounded(std::function<void()> work, std::chrono::milliseconds limit);
 
 }  // namespace torch_overlap
