@@ -1,0 +1,87 @@
+"""What the hint graph_timeouts costs: all_reduces in a graph, with it and without.
+
+    torchrun --nproc_per_node 2 benchmarks/graph_timeouts.py --out results
+
+A sample is the time of one replay of a graph of 20 all_reduces in a row, divided by 20, maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
+
+import torch_overlap as to
+
+CALLS = 20
+
+
+def replay_time(comm: to.TorchComm, x: torch.Tensor, async_op: bool) -> Callable[[], float]:
+    """Microseconds of one all_reduce in a replayed graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            comm.all_reduce(x, to.ReduceOp.MAX, async_op=async_op).wait()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sample() -> float:
+        graph.replay()  # the ranks meet
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / CALLS
+
+    return sample
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+
+    plain = to.new_comm("nccl", torch.device("cuda"), name="plain")
+    watched = to.new_comm("nccl", torch.device("cuda"), name="watched", hints={"graph_timeouts": "true"})
+    rows = []
+    for size in (1 << 10, 1 << 20, 64 << 20):
+        for async_op in (False, True):
+            x = torch.zeros(size // 4, device="cuda")
+            variants = {"plain": replay_time(plain, x, async_op), "watched": replay_time(watched, x, async_op)}
+            samples = slowest_rank(interleave(variants, args.rounds), plain)
+            us, iqr = median_and_iqr(samples["watched"])
+            without, _ = median_and_iqr(samples["plain"])
+            cost, spread = ratio(samples, "watched", "plain")
+            rows.append(
+                {
+                    "op": "all_reduce",
+                    "shape": size,
+                    "dtype": "fp32",
+                    "tp": plain.get_size(),
+                    "mode": "graph",
+                    "algorithm": f"nccl, async_op={async_op}",
+                    "us": us,
+                    "iqr_us": iqr,
+                    "ratio_plain": cost,
+                    "ratio_iqr": spread,
+                    "peers": {"without graph_timeouts": without},
+                }
+            )
+            if plain.get_rank() == 0:
+                print(
+                    f"{size:9d} bytes, async_op={async_op!s:5}: {us:8.2f} us watched, {without:8.2f} us plain, "
+                    f"ratio {cost:.3f} +- {spread:.3f}",
+                    flush=True,
+                )
+    if plain.get_rank() == 0:
+        print(write_result("graph_timeouts", plain.get_size(), rows, args.out))
+    torch.cuda.synchronize()
+    for comm in (plain, watched):
+        comm.finalize()
+
+
+if __name__ == "__main__":
+    main()
