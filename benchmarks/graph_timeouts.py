@@ -3,6 +3,7 @@
     torchrun --nproc_per_node 2 benchmarks/graph_timeouts.py --out results
 
 A sample is the time of one replay of a graph of 20 all_reduces in a row, divided by 20, maximum over ranks.
+A third communicator, without the hint, shows how much two communicators differ by themselves.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ def main() -> None:
 
     plain = to.new_comm("nccl", torch.device("cuda"), name="plain")
     watched = to.new_comm("nccl", torch.device("cuda"), name="watched", hints={"graph_timeouts": "true"})
+    control = to.new_comm("nccl", torch.device("cuda"), name="control")
     rows = []
     for size in (1 << 10, 1 << 20, 64 << 20):
         for async_op in (False, True):
             x = torch.zeros(size // 4, device="cuda")
-            variants = {"plain": replay_time(plain, x, async_op), "watched": replay_time(watched, x, async_op)}
+            variants = {c.get_name(): replay_time(c, x, async_op) for c in (plain, watched, control)}
             samples = slowest_rank(interleave(variants, args.rounds), plain)
             us, iqr = median_and_iqr(samples["watched"])
             without, _ = median_and_iqr(samples["plain"])
             cost, spread = ratio(samples, "watched", "plain")
+            noise, _ = ratio(samples, "control", "plain")
             rows.append(
                 {
                     "op": "all_reduce",
@@ -67,19 +70,20 @@ def main() -> None:
                     "iqr_us": iqr,
                     "ratio_plain": cost,
                     "ratio_iqr": spread,
+                    "ratio_control": noise,
                     "peers": {"without graph_timeouts": without},
                 }
             )
             if plain.get_rank() == 0:
                 print(
                     f"{size:9d} bytes, async_op={async_op!s:5}: {us:8.2f} us watched, {without:8.2f} us plain, "
-                    f"ratio {cost:.3f} +- {spread:.3f}",
+                    f"ratio {cost:.3f} +- {spread:.3f}, of another plain communicator {noise:.3f}",
                     flush=True,
                 )
     if plain.get_rank() == 0:
         print(write_result("graph_timeouts", plain.get_size(), rows, args.out))
     torch.cuda.synchronize()
-    for comm in (plain, watched):
+    for comm in (plain, watched, control):
         comm.finalize()
 
 
