@@ -67,6 +67,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual void abort() = 0;
   virtual bool is_aborted() const = 0;
 
+  // Whether a CUDA graph captures the calling thread's current stream: launch() would become part
+  // of it.
+  virtual bool is_capturing() const { return false; }
+
   // The raw communicator of the library underneath as a number (ncclComm_t); 0 where there is none.
   virtual int64_t native_handle() const { return 0; }
 };

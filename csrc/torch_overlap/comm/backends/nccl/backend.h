@@ -49,6 +49,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void finalize() override;
   void abort() override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
+  bool is_capturing() const override;
   int64_t native_handle() const override;
 
   void tick() noexcept override;
