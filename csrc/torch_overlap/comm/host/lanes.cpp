@@ -9,20 +9,17 @@
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
-namespace {
-
-struct Lane {
-  std::deque<Lanes::Task> queue;
-  bool busy = false;
-  std::condition_variable ready;
-  std::thread thread;
-
-  bool idle() const { return !busy && queue.empty(); }
-};
-
-}  // namespace
 
 struct Lanes::State {
+  struct Lane {
+    std::deque<Task> queue;
+    bool busy = false;
+    std::condition_variable ready;
+    std::thread thread;
+
+    bool idle() const { return !busy && queue.empty(); }
+  };
+
   std::mutex mutex;
   std::condition_variable idle;  // a lane became idle, or a thread ended
   std::vector<std::unique_ptr<Lane>> lanes;
@@ -63,7 +60,7 @@ bool Lanes::try_acquire(std::span<const int> lanes) {
 void Lanes::release(std::span<const int> lanes) {
   std::lock_guard lock(state_->mutex);
   for (const int index : lanes) {
-    Lane& lane = state_->lane(index);
+    State::Lane& lane = state_->lane(index);
     lane.busy = false;
     lane.ready.notify_one();  // for what was queued meanwhile
   }
@@ -75,7 +72,7 @@ void Lanes::push(std::vector<Part> parts) {
   TORCH_OVERLAP_CHECK(!state_->closed, kState,
                       "expected a communicator that takes operations, got one that was closed");
   for (auto& [index, task] : parts) {
-    Lane& lane = state_->lane(index);
+    State::Lane& lane = state_->lane(index);
     lane.queue.push_back(std::move(task));
     if (lane.thread.joinable()) {
       lane.ready.notify_one();
@@ -88,7 +85,7 @@ void Lanes::push(std::vector<Part> parts) {
 
 void Lanes::work(const std::shared_ptr<State>& state, int index) {
   std::unique_lock lock(state->mutex);
-  Lane& lane = *state->lanes[index];
+  State::Lane& lane = *state->lanes[index];
   while (true) {
     lane.ready.wait(lock, [&] { return !lane.busy && (!lane.queue.empty() || state->closed); });
     if (lane.queue.empty()) break;
