@@ -10,7 +10,7 @@ from torch_overlap._load import load_library
 
 load_library()
 
-from torch_overlap import _c10d, device_mesh, hooks, objcol, ops  # noqa: E402
+from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, objcol, ops  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -53,6 +53,7 @@ from torch_overlap._C import (  # noqa: E402
     comm_names,
     get_comm,
 )
+from torch_overlap._health import health  # noqa: E402
 from torch_overlap.comm import (  # noqa: E402
     Timeout,
     TorchCommBackend,
@@ -103,7 +104,9 @@ __all__ = [
     "built_backends",
     "comm_names",
     "device_mesh",
+    "flight_recorder",
     "get_comm",
+    "health",
     "hooks",
     "is_backend_built",
     "new_comm",

@@ -3,6 +3,9 @@
     def show(name: OpName, op_id: int, args: PreHookArgs) -> None: ...
     handle = comm.register_pre_hook(show)
 
+Ready to use: `FlightRecorderHook`, `NanCheckHook`, `clog` and `HealthCheck`; each but the last has
+`register_with_comm(comm)`.
+
 Tensors are the ones that the operation reads and writes (of lists and pieces: views of them), so a hook may look at
 values before an operation, but keeps none longer than it must.
 """
@@ -14,7 +17,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torch_overlap._C import OpName, P2POp, ReduceOp
+from torch_overlap._C import OpName, P2POp, ReduceOp, TorchWork
+from torch_overlap._debug_hooks import FlightRecorderHook as FlightRecorderHook
+from torch_overlap._debug_hooks import HealthCheck as HealthCheck
+from torch_overlap._debug_hooks import NanCheckHook as NanCheckHook
+from torch_overlap._debug_hooks import clog as clog
 
 # One line an operation: its fields are its arguments.
 
@@ -180,10 +187,11 @@ class FinalizePreHookArgs:
 
 @dataclass(frozen=True)
 class CollectivePostHookArgs:
-    """`error` is what the operation raised when it was issued, or None."""
+    """`error` is what the operation raised when it was issued, or None; `work` is its work, where it has one."""
 
     name: OpName
     error: BaseException | None
+    work: TorchWork | None = None
 
 
 @dataclass(frozen=True)
@@ -249,6 +257,6 @@ def _make_pre_args(name: OpName, fields: dict[str, Any]) -> PreHookArgs:
     return args
 
 
-def _make_post_args(name: OpName, error: BaseException | None) -> PostHookArgs:
-    args: PostHookArgs = _POST[name.name](name, error)
+def _make_post_args(name: OpName, error: BaseException | None, work: TorchWork | None) -> PostHookArgs:
+    args: PostHookArgs = _POST[name.name](name, error, work)
     return args

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
 #include <limits>
 
@@ -78,13 +79,41 @@ std::string first_slurm_host(const std::string& list) {
   return prefix + list.substr(end + 1, first_end - end - 1);
 }
 
+bool flag(const char* name, bool otherwise) {
+  const auto value = text(name);
+  return value ? parse_bool(*value, name) : otherwise;
+}
+
+std::optional<int> signal_number(const char* name) {
+  const auto value = text(name);
+  if (!value) return std::nullopt;
+  if (*value == "SIGUSR1") return SIGUSR1;
+  if (*value == "SIGUSR2") return SIGUSR2;
+  const auto parsed = parse_int(*value, name);
+  const bool is_catchable =
+      parsed > 0 && parsed <= SIGRTMAX && parsed != SIGKILL && parsed != SIGSTOP;
+  TORCH_OVERLAP_CHECK(is_catchable, kValue, name,
+                      ": expected SIGUSR1, SIGUSR2 or the number of a signal that can be caught, "
+                      "got ",
+                      *value);
+  return static_cast<int>(parsed);
+}
+
+void read_recorder(Env& env) {
+  env.recorder_size = number("TORCHCOMM_FR_BUFFER_SIZE", 1 << 24).value_or(env.recorder_size);
+  env.recorder_file = text("TORCHCOMM_FR_DUMP_TEMP_FILE").value_or(env.recorder_file);
+  env.recorder_cpp_stack = flag("TORCHCOMM_FR_CPP_STACK", env.recorder_cpp_stack);
+  env.recorder_python_stack = flag("TORCHCOMM_FR_PYTHON_STACK", env.recorder_python_stack);
+  env.recorder_dynamic_file =
+      flag("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", env.recorder_dynamic_file);
+  env.recorder_signal = signal_number("TORCHCOMM_FR_DUMP_SIGNAL");
+}
+
 }  // namespace
 
 Env Env::read() {
   Env env;
-  if (auto value = text("TORCHCOMM_ABORT_ON_ERROR")) {
-    env.abort_on_error = parse_bool(*value, "TORCHCOMM_ABORT_ON_ERROR");
-  }
+  env.abort_on_error = flag("TORCHCOMM_ABORT_ON_ERROR", env.abort_on_error);
   if (auto value = text("TORCHCOMM_TIMEOUT_SECONDS")) {
     const double seconds = parse_double(*value, "TORCHCOMM_TIMEOUT_SECONDS");
     TORCH_OVERLAP_CHECK(seconds > 0, kValue,
@@ -129,6 +158,7 @@ Env Env::read() {
                       "tcpstore, got '",
                       env.unique_id_exchange, "'");
   env.serialization = to_lower(text("TORCHCOMMS_SERIALIZATION").value_or("torch_save"));
+  read_recorder(env);
   return env;
 }
 

@@ -53,6 +53,23 @@ struct TORCH_OVERLAP_API Env {
   // TORCHCOMMS_SERIALIZATION: torch_save (default) or pickle, for object collectives.
   std::string serialization = "torch_save";
 
+  // --- Flight recorder (comm/recorder.h)
+  // --------------------------------------------------------
+  // TORCHCOMM_FR_BUFFER_SIZE: how many calls it keeps; 0 switches it off. Read once.
+  int recorder_size = 2048;
+  // TORCHCOMM_FR_DUMP_TEMP_FILE: a dump is written to this and the rank. Read when it is asked for
+  // by a call; for a dump at a failure or a signal, when a communicator is made.
+  std::string recorder_file = "/tmp/torch_overlap_trace_rank_";
+  // TORCHCOMM_FR_CPP_STACK, TORCHCOMM_FR_PYTHON_STACK: keep the stack of every call. Read once.
+  bool recorder_cpp_stack = false;
+  bool recorder_python_stack = false;
+  // TORCHCOMM_FR_DUMP_SIGNAL: SIGUSR1, SIGUSR2 or a number; the recorder is dumped when it comes.
+  // Read once; not set: no signal is touched.
+  std::optional<int> recorder_signal;
+  // TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME: the file's name is read at every dump. Programs that
+  // change their environment while threads run take their own risk.
+  bool recorder_dynamic_file = false;
+
   static Env read();
 };
 

@@ -16,6 +16,8 @@
 
 namespace torch_overlap {
 
+struct CommRecord;
+
 // What a backend needs to start. `store` is this communicator's alone: no other communicator, and
 // no earlier one of the same name, has written a key into it.
 struct BackendContext {
@@ -30,6 +32,9 @@ struct BackendContext {
   // Runs the communicator's abort hooks. A backend calls it once, just before it ends the process
   // because of a timeout or an error; never throws.
   std::function<void()> on_abort;
+  // What the flight recorder knows of the communicator: a backend tells it of its failure
+  // (recorder_dump.h). Null where a backend is made without a TorchComm.
+  std::shared_ptr<CommRecord> record;
 };
 
 // Which part of a split this rank is in. All members of one part pass the same color and their

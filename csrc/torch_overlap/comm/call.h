@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <chrono>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -57,6 +58,8 @@ struct Blocks {
   TORCH_OVERLAP_API std::vector<at::Tensor> all(int size) const;
 };
 
+class CallRecord;
+
 struct P2POp {
   enum class Type : uint8_t { SEND, RECV };
   Type type;
@@ -94,6 +97,8 @@ struct Call {
   Milliseconds timeout{0};  // never 0: the operation's, else the communicator's
   uint64_t id = 0;          // counts the operations of the process
   std::string_view comm;    // the communicator's name, for errors; outlives the call
+  // What the flight recorder knows of it, kept up to date by who runs it; null: nothing.
+  std::shared_ptr<CallRecord> record;
 
   // Every tensor that must live until the operation is done.
   using Tensors = c10::SmallVector<at::Tensor, 4>;

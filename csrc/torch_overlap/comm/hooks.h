@@ -11,6 +11,7 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/call.h"
+#include "torch_overlap/comm/work.h"
 
 namespace torch_overlap {
 
@@ -22,6 +23,8 @@ struct HookEvent {
   const Call* call = nullptr;
   const std::vector<int>* ranks = nullptr;
   const std::string* split_name = nullptr;
+  // For the post-hook: the operation's work, null if it could not be issued. Null without `call`.
+  const std::shared_ptr<TorchWork>* work = nullptr;
 };
 
 // An ordered list of callbacks that may change while it runs: a call runs the callbacks that were
@@ -85,6 +88,8 @@ struct Hooks {
   HookList<void(const HookEvent&)> pre;
   HookList<void(const HookEvent&, std::exception_ptr error)> post;
   HookList<void()> abort;
+  // After the pre-hooks, for every operation that is about to be launched: gets it with its record.
+  HookList<void(const Call&)> record;
 
   // Runs `body` and then the post-hooks, with the exception that the body threw if it did.
   template <typename Body>

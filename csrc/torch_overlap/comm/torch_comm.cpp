@@ -10,6 +10,8 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/recorder.h"
+#include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
 
 namespace torch_overlap {
@@ -98,6 +100,8 @@ TorchComm::TorchComm(std::string backend_name, BackendContext context,
       context_(std::move(context)),
       ranks_in_world_(std::move(ranks_in_world)),
       hooks_(std::make_shared<Hooks>()) {
+  context_.record = make_comm_record(context_.name, backend_name_, context_.rank, ranks_in_world_);
+  prepare_dumps();
   // The backend may outlive this object (a graph, a watchdog): it gets the hooks, not the owner.
   context_.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
     try {
@@ -146,6 +150,7 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
 
 TorchComm::~TorchComm() {
   detail::remove_comm(this);
+  context_.record->state.store(CommRecord::State::kClosed);
   if (state_.load() != State::kActive || !backend_) return;
   TORCH_WARN("communicator '", name(), "' is destroyed without finalize(); it is aborted");
   try {
@@ -181,12 +186,28 @@ WorkPtr TorchComm::issue(Call call, bool async_op, const OpOptions& options) {
   call.id = next_op_id.fetch_add(1, std::memory_order_relaxed);
   call.comm = name();
   RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
-  if (hooks_->pre.empty() && hooks_->post.empty()) return backend_->launch(std::move(call));
+  if (hooks_->pre.empty() && hooks_->post.empty()) return launch(std::move(call));
 
-  const HookEvent event{.name = call.name, .id = call.id, .call = &call};
+  WorkPtr work;
+  const HookEvent event{.name = call.name, .id = call.id, .call = &call, .work = &work};
   hooks_->pre(event);
   // The post-hook must still see the call, so the backend gets a copy.
-  return hooks_->around(event, [&] { return backend_->launch(call); });
+  return hooks_->around(event, [&] { return work = launch(call); });
+}
+
+WorkPtr TorchComm::launch(Call call) {
+  FlightRecorder& recorder = FlightRecorder::of_process();
+  if (!recorder.is_enabled() && hooks_->record.empty()) return backend_->launch(std::move(call));
+  const auto record = std::make_shared<CallRecord>(call, context_.record);
+  call.record = record;
+  hooks_->record(call);
+  recorder.add(record);
+  try {
+    return backend_->launch(std::move(call));
+  } catch (...) {
+    record->ended(std::current_exception());
+    throw;
+  }
 }
 
 std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
@@ -298,6 +319,7 @@ void TorchComm::finalize() {
                         "finalize: expected a live communicator, got '", name(),
                         "', which was already finalized");
     state_.store(State::kFinalized);
+    context_.record->state.store(CommRecord::State::kClosed);
     detail::remove_comm(this);
     return;
   }
@@ -310,7 +332,10 @@ void TorchComm::finalize() {
     throw;
   }
   detail::remove_comm(this);
-  const auto finalized = [this](void*) { state_.store(State::kFinalized); };
+  const auto finalized = [this](void*) {
+    state_.store(State::kFinalized);
+    context_.record->state.store(CommRecord::State::kClosed);
+  };
   const std::unique_ptr<void, decltype(finalized)> at_end(this, finalized);
   hooks_->around(event, [&] { backend_->finalize(); });
 }
@@ -322,6 +347,7 @@ void TorchComm::abort() {
     if (expected == State::kFinalizing) backend_->abort();
     return;
   }
+  context_.record->state.store(CommRecord::State::kAborted);
   backend_->abort();  // first: a hook may wait for a lock that a stuck operation's thread holds
   context_.on_abort();
 }

@@ -158,6 +158,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
                             const OpOptions& options);
   // The one way of every operation: state, options, hooks, the backend's launch.
   WorkPtr issue(Call call, bool async_op, const OpOptions& options);
+  // Writes the call down, then hands it to the backend.
+  WorkPtr launch(Call call);
   void require_active(std::string_view op) const;
   // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
   void agree_on_split(uint64_t sequence, const std::string& mine) const;

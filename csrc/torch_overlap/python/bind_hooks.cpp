@@ -2,6 +2,7 @@
 #include "torch_overlap/python/arguments.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
+#include "torch_overlap/python/removable_handle.h"
 
 namespace torch_overlap::python {
 namespace {
@@ -23,23 +24,9 @@ py::object make_pre_args(const HookEvent& event, int size) {
 
 py::object make_post_args(const HookEvent& event, const std::exception_ptr& error) {
   return py::module_::import("torch_overlap.hooks")
-      .attr("_make_post_args")(event.name, from_exception(error));
+      .attr("_make_post_args")(event.name, from_exception(error),
+                               event.work != nullptr ? py::cast(*event.work) : py::none());
 }
-
-// Takes a hook out again. Dropping the handle leaves the hook in.
-class RemovableHandle {
- public:
-  RemovableHandle(const CommPtr& comm, std::function<bool(Hooks&)> remove)
-      : comm_(comm), remove_(std::move(remove)) {}
-
-  void remove() {
-    if (const CommPtr comm = comm_.lock()) remove_(comm->hooks());
-  }
-
- private:
-  std::weak_ptr<TorchComm> comm_;
-  std::function<bool(Hooks&)> remove_;
-};
 
 RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {
   const uint64_t id = comm->hooks().pre.add(

@@ -8,8 +8,10 @@
 #include <cstdlib>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/plain_dispatch.h"
+#include "torch_overlap/comm/recorder_dump.h"
 
 namespace torch_overlap {
 namespace {
@@ -140,6 +142,7 @@ void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
   if (broken_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "not run, because of ", failure());
   }
+  if (work.call().record) work.call().record->started();
   const PlainDispatch plain;
   HostPrimitives primitives(context_.rank, context_.size, *transport_, work.deadline(),
                             work.call().timeout);
@@ -183,8 +186,10 @@ void HostBackend::break_down(const std::exception_ptr& error) {
     failure_ = why;
     broken_.store(true, std::memory_order_release);
   }
+  report_failure(context_.record.get(), why);
   const bool timeout = is_timeout(error);
   if (context_.options.abort_process_on_timeout_or_error) {
+    wait_for_dumps(std::chrono::seconds(10));
     if (context_.on_abort) context_.on_abort();
     std::fprintf(stderr, "torch_overlap: Aborting process due to %s: %s\n",
                  timeout ? "timeout" : "error", why.c_str());

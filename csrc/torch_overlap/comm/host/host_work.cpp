@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/call_record.h"
 
 namespace torch_overlap {
 namespace {
@@ -53,6 +54,7 @@ void HostWork::end_part(const std::exception_ptr& error) {
     staging = std::move(staging_);
     callbacks.swap(callbacks_);
     result = error_;
+    if (finished.record) finished.record->ended(result);
     done_ = true;
     changed_.notify_all();
   }

@@ -366,7 +366,7 @@ void NcclBackend::check_launching(Clock::time_point now) {
 // it: work that is queued for long is not late.
 std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
   // Behind a replay that hangs it would never start.
-  if (!head.started && handle_->has_graphs()) head.started = now;
+  if (!head.started && handle_->has_graphs()) head.has_started(now);
   if (!head.started) {
     const cudaError_t status = cudaEventQuery(head.ready());
     if (status == cudaErrorNotReady) {
@@ -374,7 +374,7 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
       return std::nullopt;
     }
     cuda::check(status, head.call().describe());
-    head.started = now;
+    head.has_started(now);
     return std::nullopt;
   }
   const auto running = now - *head.started;

@@ -7,12 +7,14 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/backend.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/recorder_dump.h"
 
 namespace torch_overlap {
 namespace {
 
 constexpr auto kStopLimit = std::chrono::seconds(10);
 constexpr auto kHookLimit = std::chrono::seconds(10);
+constexpr auto kDumpLimit = std::chrono::seconds(10);
 
 }  // namespace
 
@@ -62,6 +64,7 @@ void NcclBackend::act_on_failure() {
   if (!runtime_->failure.is_set() || acted_on_failure_.exchange(true)) return;
   const WorkStatus status = runtime_->failure.status();
   const std::string message = runtime_->failure.message();
+  report_failure(context_.record.get(), message);
   if (context_.options.abort_process_on_timeout_or_error) end_process(status, message);
   TORCH_WARN(message);
   handle_->stop(Milliseconds(0));
@@ -69,6 +72,7 @@ void NcclBackend::act_on_failure() {
 
 void NcclBackend::end_process(WorkStatus status, const std::string& message) {
   std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
+  wait_for_dumps(kDumpLimit);
   if (context_.on_abort) {
     // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot
     // wait.

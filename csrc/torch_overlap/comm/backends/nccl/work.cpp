@@ -6,6 +6,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 
@@ -32,6 +33,7 @@ CudaWork::CudaWork(std::shared_ptr<CommRuntime> runtime, Call call, c10::cuda::C
       capture_(capture),
       events_(runtime_->events.take()) {
   call_.comm = runtime_->name;  // the caller's name may be gone before this work is
+  if (capture_ != 0 && call_.record) call_.record->captured();
 }
 
 CudaWork::~CudaWork() { runtime_->events.give(events_); }
@@ -44,6 +46,11 @@ void CudaWork::release() {
   const Blocks out = std::move(call_.out);
   const auto p2p = std::move(call_.p2p);
   const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
+}
+
+void CudaWork::has_started(Clock::time_point now) {
+  started = now;
+  if (call_.record) call_.record->started();
 }
 
 bool CudaWork::has_ended() {
@@ -70,7 +77,9 @@ bool CudaWork::has_ended() {
 
 void CudaWork::end_is_known() {
   // After a failure an operation ends because it was aborted: that is not completion.
-  if (!runtime_->failure.is_set()) completed_.store(true, std::memory_order_release);
+  if (runtime_->failure.is_set()) return;
+  if (call_.record) call_.record->ended(nullptr);
+  completed_.store(true, std::memory_order_release);
 }
 
 bool CudaWork::is_completed() {

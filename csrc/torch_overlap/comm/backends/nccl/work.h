@@ -47,6 +47,8 @@ class CudaWork final : public TorchWork {
   // The device has passed the end event, whatever came of the operation. False while captured. An
   // error of the device is noted as the communicator's failure, on which the watchdog acts.
   bool has_ended();
+  // By the watchdog, which saw that the stream has come to it.
+  void has_started(Clock::time_point now);
   // The device has passed it, as a later operation showed.
   void end_is_known();
   // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last

@@ -1,0 +1,181 @@
+#include "torch_overlap/comm/call_log.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "torch_overlap/base/emitter.h"
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/hooks.h"
+
+namespace torch_overlap {
+namespace {
+
+std::unique_ptr<Emitter> begin_line(const char* event, const CallRecord& record, int64_t time) {
+  auto out = make_json_emitter();
+  out->begin_dict();
+  out->field("event", event);
+  out->field("time_ns", time);
+  out->field("comm", record.comm->name);
+  out->field("rank", record.comm->rank);
+  out->field("id", record.call_id);
+  out->field("op", to_string(record.op));
+  return out;
+}
+
+std::string end_line(Emitter& out) {
+  out.end_dict();
+  return out.take() + '\n';
+}
+
+void add_sizes(Emitter& out, const char* name, const CallRecord::Sizes& sizes) {
+  out.key(name);
+  out.begin_list();
+  for (const int64_t size : sizes) out.integer(size);
+  out.end_list();
+}
+
+void describe(Emitter& out, const CallRecord& record) {
+  out.field("size", record.comm->ranks_in_world.size());
+  out.field("collective_seq", record.collective_seq);
+  out.field("p2p_seq", record.p2p_seq);
+  out.field("async_op", record.async_op);
+  out.field("timeout_ms", record.timeout.count());
+  if (record.input) add_sizes(out, "input", *record.input);
+  if (record.output) add_sizes(out, "output", *record.output);
+  if (record.dtype) out.field("dtype", c10::toString(*record.dtype));
+  if (record.root >= 0) out.field("root", record.root);
+  if (record.has_reduction()) out.field("reduce_op", to_string(record.reduce_op));
+  if (!record.is_p2p()) return;
+  out.key("messages");
+  out.begin_list();
+  for (const auto& message : record.messages) {
+    out.begin_dict();
+    out.field("type", message.is_send ? "send" : "recv");
+    out.field("peer", message.peer);
+    add_sizes(out, "sizes", message.sizes);
+    out.field("dtype", c10::toString(message.dtype));
+    out.end_dict();
+  }
+  out.end_list();
+}
+
+}  // namespace
+
+std::shared_ptr<CallLog> CallLog::open(const std::string& path,
+                                       const std::vector<std::string>& events,
+                                       const std::vector<std::string>& verbose) {
+  Events asked;
+  for (const std::string& event : events) {
+    TORCH_OVERLAP_CHECK(
+        event == "Q" || event == "S" || event == "E" || event == "ALL" || event == "NONE", kValue,
+        "clog: expected events among Q, S, E, ALL and NONE, got '", event, "'");
+    asked.queued |= event == "Q" || event == "ALL";
+    asked.started |= event == "S" || event == "ALL";
+    asked.ended |= event == "E" || event == "ALL";
+  }
+  for (const std::string& what : verbose) {
+    TORCH_OVERLAP_CHECK(what == "buffers", kValue, "clog: expected verbose among 'buffers', got '",
+                        what, "'");
+  }
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  TORCH_OVERLAP_CHECK(file >= 0, kRuntime, "clog: expected a file that can be written, got '", path,
+                      "': ", std::strerror(errno));
+  return std::shared_ptr<CallLog>(new CallLog(path, file, asked, !verbose.empty()));
+}
+
+CallLog::CallLog(std::string path, int file, Events events, bool has_buffers)
+    : path_(std::move(path)),
+      file_(file),
+      events_(events),
+      has_buffers_(has_buffers),
+      writer_([this] { run(); }) {}
+
+CallLog::~CallLog() {
+  {
+    std::lock_guard lock(mutex_);
+    is_closing_ = true;
+  }
+  changed_.notify_all();
+  writer_.join();
+  ::close(file_);
+}
+
+uint64_t CallLog::attach(Hooks& hooks) {
+  return hooks.record.add([self = shared_from_this()](const Call& call) { self->on_queued(call); });
+}
+
+void CallLog::on_queued(const Call& call) {
+  const CallRecord& record = *call.record;
+  if (events_.started || events_.ended) call.record->observers.push_back(weak_from_this());
+  if (!events_.queued) return;
+  const auto out = begin_line("Q", record, record.created_ns);
+  describe(*out, record);
+  if (has_buffers_) {
+    out->key("buffers");
+    out->begin_list();
+    for (const at::Tensor& tensor : call.tensors()) {
+      out->integer(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.data_ptr())));
+    }
+    out->end_list();
+  }
+  add(end_line(*out));
+}
+
+void CallLog::on_started(const CallRecord& record) noexcept {
+  if (!events_.started) return;
+  add(end_line(*begin_line("S", record, record.started_ns().value_or(0))));
+}
+
+void CallLog::on_ended(const CallRecord& record) noexcept {
+  if (!events_.ended) return;
+  const int64_t ended = record.ended_ns().value_or(0);
+  const auto out = begin_line("E", record, ended);
+  out->field("state", to_string(record.state()));
+  const int64_t began = record.started_ns().value_or(record.created_ns);
+  out->field("duration_ms", static_cast<double>(ended - began) * 1e-6);
+  if (const auto error = record.error()) out->field("error", *error);
+  add(end_line(*out));
+}
+
+void CallLog::add(std::string line) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    lines_.push_back(std::move(line));
+    ++added_;
+  }
+  changed_.notify_all();
+}
+
+void CallLog::flush() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this, until = added_] { return written_ >= until; });
+}
+
+void CallLog::run() {
+  bool has_warned = false;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !lines_.empty() || is_closing_; });
+    if (lines_.empty()) return;
+    const auto lines = std::exchange(lines_, {});
+    lock.unlock();
+    std::string text;
+    for (const std::string& line : lines) text += line;
+    // One write: lines of several processes do not mix.
+    const ssize_t count = ::write(file_, text.data(), text.size());
+    if (count != static_cast<ssize_t>(text.size()) && !std::exchange(has_warned, true)) {
+      std::fprintf(stderr,
+                   "[torch_overlap] warning: clog: lines are lost: cannot write to %s: %s\n",
+                   path_.c_str(), count < 0 ? std::strerror(errno) : "short write");
+    }
+    lock.lock();
+    written_ += lines.size();
+    changed_.notify_all();
+  }
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/call_record.h"
+
+namespace torch_overlap {
+
+struct Hooks;
+
+// A structured log of a communicator's calls: one JSON object a line.
+//
+//   {"event": "Q", ...}   queued: issued, with everything that describes the call
+//   {"event": "S", ...}   started: a thread runs it, or its stream was seen to have come to it
+//   {"event": "E", ...}   ended, with its state, error and duration
+//
+// "comm", "rank" and "id" tell which lines are of one call. Calls captured in a CUDA graph have a
+// Q only.
+//
+// Lines are written by a thread of its own, in the order in which they came: what happens to the
+// file delays no operation. The destructor writes what is left.
+//
+// Threads: any.
+class TORCH_OVERLAP_API CallLog final : public CallObserver,
+                                        public std::enable_shared_from_this<CallLog> {
+ public:
+  // `path` is appended to. `events`: of Q, S, E, ALL and NONE. `verbose`: "buffers" adds the
+  // addresses of the tensors to Q. Throws (kValue) on any other, and (kRuntime) if the file cannot
+  // be opened.
+  static std::shared_ptr<CallLog> open(const std::string& path,
+                                       const std::vector<std::string>& events,
+                                       const std::vector<std::string>& verbose = {});
+  ~CallLog() override;
+
+  // Logs the calls of a communicator from now on; returns the id of the hook in hooks.record.
+  uint64_t attach(Hooks& hooks);
+  // Returns when all lines so far are in the file.
+  void flush();
+
+  void on_started(const CallRecord& record) noexcept override;
+  void on_ended(const CallRecord& record) noexcept override;
+
+ private:
+  struct Events {
+    bool queued = false;
+    bool started = false;
+    bool ended = false;
+  };
+
+  CallLog(std::string path, int file, Events events, bool has_buffers);
+  void on_queued(const Call& call);
+  void add(std::string line) noexcept;
+  void run();
+
+  const std::string path_;
+  const int file_;
+  const Events events_;
+  const bool has_buffers_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> lines_;
+  uint64_t added_ = 0;
+  uint64_t written_ = 0;
+  bool is_closing_ = false;
+  std::thread writer_;  // last: it uses the rest
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,108 @@
+#include "torch_overlap/comm/health.h"
+
+#include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+
+#include "torch_overlap/base/emitter.h"
+#include "torch_overlap/comm/recorder.h"
+
+namespace torch_overlap {
+namespace {
+
+std::string state_of(const CommHealth& health) {
+  if (health.comm->failure()) return "failed";
+  if (health.comm->state.load() == CommRecord::State::kAborted) return "aborted";
+  const bool is_late = health.oldest && health.oldest_age_seconds * 1e3 >
+                                            static_cast<double>(health.oldest->timeout.count());
+  return is_late ? "late" : "active";
+}
+
+void write(Emitter& out, const CommHealth& health) {
+  const CommRecord& comm = *health.comm;
+  out.begin_dict();
+  out.field("name", comm.name);
+  out.field("backend", comm.backend);
+  out.field("rank", comm.rank);
+  out.field("size", comm.ranks_in_world.size());
+  out.field("state", health.state);
+  if (const auto why = comm.failure()) out.field("failure", *why);
+  out.field("pending", health.pending);
+  out.key("oldest_pending");
+  if (health.oldest) {
+    out.begin_dict();
+    out.field("op", to_string(health.oldest->op));
+    out.field("id", health.oldest->call_id);
+    out.field("state", to_string(health.oldest->state()));
+    out.field("age_seconds", health.oldest_age_seconds);
+    out.field("timeout_seconds", static_cast<double>(health.oldest->timeout.count()) * 1e-3);
+    out.end_dict();
+  } else {
+    out.null();
+  }
+  out.end_dict();
+}
+
+// What torch's control plane (torch.distributed.elastic.control_plane) can ask a worker.
+void handle(const std::string& name, std::string (*answer)()) {
+  const auto handler = [answer](const c10d::control_plane::Request&,
+                                c10d::control_plane::Response& response) {
+    response.setContent(answer(), "application/json");
+    response.setStatus(200);
+  };
+  try {
+    c10d::control_plane::registerHandler(name, handler);
+  } catch (const std::exception&) {  // loaded a second time: the first one serves
+  }
+}
+
+const bool is_registered = [] {
+  handle("torch_overlap_health", &health_json);
+  handle("torch_overlap_flight_recorder", [] {
+    return trace(FlightRecorder::of_process(), {.include_stacks = false, .all_ranks = true});
+  });
+  return true;
+}();
+
+}  // namespace
+
+std::vector<CommHealth> health() {
+  std::map<const CommRecord*, CommHealth> by_comm;
+  const int64_t now = now_ns();
+  for (auto& record : FlightRecorder::of_process().records()) {
+    if (!record->is_pending()) continue;
+    CommHealth& health = by_comm[record->comm.get()];
+    ++health.pending;
+    const double age = static_cast<double>(now - record->created_ns) * 1e-9;
+    if (health.oldest && health.oldest_age_seconds >= age) continue;
+    health.oldest_age_seconds = std::max(age, 0.0);
+    health.oldest = std::move(record);
+  }
+  std::vector<CommHealth> all;
+  for (auto& comm : comm_records()) {
+    if (comm->state.load() == CommRecord::State::kClosed) continue;
+    CommHealth& health = by_comm[comm.get()];
+    health.comm = comm;
+    health.state = state_of(health);
+    all.push_back(std::move(health));
+  }
+  return all;
+}
+
+std::string health_json() {
+  const auto all = health();
+  const auto out = make_json_emitter();
+  out->begin_dict();
+  out->field("healthy", std::all_of(all.begin(), all.end(),
+                                    [](const CommHealth& one) { return one.is_healthy(); }));
+  out->key("communicators");
+  out->begin_list();
+  for (const CommHealth& one : all) write(*out, one);
+  out->end_list();
+  out->end_dict();
+  return out->take();
+}
+
+}  // namespace torch_overlap

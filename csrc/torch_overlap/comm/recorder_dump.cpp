@@ -1,0 +1,324 @@
+#include "torch_overlap/comm/recorder_dump.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "torch_overlap/base/env.h"
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/recorder.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr std::string_view kJsonSuffix = ".json";
+
+// --- Files ---------------------------------------------------------------------------------------
+
+[[noreturn]] void fail_to_write(const std::string& path, int error) {
+  fail(ErrorKind::kRuntime, "flight_recorder.dump: expected to write ", path, ", got ",
+       std::strerror(error), "; set TORCHCOMM_FR_DUMP_TEMP_FILE to a folder that takes files");
+}
+
+int write_all(int file, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(file, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    text.remove_prefix(static_cast<size_t>(written));
+  }
+  return 0;
+}
+
+// The name that it is written under must not look like one of a trace: whoever reads the folder
+// while, or after, a process dies takes all files that do.
+void write_file(const std::string& path, std::string_view text) {
+  static std::atomic<int> count{0};
+  const size_t slash = path.find_last_of('/');
+  const std::string folder = slash == std::string::npos ? "" : path.substr(0, slash + 1);
+  const std::string draft = concat(folder, ".dump.", ::getpid(), ".", count.fetch_add(1), ".tmp");
+  const int file =
+      ::open(draft.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+  if (file < 0) fail_to_write(path, errno);
+  int error = write_all(file, text);
+  // Some file systems report a full disk only here.
+  if (::close(file) != 0 && error == 0) error = errno;
+  if (error == 0 && ::rename(draft.c_str(), path.c_str()) != 0) error = errno;
+  if (error == 0) return;
+  ::unlink(draft.c_str());
+  fail_to_write(path, error);
+}
+
+// Where dumps without a path go. A dump in the background does not read the environment: the
+// program may be changing it.
+struct Target {
+  std::string prefix;
+  std::optional<int> launcher_rank;
+
+  static Target of(const Env& env) { return {env.recorder_file, env.rank}; }
+};
+
+struct Prepared {
+  std::mutex mutex;
+  Target target = Target::of(Env{});
+  bool is_dynamic = false;
+};
+
+Prepared& prepared() {
+  static auto* const instance = new Prepared;
+  return *instance;
+}
+
+Target prepared_target() {
+  std::lock_guard lock(prepared().mutex);
+  return prepared().is_dynamic ? Target::of(Env::read()) : prepared().target;
+}
+
+// The rank of a process: its launcher's, else that of the communicator made last.
+int process_rank(const Target& target) {
+  if (target.launcher_rank) return *target.launcher_rank;
+  int rank = 0;
+  for (const auto& comm : comm_records()) {
+    if (!comm->thread_rank) rank = comm->world_rank();
+  }
+  return rank;
+}
+
+std::vector<std::string> write_traces(const Target& target, const std::optional<std::string>& path,
+                                      const std::string& reason, bool include_stacks) {
+  const FlightRecorder& recorder = FlightRecorder::of_process();
+  TraceOptions options{.include_stacks = include_stacks, .reason = reason};
+  if (path && path->ends_with(kJsonSuffix)) {
+    options.all_ranks = true;
+    write_file(*path, trace(recorder, options));
+    return {*path};
+  }
+  options.format = TraceFormat::kAnalyzer;
+  std::set<std::optional<int>> ranks;  // a process whose ranks are threads has several traces
+  for (const auto& comm : comm_records()) ranks.insert(comm->thread_rank);
+  const int own_rank = process_rank(target);
+  if (ranks.empty()) ranks.insert(std::nullopt);
+  if (ranks.count(own_rank) > 0) ranks.erase(std::nullopt);  // they share a file
+  std::vector<std::string> written;
+  for (const auto& rank : ranks) {
+    options.thread_rank = rank;
+    options.with_process = rank == own_rank;
+    const bool is_whole_name = path && !rank;
+    const std::string prefix = path.value_or(target.prefix);
+    written.push_back(is_whole_name ? prefix : concat(prefix, rank.value_or(own_rank)));
+    write_file(written.back(), trace(recorder, options));
+  }
+  return written;
+}
+
+// --- The thread ----------------------------------------------------------------------------------
+
+// Dumps on request, in a thread of its own: whoever asks may hold locks, may be in a signal
+// handler, or must tell its peers of a failure rather than wait for a slow disk. Never destroyed.
+class Dumper {
+ public:
+  // A child of fork() has no thread of its parent's; it gets a dumper of its own.
+  static Dumper& instance() {
+    static std::mutex mutex;
+    static Dumper* current = nullptr;
+    std::lock_guard lock(mutex);
+    if (current == nullptr || current->pid_ != ::getpid()) current = new Dumper;
+    return *current;
+  }
+
+  void request(const std::string& reason) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!reason_.empty()) reason_ += "; ";
+      reason_ += reason;
+      ++requested_;
+    }
+    wake();
+  }
+
+  void wait(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    done_changed_.wait_for(lock, limit, [this, until = requested_] { return done_ >= until; });
+  }
+
+  // Async-signal-safe.
+  void request_in_handler(int signal) noexcept {
+    signal_.store(signal, std::memory_order_relaxed);
+    wake();
+  }
+  bool is_of_this_process() const noexcept { return pid_ == ::getpid(); }
+
+ private:
+  Dumper() : pid_(::getpid()) {
+    ::sem_init(&awake_, /*pshared=*/0, /*value=*/0);
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);  // the program's signals are for the program's threads
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([this] { run(); }).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void wake() noexcept { ::sem_post(&awake_); }
+
+  void run() {
+    while (true) {
+      while (::sem_wait(&awake_) != 0) {
+      }
+      std::string reason;
+      uint64_t ticket = 0;
+      {
+        std::lock_guard lock(mutex_);
+        reason = std::exchange(reason_, {});
+        ticket = requested_;
+      }
+      if (const int signal = signal_.exchange(0, std::memory_order_relaxed)) {
+        reason = concat("signal ", signal, reason.empty() ? "" : "; ", reason);
+      }
+      if (!reason.empty()) dump(reason);
+      std::lock_guard lock(mutex_);
+      done_ = ticket;
+      done_changed_.notify_all();
+    }
+  }
+
+  static void dump(const std::string& reason) noexcept {
+    try {
+      const Target target = prepared_target();
+      const auto files = write_traces(target, std::nullopt, reason, /*include_stacks=*/false);
+      std::fprintf(stderr, "[torch_overlap] flight recorder: wrote %s (%s)\n",
+                   list_string(files).c_str(), reason.c_str());
+      // Again with stacks, where there are any: those may need Python's lock, which may be what
+      // hangs.
+      for (const auto& record : FlightRecorder::of_process().records()) {
+        if (!record->stack) continue;
+        write_traces(target, std::nullopt, reason, /*include_stacks=*/true);
+        break;
+      }
+    } catch (const std::exception& error) {
+      static std::atomic<bool> has_warned{false};
+      if (has_warned.exchange(true)) return;
+      std::fprintf(stderr, "[torch_overlap] warning: %s\n", error.what());
+    }
+  }
+
+  const pid_t pid_;
+  sem_t awake_;
+  std::atomic<int> signal_{0};
+  std::mutex mutex_;  // all below
+  std::condition_variable done_changed_;
+  std::string reason_;
+  uint64_t requested_ = 0;
+  uint64_t done_ = 0;
+};
+
+// --- The signal ----------------------------------------------------------------------------------
+
+std::atomic<Dumper*> dumper_of_handler{nullptr};
+std::array<struct sigaction, 65> actions_before{};  // by signal; written before ours is in place
+
+void on_signal(int signal, siginfo_t* info, void* context) {
+  const int error = errno;
+  Dumper* const dumper = dumper_of_handler.load();
+  if (dumper != nullptr && dumper->is_of_this_process()) dumper->request_in_handler(signal);
+  const struct sigaction& before = actions_before[signal];
+  if ((before.sa_flags & SA_SIGINFO) != 0) {
+    if (before.sa_sigaction != nullptr) before.sa_sigaction(signal, info, context);
+  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+    before.sa_handler(signal);
+  }
+  errno = error;
+}
+
+}  // namespace
+
+std::vector<std::string> dump_trace(const std::optional<std::string>& path,
+                                    const std::string& reason) {
+  TORCH_OVERLAP_CHECK(!path || !path->empty(), kValue,
+                      "flight_recorder.dump: expected a path that is not empty, got ''");
+  return write_traces(Target::of(Env::read()), path, reason, /*include_stacks=*/true);
+}
+
+std::string dump_trace_of(const FlightRecorder& recorder, int rank, bool include_completed) {
+  TraceOptions options{.format = TraceFormat::kAnalyzer,
+                       .include_completed = include_completed,
+                       .only_recorded = true};
+  for (const auto& record : recorder.records()) {
+    if (record->comm->thread_rank) options.thread_rank = rank;
+  }
+  std::string path = concat(Env::read().recorder_file, rank);
+  write_file(path, trace(recorder, options));
+  return path;
+}
+
+void dump_trace_soon(const std::string& reason) noexcept {
+  try {
+    if (FlightRecorder::of_process().is_enabled()) Dumper::instance().request(reason);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[torch_overlap] warning: flight recorder: %s\n", error.what());
+  }
+}
+
+void wait_for_dumps(std::chrono::milliseconds limit) noexcept {
+  try {
+    if (FlightRecorder::of_process().is_enabled()) Dumper::instance().wait(limit);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[torch_overlap] warning: flight recorder: %s\n", error.what());
+  }
+}
+
+void report_failure(CommRecord* comm, const std::string& why) noexcept {
+  if (comm != nullptr) comm->failed(why);
+  dump_trace_soon(why);
+}
+
+void dump_trace_on_signal(int signal) {
+  TORCH_OVERLAP_CHECK(signal > 0 && signal < static_cast<int>(actions_before.size()), kValue,
+                      "flight_recorder.dump_on_signal: expected the number of a signal, got ",
+                      signal);
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  dumper_of_handler.store(&Dumper::instance());
+  struct sigaction current{};
+  struct sigaction ours{};
+  ours.sa_sigaction = &on_signal;
+  ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+  sigemptyset(&ours.sa_mask);
+  if (::sigaction(signal, nullptr, &current) == 0) {
+    const bool is_ours = (current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == &on_signal;
+    if (is_ours) return;
+    actions_before[signal] = current;
+    if (::sigaction(signal, &ours, nullptr) == 0) return;
+  }
+  fail(ErrorKind::kValue,
+       "flight_recorder.dump_on_signal: expected a signal that can be caught, "
+       "got ",
+       signal, ": ", std::strerror(errno));
+}
+
+void prepare_dumps() {
+  const Env env = Env::read();
+  {
+    std::lock_guard lock(prepared().mutex);
+    prepared().target = Target::of(env);
+    prepared().is_dynamic = env.recorder_dynamic_file;
+  }
+  static std::once_flag once;
+  std::call_once(once, [&env] {
+    if (env.recorder_signal) dump_trace_on_signal(*env.recorder_signal);
+  });
+}
+
+}  // namespace torch_overlap

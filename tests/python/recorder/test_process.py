@@ -1,0 +1,161 @@
+"""The recorder in processes of its own: what the environment says, and how a process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import json, os, signal, sys, time
+from datetime import timedelta
+import torch, torch_overlap as to
+comm = to.new_comm("fake", torch.device("cpu"), name="c", rank=0, size=1)
+"""
+# Two ranks as threads, of which one never calls: the other one's timeout ends the process.
+TIMEOUT = """
+import threading
+from datetime import timedelta
+import torch, torch_overlap as to
+from torch.distributed import HashStore
+
+store = HashStore()
+def rank(me):
+    comm = to.new_comm("local", torch.device("cpu"), name="l", rank=me, size=2, store=store,
+                       abort_process_on_timeout_or_error=True, timeout=timedelta(seconds=0.5))
+    if me == 0:
+        comm.register_abort_hook(lambda: print("abort hook", flush=True))
+        comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)
+    threading.Event().wait(60)
+
+threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+for t in threads: t.start()
+for t in threads: t.join()
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> None:
+    result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.returncode == -signal.SIGABRT
+    assert "abort hook" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t_0", "t_1"]
+    trace = pickle.loads((tmp_path / "t_0").read_bytes())
+    assert "all_reduce" in trace["reason"]
+    assert trace["pg_config"]["l"]["failure"] == trace["reason"]
+    assert [e["state"] for e in trace["entries"]] == ["started"]
+    assert pickle.loads((tmp_path / "t_1").read_bytes())["entries"] == []
+
+
+@pytest.mark.parametrize("where", ["/dev/full/x", "/proc/nowhere/t_"])
+def test_a_dump_that_fails_is_one_warning_and_hides_nothing(where: str) -> None:
+    result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=where)
+    assert result.returncode == -signal.SIGABRT
+    assert result.stderr.count("flight_recorder.dump: expected to write") == 1
+    assert "abort hook" in result.stdout
+    assert "all_reduce" in result.stderr
+    assert "due to timeout" in result.stderr
+
+
+def test_size_zero_switches_it_off() -> None:
+    result = run(
+        HEAD + "comm.barrier(False); print(to.flight_recorder.dump_json())\n"
+        "print(to.hooks.FlightRecorderHook().is_enabled())\n"
+        "hook = to.hooks.FlightRecorderHook(isolated=True); hook.register_with_comm(comm)\n"
+        "comm.barrier(False); print(hook.size()); comm.finalize()",
+        TORCHCOMM_FR_BUFFER_SIZE="0",
+    )
+    trace, enabled, size = result.stdout.splitlines()
+    assert json.loads(trace)["entries"] == []
+    assert (enabled, size) == ("False", "1")
+
+
+def test_size_is_of_the_environment() -> None:
+    result = run(
+        HEAD + "for _ in range(5): comm.barrier(False)\n"
+        "print([e['record_id'] for e in json.loads(to.flight_recorder.dump_json())['entries']]); comm.finalize()",
+        TORCHCOMM_FR_BUFFER_SIZE="3",
+    )
+    assert result.stdout.strip() == "[2, 3, 4]"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("TORCHCOMM_FR_BUFFER_SIZE", "many", "expected an integer, got 'many'"),
+        ("TORCHCOMM_FR_BUFFER_SIZE", "-1", "expected a number in [0, "),
+        ("TORCHCOMM_FR_DUMP_SIGNAL", "SIGKILL", "expected an integer"),
+        ("TORCHCOMM_FR_DUMP_SIGNAL", "9", "signal that can be caught, got 9"),
+        ("TORCHCOMM_FR_CPP_STACK", "perhaps", "expected true or false, got 'perhaps'"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str, expected: str) -> None:
+    result = run(HEAD, **{name: value})
+    assert f"{name}: {expected}" in result.stderr.splitlines()[-1] or expected in result.stderr.splitlines()[-1]
+    assert name in result.stderr.splitlines()[-1]
+
+
+def test_stacks_are_those_of_the_call() -> None:
+    code = HEAD + (
+        "def the_caller():\n    comm.barrier(False)\n"
+        "the_caller(); comm.finalize()\nprint(to.flight_recorder.dump_json())"
+    )
+    (entry,) = json.loads(run(code, TORCHCOMM_FR_PYTHON_STACK="1").stdout)["entries"]
+    assert "the_caller" in [frame["name"] for frame in entry["frames"]]
+    assert all(set(frame) == {"name", "filename", "line"} for frame in entry["frames"])
+    (entry,) = json.loads(run(code, TORCHCOMM_FR_CPP_STACK="1").stdout)["entries"]
+    assert any("torch_overlap" in frame["name"] + frame["filename"] for frame in entry["frames"])
+
+
+def test_the_signal_of_the_environment_dumps_while_python_is_stuck(tmp_path: Path) -> None:
+    code = HEAD + (
+        "comm.barrier(False); print('ready', flush=True)\n"
+        "import ctypes; ctypes.PyDLL(None).sleep(60)"  # keeps the interpreter's lock
+    )
+    env = os.environ | {
+        "TORCHCOMM_FR_DUMP_SIGNAL": "SIGUSR2",
+        "TORCHCOMM_FR_DUMP_TEMP_FILE": str(tmp_path / "t_"),
+        "TORCHCOMM_FR_PYTHON_STACK": "1",
+    }
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGUSR2)
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "t_0").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            trace = pickle.loads((tmp_path / "t_0").read_bytes())
+        finally:
+            process.kill()
+    assert trace["reason"] == f"signal {int(signal.SIGUSR2)}"
+    assert [e["op"] for e in trace["entries"]] == ["barrier"]
+
+
+def test_a_forked_child_does_not_dump_for_its_parent(tmp_path: Path) -> None:
+    code = HEAD + (
+        "to.flight_recorder.dump_on_signal(signal.SIGUSR2)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    signal.raise_signal(signal.SIGUSR2); time.sleep(1); os._exit(0)\n"
+        "os.waitpid(pid, 0); comm.finalize(); print('ended')"
+    )
+    result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.stdout.strip() == "ended", result.stderr
+    assert list(tmp_path.iterdir()) == []
