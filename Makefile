@@ -19,13 +19,14 @@ CURRENT := build/current
 # The CMake that configured the build made last.
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
-.PHONY: help build demo test test-python test-cpp check compat gpu-test bench sanitize format lint lint-tidy wheel \
+.PHONY: help build demo test test-python test-cpp check compat gpu-test bench sanitize sanitize-quick sanitize-gpu stress \
+        format lint lint-tidy wheel \
         clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel format lint lint-tidy compat gpu-test bench sanitize clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel format lint lint-tidy compat gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -99,16 +100,46 @@ compat:
 	git ls-files -z --cached --others --exclude-standard | xargs -0 tar c --ignore-failed-read | tar x -C build/compat
 	FORCE_CUDA=0 $(MAKE) -C build/compat test TORCH=torch PYTHON= PYTHONPATH=
 
-# The C++ tests under a sanitizer: SANITIZER=thread, or address,undefined.
-SANITIZER ?= address,undefined
-SANITIZED = build/sanitize-$(subst $(comma),-,$(SANITIZER))
+# The C++ tests of the layers without Python: what needs only the standard library, and the communicators over `local`
+# and `fake`. First AddressSanitizer with UndefinedBehaviorSanitizer, then ThreadSanitizer. SUITES='Lanes.*' runs some.
+SANITIZED = build/sanitize-$(1)
+SUITES ?= *
+define sanitize
+	$(CMAKE) -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM='$(NINJA)' -DPython3_EXECUTABLE='$(shell command -v $(PY))' \
+	  -DTORCH_OVERLAP_CUDA=OFF -DTORCH_OVERLAP_SANITIZE=$(2) >build/sanitize-$(1).log || { cat build/sanitize-$(1).log; exit 1; }
+	$(CMAKE) --build $(SANITIZED) $(if $(MAX_JOBS),-j $(MAX_JOBS)) --target $(3)
+	@for program in $(3); do \
+	  [ -x $(SANITIZED)/tests/cpp/$$program ] || continue; \
+	  echo "-- $$program under $(2)"; \
+	  ASAN_OPTIONS=detect_leaks=1 LSAN_OPTIONS=suppressions=$(CURDIR)/tests/cpp/lsan.supp:print_suppressions=0 \
+	  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=$(CURDIR)/tests/cpp/tsan.supp:exitcode=66 \
+	  $(SANITIZED)/tests/cpp/$$program --gtest_brief=1 --gtest_filter='$(SUITES)' || exit 1; done
+endef
+NINJA = $(shell sed -n 's/^CMAKE_MAKE_PROGRAM:[A-Z]*=//p' $(CURRENT)/CMakeCache.txt)
+
+sanitize: build
+	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
+	$(call sanitize,thread,thread,torch_overlap_std_tests torch_overlap_comm_tests)
 comma := ,
-sanitize: $(ENV)
-	FORCE_CUDA=0 TORCH_OVERLAP_BUILD_DIR=$(SANITIZED) CMAKE_BUILD_TYPE=RelWithDebInfo \
-	  CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-fsanitize=$(SANITIZER)" \
-	  $(PY) setup.py -q build_ext --build-lib $(SANITIZED)/lib
-	$$(sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(SANITIZED)/CMakeCache.txt) --build $(SANITIZED) --target torch_overlap_tests
-	ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/tests/cpp/torch_overlap_tests --gtest_brief=1
+
+# What CI runs of it.
+sanitize-quick: build
+	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests)
+	$(call sanitize,thread,thread,torch_overlap_std_tests)
+
+# The GPU tests in one process under compute-sanitizer (of the CUDA toolkit). GPU_TESTS='-k all_reduce' runs some;
+# TOOL=racecheck or synccheck looks for other mistakes.
+TOOL ?= memcheck
+sanitize-gpu: export FORCE_CUDA = 1
+sanitize-gpu: build
+	RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  compute-sanitizer --tool $(TOOL) --target-processes application-only --error-exitcode 9 \
+	  $(PY) -m pytest tests/python/gpu -x $(GPU_TESTS)
+
+# The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it.
+stress: export TORCH_OVERLAP_STRESS ?= 20
+stress: build
+	$(PY) -m pytest tests/python -m 'stress and not gpu' $(PYTEST_ARGS)
 
 # ---- the text
 

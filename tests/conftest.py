@@ -2,9 +2,13 @@
 
 import os
 import secrets
+import tempfile
 
 import pytest
 import torch
+
+# Tests of timeouts make dumps; those of a run lie in a folder of their own.
+os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,4 @@
-// The two loops that benchmarks/host_overhead.py compares, behind a C interface. Each returns the
-// seconds of host time that `calls` asynchronous all_reduce calls took; the caller synchronizes.
+#include "loops.h"
 
 #include <ATen/Functions.h>
 #include <cuda_runtime_api.h>
@@ -19,11 +18,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 
 }  // namespace
 
-extern "C" {
-
-__attribute__((visibility("default"))) double raw_all_reduce_loop(int64_t comm, void* data,
-                                                                  size_t count, int calls,
-                                                                  void* stream) {
+double raw_all_reduce_loop(int64_t comm, void* data, size_t count, int calls, void* stream) {
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < calls; ++i) {
     const ncclResult_t result =
@@ -34,8 +29,7 @@ __attribute__((visibility("default"))) double raw_all_reduce_loop(int64_t comm, 
   return seconds_since(begin);
 }
 
-__attribute__((visibility("default"))) double torch_comm_all_reduce_loop(const char* name,
-                                                                         size_t count, int calls) {
+double torch_comm_all_reduce_loop(const char* name, size_t count, int calls) {
   const auto comm = torch_overlap::get_comm(name);
   const at::Tensor tensor =
       at::zeros({static_cast<int64_t>(count)}, at::TensorOptions().device(comm->device()));
@@ -48,5 +42,4 @@ __attribute__((visibility("default"))) double torch_comm_all_reduce_loop(const c
   const double seconds = seconds_since(begin);
   works.back()->wait();
   return seconds;
-}
 }
