@@ -124,7 +124,7 @@ comma := ,
 
 # What CI runs of it.
 sanitize-quick: build
-	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests)
+	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
 # The GPU tests in one process under compute-sanitizer (of the CUDA toolkit). GPU_TESTS='-k all_reduce' runs some;

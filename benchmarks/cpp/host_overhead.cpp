@@ -54,7 +54,7 @@ int run(int rounds) {
   const auto stream =
       c10::cuda::getStreamFromPool(/*isHighPriority=*/false, comm->device().index());
   // [variant, round]; the variants take turns, each round beginning with another one.
-  at::Tensor samples = at::zeros({2, rounds}, at::kDouble);
+  std::vector<double> measured(2 * rounds);
   for (int round = -kWarmup; round < rounds; ++round) {
     for (int turn = 0; turn < 2; ++turn) {
       const int variant = (round + kWarmup + turn) % 2;
@@ -67,10 +67,10 @@ int run(int rounds) {
         std::fprintf(stderr, "host_overhead: ncclAllReduce failed\n");
         return 1;
       }
-      if (round >= 0) samples.index_put_({variant, round}, seconds * 1e6 / kCalls);
+      if (round >= 0) measured[variant * rounds + round] = seconds * 1e6 / kCalls;
     }
   }
-  samples = samples.to(comm->device());
+  at::Tensor samples = at::tensor(measured, at::kDouble).view({2, rounds}).to(comm->device());
   comm->all_reduce(samples, RedOpType::MAX, /*async_op=*/false);
   samples = samples.cpu();
   if (comm->rank() == 0) {
