@@ -89,24 +89,26 @@ def _command() -> str:
     return " ".join(["torchrun --nproc_per_node", ranks, "benchmarks/" + Path(sys.argv[0]).name, *asked])
 
 
-def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
-    """Writes `<benchmark>-<gpu>-tp<n>-<date>.json` and returns its path. Call it on rank 0."""
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    date = datetime.date.today().isoformat()
-    result = {
+def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = None) -> dict[str, Any]:
+    """What a result file holds."""
+    return {
         "benchmark": benchmark,
-        "date": date,
-        "gpu": gpu,
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         "driver": _driver(),
         "torch": torch.__version__,
-        "nccl": nccl,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
         "commit": _git_commit(),
-        "command": _command(),
+        "command": command or _command(),
         "rows": rows,
     }
+
+
+def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
+    """Writes `<benchmark>-<gpu>-tp<n>-<date>.json` and returns its path. Call it on rank 0."""
+    content = result(benchmark, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    name = gpu.lower().replace("nvidia ", "").replace(" ", "-")
-    path = folder / f"{benchmark}-{name}-tp{tp}-{date}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    name = content["gpu"].lower().replace("nvidia ", "").replace(" ", "-")
+    path = folder / f"{benchmark}-{name}-tp{tp}-{content['date']}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
     return path

@@ -53,9 +53,10 @@ def new_comm(
         hints: strings for the backend, e.g. {"is_high_priority_stream": "true"}. Unknown ones are named in a warning.
         store: where the ranks meet. Without one: torchrun's, or a TCPStore at MASTER_ADDR:MASTER_PORT.
         abort_process_on_timeout_or_error: whether a timeout or an asynchronous error ends the process (a hung rank
-            cannot raise). Default: TORCHCOMM_ABORT_ON_ERROR, else True.
+            cannot raise). Default: False with enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.
         is_high_priority_stream: asynchronous operations run on a CUDA stream of high priority.
-        enable_reconfigure: must be False (the default): a communicator's ranks cannot be changed.
+        enable_reconfigure: TorchComm.reconfigure() may give the communicator other members. A process that joins
+            one makes its own end with rank=0, size=1 and the others' name and store.
         options: all of these in one object. Arguments win over it, and it wins over the environment.
         rank, size: given together, instead of the environment's (ranks that are threads need that).
 
@@ -63,7 +64,6 @@ def new_comm(
         ModuleNotFoundError: there is no such backend.
         InvalidValueError, InvalidTypeError: an argument is wrong; or the ranks' arguments differ, on every rank.
         OperationTimeoutError: another rank did not come.
-        UnsupportedError: enable_reconfigure is True.
     """
     if backend.lower() not in built_backends():
         _load_backend(backend)

@@ -122,6 +122,9 @@ Env Env::read() {
     env.timeout =
         std::chrono::milliseconds(std::llround(std::ceil(std::min(seconds, kLongest) * 1000)));
   }
+  if (auto value = text("TORCH_OVERLAP_CHECK_MISMATCH")) {
+    env.check_mismatch = parse_bool(*value, "TORCH_OVERLAP_CHECK_MISMATCH");
+  }
   const auto method = to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
   bool known = method == "auto";
   for (const Launcher& launcher : kLaunchers) known = known || method == launcher.family;

@@ -17,6 +17,9 @@ struct TORCH_OVERLAP_API Env {
   bool abort_on_error = true;
   // TORCHCOMM_TIMEOUT_SECONDS: how long an operation may take, a number > 0. Default 600.
   std::chrono::milliseconds timeout{600'000};
+  // TORCH_OVERLAP_CHECK_MISMATCH: the ranks compare every operation before it is issued
+  // (comm/mismatch.h). Default false. Equal on all ranks.
+  bool check_mismatch = false;
 
   // --- Who am I (see comm/bootstrap.h for the order in which launchers are asked)
   // ----------------- TORCHCOMM_RANK, TORCHCOMM_SIZE: rank and size, before every launcher's own

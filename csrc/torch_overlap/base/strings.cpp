@@ -4,6 +4,7 @@
 #include <cctype>
 #include <charconv>
 #include <cmath>
+#include <iomanip>
 
 #include "torch_overlap/base/errors.h"
 
@@ -21,6 +22,12 @@ Number parse_number(std::string_view text, std::string_view what, std::string_vi
 }
 
 }  // namespace
+
+std::string seconds_string(std::chrono::duration<double> duration) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(1) << duration.count() << " s";
+  return out.str();
+}
 
 std::string to_lower(std::string_view text) {
   std::string out(text);

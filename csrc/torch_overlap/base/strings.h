@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -30,6 +31,9 @@ std::string list_string(const Range& values) {
   out << ']';
   return out.str();
 }
+
+// "12.3 s"
+TORCH_OVERLAP_API std::string seconds_string(std::chrono::duration<double> duration);
 
 TORCH_OVERLAP_API std::string to_lower(std::string_view text);
 TORCH_OVERLAP_API std::vector<std::string> split_string(std::string_view text, char separator);

@@ -3,6 +3,8 @@
 #include <map>
 #include <mutex>
 
+#include "torch_overlap/base/errors.h"
+
 namespace torch_overlap {
 namespace {
 
@@ -18,6 +20,12 @@ Registry& registry() {
 }
 
 }  // namespace
+
+std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>& meet) {
+  fail(ErrorKind::kUnsupported,
+       "reconfigure: expected a backend whose members can change, got one that cannot; make a new "
+       "communicator");
+}
 
 void register_backend(const std::string& name, BackendEntry entry) {
   std::lock_guard lock(registry().mutex);

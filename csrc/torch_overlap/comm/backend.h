@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -29,8 +30,10 @@ struct BackendContext {
   // What the caller gave: kept, because the server behind `store` may live in it.
   c10::intrusive_ptr<c10d::Store> given_store;
   ResolvedOptions options;
-  // Runs the communicator's abort hooks. A backend calls it once, just before it ends the process
-  // because of a timeout or an error; never throws.
+  // The timeout now: TorchComm::set_timeout() changes it. `options` has the one to start with.
+  std::shared_ptr<const std::atomic<Milliseconds>> live_timeout;
+  Milliseconds timeout() const { return live_timeout ? live_timeout->load() : options.timeout; }
+  // Runs the communicator's abort hooks, for end_process() (process_end.h); never throws.
   std::function<void()> on_abort;
   // What the flight recorder knows of the communicator: a backend tells it of its failure
   // (recorder_dump.h). Null where a backend is made without a TorchComm.
@@ -43,6 +46,15 @@ struct SplitRequest {
   bool member = false;
   int color = 0;
   BackendContext child;
+};
+
+// The members of a communicator's next generation, which have met: see TorchComm::reconfigure.
+struct RegroupRequest {
+  // options.timeout is what is left of the time.
+  BackendContext context;
+  // By new rank: the rank in the generation that this backend was. Empty if there are members that
+  // were not in it.
+  std::vector<int> old_ranks;
 };
 
 // The contract of a communication backend: order, streams, events, lifetime and timeouts of
@@ -71,6 +83,12 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // be called from any thread, also while another is inside launch().
   virtual void abort() = 0;
   virtual bool is_aborted() const = 0;
+
+  // The backend of the next generation. Ends everything that is under way with an error, calls
+  // `meet`, which waits for the new members, and makes what they talk over; collective over them,
+  // each of which calls it on the backend that it had, also an aborted one. The owner drops this
+  // backend afterwards, and aborts it if this throws. kUnsupported where it cannot be done.
+  virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet);
 
   // Whether a CUDA graph captures the calling thread's current stream: launch() would become part
   // of it.

@@ -8,6 +8,8 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
+#include "torch_overlap/comm/bounded.h"
 
 namespace torch_overlap {
 namespace {
@@ -15,6 +17,25 @@ namespace {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+// Without the backtrace that c10's errors carry.
+std::string what_happened(const std::exception& error) {
+  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
+  return from_c10 != nullptr ? from_c10->what_without_backtrace() : error.what();
+}
+
+// Runs `body`; the store's own error becomes ours.
+template <typename Body>
+auto in_store(const std::string& key, const Body& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    fail(ErrorKind::kRuntime, key, ": expected the store to answer, got: ", what_happened(error),
+         "; has the process that serves it ended?");
+  }
+}
+
+std::string size_key(int rank) { return concat("size/", rank); }
 
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
@@ -24,10 +45,12 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
                       "new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM "
                       "node list, got none; start the script with torchrun or pass store=");
   struct Stores {
+    ProcessStamp process;
     std::mutex mutex;
     std::map<std::string, StorePtr> by_address;
   };
   static auto* stores = new Stores;
+  if (!stores->process.is_current()) stores = new Stores;  // a fork shares no connection
   const std::string address = concat(*env.master_addr, ":", env.master_port);
   {
     std::lock_guard lock(stores->mutex);
@@ -42,19 +65,28 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   options.waitWorkers = false;
   options.multiTenant = true;
   options.timeout = timeout;
-  StorePtr store = c10::make_intrusive<c10d::TCPStore>(*env.master_addr, options);
+  StorePtr store;
+  try {
+    store = c10::make_intrusive<c10d::TCPStore>(*env.master_addr, options);
+  } catch (const std::exception& error) {
+    fail(ErrorKind::kRuntime, "new_comm: expected a store at ", address, " within ",
+         timeout.count(), " ms, got: ", what_happened(error),
+         "; rank 0 or torchrun's agent serves it: does it run, and is MASTER_PORT free?");
+  }
   std::lock_guard lock(stores->mutex);
   return stores->by_address.try_emplace(address, std::move(store)).first->second;
 }
 
-// A connection of our own: a store's client serves one thread at a time, and a wait would keep
-// every other communicator of the process from it. A store that cannot be cloned is used as it is.
-StorePtr own_connection(const StorePtr& store) {
-  try {
-    if (StorePtr clone = store->clone()) return clone;
-  } catch (const std::exception&) {  // a store written in Python need not have clone()
+// What the ranks that came last with this name said about its size, where it is not ours.
+std::string other_sizes(c10d::Store& sizes, RankAndSize who) {
+  std::string text;
+  for (int r = 0; r < who.size; ++r) {
+    if (!sizes.check({size_key(r)})) continue;
+    const auto bytes = sizes.get(size_key(r));
+    const std::string size(bytes.begin(), bytes.end());
+    if (size != concat(who.size)) text += concat("; rank ", r, " came with size ", size);
   }
-  return store;
+  return text;
 }
 
 }  // namespace
@@ -73,6 +105,23 @@ RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
   return {*env.rank, *env.size};
 }
 
+StorePtr own_connection(const StorePtr& store, const std::string& op, Milliseconds timeout) {
+  const auto clone = std::make_shared<StorePtr>();
+  // On a thread of its own: the store's own timeout for connecting may be much longer.
+  const bool answered = run_bounded(
+      [store, clone] {
+        try {
+          *clone = store->clone();
+        } catch (const std::exception&) {  // a store written in Python need not have clone()
+        }
+      },
+      timeout);
+  TORCH_OVERLAP_CHECK(answered, kRuntime, op,
+                      ": expected the store to answer, got no connection within ", timeout.count(),
+                      " ms; has the process that serves it ended?");
+  return *clone ? *clone : store;
+}
+
 c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std::string& prefix) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
@@ -86,22 +135,26 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
                                   const std::string& mine, Milliseconds timeout) {
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
-  publish(store, key, rank, mine);
+  in_store(key, [&] { publish(store, key, rank, mine); });
   try {
     store.wait(keys, timeout);
   } catch (const std::exception& error) {
     std::vector<int> missing;
-    for (int r = 0; r < size; ++r) {
-      if (!store.check({keys[r]})) missing.push_back(r);
+    in_store(key, [&] {
+      for (int r = 0; r < size; ++r) {
+        if (!store.check({keys[r]})) missing.push_back(r);
+      }
+      (void)store.deleteKey(keys[rank]);  // who comes later must not take this rank for present
+    });
+    if (missing.empty()) {
+      fail(ErrorKind::kRuntime, key, ": the store failed: ", what_happened(error));
     }
-    (void)store.deleteKey(keys[rank]);  // who comes later must not take this rank for present
-    if (missing.empty()) fail(ErrorKind::kRuntime, key, ": the store failed: ", error.what());
     fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
          " ms, got none of ranks ", list_string(missing));
   }
   std::vector<std::string> all;
   for (const auto& name : keys) {
-    const auto value = store.get(name);
+    const auto value = in_store(key, [&] { return store.get(name); });
     TORCH_OVERLAP_CHECK(!value.empty(), kRuntime, key, ": expected a value under ", name,
                         ", got an empty one");
     all.emplace_back(value.begin() + 1, value.end());
@@ -109,20 +162,38 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
   return all;
 }
 
+StorePtr open_store(const Env& env, StorePtr given, RankAndSize who, const std::string& op,
+                    Milliseconds timeout) {
+  return own_connection(given ? given : process_store(env, who, timeout), op, timeout);
+}
+
 StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
                     Milliseconds timeout, StorePtr store, RankAndSize who) {
-  if (!store) store = process_store(env, who, timeout);
+  const std::string what = concat("new_comm '", name, "'");
+  store = open_store(env, std::move(store), who, what, timeout);
   // The name comes last and its length first, so that no name can be taken for part of another key.
-  auto common = prefixed_store(own_connection(store),
-                               concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",
-                                      who.size, "/", name.size(), "/", name));
-  const int64_t arrival = common->add("arrivals", 1) - 1;
+  const auto place = [&](const auto& size) {
+    return prefixed_store(store, concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",
+                                        size, "/", name.size(), "/", name));
+  };
+  // Ranks that do not agree on the size meet nobody: this is how they learn why.
+  const auto sizes = place("sizes");
+  const auto common = place(who.size);
+  const int64_t arrival = in_store(what, [&] {
+    sizes->set(size_key(who.rank), to_bytes(concat(who.size)));
+    return common->add("arrivals", 1) - 1;
+  });
   const int64_t generation = arrival / who.size;
   StorePtr mine_alone = prefixed_store(common, concat(generation));
 
   const auto mine = concat(digest, " size=", who.size);
-  const auto all =
-      exchange(*mine_alone, concat("new_comm '", name, "'"), who.rank, who.size, mine, timeout);
+  std::vector<std::string> all;
+  try {
+    all = exchange(*mine_alone, what, who.rank, who.size, mine, timeout);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    fail(ErrorKind::kTimeout, error.what(), other_sizes(*sizes, who));
+  }
   for (int r = 0; r < who.size; ++r) {
     TORCH_OVERLAP_CHECK(all[r] == mine, kValue, "new_comm: expected the same request for '", name,
                         "' on all ranks, got '", mine, "' on rank ", who.rank, " and '", all[r],

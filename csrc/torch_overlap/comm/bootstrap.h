@@ -24,13 +24,24 @@ struct RankAndSize {
 // `given`, else what a launcher put into the environment.
 TORCH_OVERLAP_API RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given);
 
-// Collective. Finds or makes the store, agrees with the other ranks on a generation of `name`, and
+// A connection of our own: a store's client serves one thread at a time, and a wait would keep
+// every other user from it. A store that cannot be cloned is used as it is. `op` names who asks in
+// the error (kRuntime) that comes when the store's host does not answer within `timeout`.
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> own_connection(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::string& op, Milliseconds timeout);
+
+// `given`, else the process's store: torchrun's agent serves it, or rank 0 at MASTER_ADDR:
+// MASTER_PORT, once for all communicators. On a connection of its own. Throws kRuntime if nobody
+// serves it within `timeout`.
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(const Env& env,
+                                                             c10::intrusive_ptr<c10d::Store> given,
+                                                             RankAndSize who, const std::string& op,
+                                                             Milliseconds timeout);
+
+// Collective. Opens the store, agrees with the other ranks on a generation of `name`, and
 // checks that all ranks ask for the same thing (`digest`: any text that must be equal everywhere; a
 // difference is an error on every rank that shows both sides). Returns a store that is this
 // communicator's alone.
-//
-// Without a store: torchrun's agent store, else a TCPStore that rank 0 serves at MASTER_ADDR:
-// MASTER_PORT; one for each process, shared by all communicators.
 //
 // A name may be used again: ranks count their arrivals at it in the store, and the n-th `size` of
 // them are generation n. torchrun's run id and restart count are part of every key.
@@ -43,7 +54,7 @@ TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int r
                                const std::string& mine);
 
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
-// `timeout`; the error names the ranks that did not come.
+// `timeout`; the error names the ranks that did not come, or says that the store failed (kRuntime).
 TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,
                                                     int rank, int size, const std::string& mine,
                                                     Milliseconds timeout);

@@ -104,7 +104,11 @@ void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& part
 
 }  // namespace
 
-Checker TorchComm::checker(std::string_view op) const { return {op, device(), rank(), size()}; }
+Checker TorchComm::checker(std::string_view op) const {
+  auto members = membership();
+  const auto& context = members->context;
+  return {op, device_, context.rank, context.size, std::move(members)};
+}
 
 // --- Point to point ------------------------------------------------------------------------------
 
@@ -112,24 +116,24 @@ WorkPtr TorchComm::send(const Tensor& tensor, int dst, bool async_op, const OpOp
   const Checker check = checker("send");
   check.tensor(tensor, "tensor");
   check.rank_in_range(dst, "dst");
-  TORCH_OVERLAP_CHECK(dst != rank(), kValue, "send: expected another rank as dst, got ", dst,
+  TORCH_OVERLAP_CHECK(dst != check.rank, kValue, "send: expected another rank as dst, got ", dst,
                       ", which is this rank; a batch may send to its own rank");
   Call call = make_call(OpName::send, Primitive::p2p);
   call.root = dst;
   call.p2p.push_back({P2POp::Type::SEND, tensor, dst});
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options) {
   const Checker check = checker("recv");
   check.tensor(tensor, "tensor");
   check.rank_in_range(src, "src");
-  TORCH_OVERLAP_CHECK(src != rank(), kValue, "recv: expected another rank as src, got ", src,
+  TORCH_OVERLAP_CHECK(src != check.rank, kValue, "recv: expected another rank as src, got ", src,
                       ", which is this rank; a batch may receive from its own rank");
   Call call = make_call(OpName::recv, Primitive::p2p);
   call.root = src;
   call.p2p.push_back({P2POp::Type::RECV, tensor, src});
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
@@ -143,7 +147,7 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
   for (const auto& op : ops) {
     check.tensor(op.tensor, "tensor");
     check.rank_in_range(op.peer, "peer");
-    if (op.peer != rank()) continue;
+    if (op.peer != check.rank) continue;
     (op.type == P2POp::Type::SEND ? self_sends : self_recvs).push_back(&op);
   }
   TORCH_OVERLAP_CHECK(
@@ -158,7 +162,7 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
   }
   Call call = make_call(OpName::batch_op_issue, Primitive::p2p);
   call.p2p = std::move(ops);
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 void BatchSendRecv::send(const at::Tensor& tensor, int dst) {
@@ -184,7 +188,7 @@ WorkPtr TorchComm::broadcast(const Tensor& tensor, int root, bool async_op,
   check.rank_in_range(root, "root");
   Call call = make_call(OpName::broadcast, Primitive::broadcast, tensor);
   call.root = root;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::all_reduce(const Tensor& tensor, const ReduceOp& op, bool async_op,
@@ -197,7 +201,7 @@ WorkPtr TorchComm::all_reduce(const Tensor& tensor, const ReduceOp& op, bool asy
   check.reduction(tensor, op);
   Call call = make_call(OpName::all_reduce, Primitive::all_reduce, tensor);
   call.reduce_op = op;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::reduce(const Tensor& tensor, int root, const ReduceOp& op, bool async_op,
@@ -209,7 +213,7 @@ WorkPtr TorchComm::reduce(const Tensor& tensor, int root, const ReduceOp& op, bo
   Call call = make_call(OpName::reduce, Primitive::reduce, tensor);
   call.reduce_op = op;
   call.root = root;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 // --- Gathering -----------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ WorkPtr TorchComm::all_gather(const Tensors& outputs, const Tensor& input, bool 
   Call call = make_call(OpName::all_gather, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
   check_in_place_or_apart(check, input, call.out, "tensor_list");
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, bool async_op,
@@ -231,11 +235,11 @@ WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, 
   const Checker check = checker("all_gather_single");
   check.tensor(input, "input");
   check.tensor_like(output, input, "output");
-  check.numel(output, input.numel() * size(), "output");
+  check.numel(output, input.numel() * check.size, "output");
   Call call = make_call(OpName::all_gather_single, Primitive::all_gather, input);
   call.out.flat = output;
   check_in_place_or_apart(check, input, call.out, "an output");
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, bool async_op,
@@ -243,11 +247,12 @@ WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, boo
   const Checker check = checker("all_gather_v");
   check.tensor(input, "tensor");
   check.list(outputs, input, "tensor_list");
-  check.numel(input, outputs[rank()].numel(), concat("tensor, as tensor_list[", rank(), "],"));
+  check.numel(input, outputs[check.rank].numel(),
+              concat("tensor, as tensor_list[", check.rank, "],"));
   Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
   check_in_place_or_apart(check, input, call.out, "tensor_list");
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::gather(const Tensors& outputs, const Tensor& input, int root, bool async_op,
@@ -257,12 +262,12 @@ WorkPtr TorchComm::gather(const Tensors& outputs, const Tensor& input, int root,
   check.rank_in_range(root, "root");
   Call call = make_call(OpName::gather, Primitive::gather, input);
   call.root = root;
-  if (rank() == root) {
+  if (check.rank == root) {
     check.list(outputs, input, "output_tensor_list");
     check_equal_parts(check, outputs, input.numel(), "output_tensor_list");
     call.out = blocks_of(outputs);
   }
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int root, bool async_op,
@@ -272,12 +277,12 @@ WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int 
   check.rank_in_range(root, "root");
   Call call = make_call(OpName::gather_single, Primitive::gather, input);
   call.root = root;
-  if (rank() == root) {
+  if (check.rank == root) {
     check.tensor_like(output, input, "output");
-    check.numel(output, input.numel() * size(), "output");
+    check.numel(output, input.numel() * check.size, "output");
     call.out.flat = output;
   }
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 // --- Scattering ----------------------------------------------------------------------------------
@@ -293,7 +298,7 @@ WorkPtr TorchComm::reduce_scatter(const Tensor& output, const Tensors& inputs, c
   call.in = blocks_of(inputs);
   check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& input,
@@ -302,13 +307,13 @@ WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& inp
   const Checker check = checker("reduce_scatter_single");
   check.tensor(output, "output");
   check.tensor_like(input, output, "input");
-  check.numel(input, output.numel() * size(), "input");
+  check.numel(input, output.numel() * check.size, "input");
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_single, Primitive::reduce_scatter, output);
   call.in.flat = input;
   check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs, const ReduceOp& op,
@@ -316,13 +321,14 @@ WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs,
   const Checker check = checker("reduce_scatter_v");
   check.tensor(output, "output");
   check.list(inputs, output, "input_list");
-  check.numel(output, inputs[rank()].numel(), concat("output, as input_list[", rank(), "],"));
+  check.numel(output, inputs[check.rank].numel(),
+              concat("output, as input_list[", check.rank, "],"));
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_v, Primitive::reduce_scatter, output);
   call.in = blocks_of(inputs);
   check_in_place_or_apart(check, output, call.in, "an output");
   call.reduce_op = op;
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::scatter(const Tensor& output, const Tensors& inputs, int root, bool async_op,
@@ -332,12 +338,12 @@ WorkPtr TorchComm::scatter(const Tensor& output, const Tensors& inputs, int root
   check.rank_in_range(root, "root");
   Call call = make_call(OpName::scatter, Primitive::scatter, output);
   call.root = root;
-  if (rank() == root) {
+  if (check.rank == root) {
     check.list(inputs, output, "input_tensor_list");
     check_equal_parts(check, inputs, output.numel(), "input_tensor_list");
     call.in = blocks_of(inputs);
   }
-  return issue(std::move(call), async_op, options);
+  return issue(check, std::move(call), async_op, options);
 }
 
 // --- All to all ----------------------------------------------------------------------------------
@@ -346,16 +352,17 @@ WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, boo
                               const OpOptions& options) {
   const Checker check = checker("all_to_all");
   TORCH_OVERLAP_CHECK(!inputs.empty() && inputs[0].defined(), kValue, "all_to_all: expected ",
-                      size(), " tensors as input_tensor_list, got none");
+                      check.size, " tensors as input_tensor_list, got none");
   check.list(inputs, inputs[0], "input_tensor_list");
   check.list(outputs, inputs[0], "output_tensor_list");
-  check.numel(outputs[rank()], inputs[rank()].numel(),
-              concat("output_tensor_list[", rank(), "], as input_tensor_list[", rank(), "],"));
+  check.numel(
+      outputs[check.rank], inputs[check.rank].numel(),
+      concat("output_tensor_list[", check.rank, "], as input_tensor_list[", check.rank, "],"));
   Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
   call.in = blocks_of(inputs);
   call.out = blocks_of(outputs);
-  copy_if_in_place(call.in, call.out, size());
-  return issue(std::move(call), async_op, options);
+  copy_if_in_place(call.in, call.out, check.size);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::all_to_all_single(const Tensor& output, const Tensor& input, bool async_op,
@@ -364,14 +371,14 @@ WorkPtr TorchComm::all_to_all_single(const Tensor& output, const Tensor& input, 
   check.tensor(input, "input");
   check.tensor_like(output, input, "output");
   check.numel(output, input.numel(), "output");
-  TORCH_OVERLAP_CHECK(input.numel() % size() == 0, kValue,
-                      "all_to_all_single: expected a number of elements divisible by ", size(),
+  TORCH_OVERLAP_CHECK(input.numel() % check.size == 0, kValue,
+                      "all_to_all_single: expected a number of elements divisible by ", check.size,
                       ", got ", input.numel(), "; use all_to_all_v_single for unequal parts");
   Call call = make_call(OpName::all_to_all_single, Primitive::all_to_all);
   call.in.flat = input;
   call.out.flat = output;
-  copy_if_in_place(call.in, call.out, size());
-  return issue(std::move(call), async_op, options);
+  copy_if_in_place(call.in, call.out, check.size);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::all_to_all_v_single(const Tensor& output, const Tensor& input,
@@ -386,14 +393,15 @@ WorkPtr TorchComm::all_to_all_v_single(const Tensor& output, const Tensor& input
   Call call = make_call(OpName::all_to_all_v_single, Primitive::all_to_all);
   call.in = split_blocks(input, input_splits);
   call.out = split_blocks(output, output_splits);
-  check.numel(call.out.part(rank(), size()), call.in.part(rank(), size()).numel(),
+  check.numel(call.out.part(check.rank, check.size), call.in.part(check.rank, check.size).numel(),
               "an output part for this rank itself");
-  copy_if_in_place(call.in, call.out, size());
-  return issue(std::move(call), async_op, options);
+  copy_if_in_place(call.in, call.out, check.size);
+  return issue(check, std::move(call), async_op, options);
 }
 
 WorkPtr TorchComm::barrier(bool async_op, const OpOptions& options) {
-  return issue(make_call(OpName::barrier, Primitive::barrier), async_op, options);
+  return issue(checker("barrier"), make_call(OpName::barrier, Primitive::barrier), async_op,
+               options);
 }
 
 }  // namespace torch_overlap

@@ -28,6 +28,16 @@ std::optional<bool> take_priority(Hints& hints) {
   return value;
 }
 
+constexpr const char* kMismatchHint = "check_mismatch";
+
+std::optional<bool> take_mismatch(Hints& hints) {
+  const auto found = hints.find(kMismatchHint);
+  if (found == hints.end()) return std::nullopt;
+  const bool value = parse_bool(found->second, concat("hint ", kMismatchHint));
+  hints.erase(found);
+  return value;
+}
+
 }  // namespace
 
 void warn_unknown_hints(const Hints& hints, std::string_view where) {
@@ -54,6 +64,7 @@ std::optional<bool> high_priority_hint(const Hints& hints) {
 void merge_hints(ResolvedOptions& options, const Hints& hints) {
   Hints rest = hints;
   options.is_high_priority_stream = take_priority(rest).value_or(options.is_high_priority_stream);
+  options.check_mismatch = take_mismatch(rest).value_or(options.check_mismatch);
   for (const auto& [key, value] : rest) options.hints.insert_or_assign(key, value);
 }
 
@@ -62,14 +73,16 @@ ResolvedOptions resolve_options(const CommOptions& options) {
   ResolvedOptions out;
   out.hints = options.hints;
   const auto hinted = take_priority(out.hints);
-  out.abort_process_on_timeout_or_error =
-      options.abort_process_on_timeout_or_error.value_or(env.abort_on_error);
+  out.check_mismatch = take_mismatch(out.hints).value_or(env.check_mismatch);
+  out.enable_reconfigure = options.enable_reconfigure.value_or(false);
+  // Who wants other members after a failure wants to live through it.
+  out.abort_process_on_timeout_or_error = options.abort_process_on_timeout_or_error.value_or(
+      env.abort_on_error && !out.enable_reconfigure);
   out.timeout = std::min(options.timeout.value_or(env.timeout), kLongestTimeout);
   TORCH_OVERLAP_CHECK(out.timeout.count() > 0, kValue,
                       "new_comm: expected a timeout of at least 1 ms, got ", out.timeout.count(),
                       " ms");
   out.is_high_priority_stream = options.is_high_priority_stream.value_or(hinted.value_or(false));
-  out.enable_reconfigure = options.enable_reconfigure.value_or(false);
   return out;
 }
 

@@ -49,7 +49,7 @@ struct BatchP2POptions : OpOptions {};
 
 // Options of a communicator. A field that is not set comes from the environment (base/env.h).
 struct CommOptions {
-  std::optional<bool> abort_process_on_timeout_or_error;
+  std::optional<bool> abort_process_on_timeout_or_error;  // false with enable_reconfigure
   std::optional<Milliseconds> timeout;
   std::optional<bool> is_high_priority_stream;
   std::optional<bool> enable_reconfigure;
@@ -64,6 +64,8 @@ struct ResolvedOptions {
   Milliseconds timeout{600'000};
   bool is_high_priority_stream = false;
   bool enable_reconfigure = false;
+  // Hint `check_mismatch`, else TORCH_OVERLAP_CHECK_MISMATCH: see mismatch.h.
+  bool check_mismatch = false;
   Hints hints;  // the backend's own; the ones above are taken out
 };
 

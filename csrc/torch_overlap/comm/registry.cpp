@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
@@ -15,7 +16,8 @@ struct Entry {
   std::weak_ptr<TorchComm> comm;
   const TorchComm* address;  // to find an entry whose communicator is being destroyed
   std::thread::id maker;
-  bool is_thread_rank;  // other ranks of the communicator may be in this process, under this name
+  bool is_thread_rank;   // other ranks of the communicator may be in this process, under this name
+  ProcessStamp process;  // a fork has its parent's entries, and may use their names
 };
 
 struct Registry {
@@ -71,6 +73,7 @@ void require_free_name(const std::string& name) {
   // that is given the name could not tell which one is meant.
   for (const Entry& entry : found->second) {
     if (entry.is_thread_rank && entry.maker != std::this_thread::get_id()) continue;
+    if (!entry.process.is_current()) continue;
     alive.push_back(entry.comm.lock());
     TORCH_OVERLAP_CHECK(!alive.back(), kValue,
                         "new_comm: expected a name that no live communicator has, got '", name,
@@ -80,10 +83,12 @@ void require_free_name(const std::string& name) {
 
 void add_comm(const std::shared_ptr<TorchComm>& comm) {
   require_free_name(comm->name());
-  const bool is_thread_rank = comm->backend_name() == "local" && comm->size() > 1;
+  const bool is_thread_rank =
+      comm->backend_name() == "local" && (comm->size() > 1 || comm->options().enable_reconfigure);
   std::lock_guard lock(registry().mutex);
-  registry().entries[comm->name()].push_back(
-      {comm, comm.get(), std::this_thread::get_id(), is_thread_rank});
+  auto& entries = registry().entries[comm->name()];
+  std::erase_if(entries, [](const Entry& entry) { return !entry.process.is_current(); });
+  entries.push_back({comm, comm.get(), std::this_thread::get_id(), is_thread_rank, {}});
 }
 
 void remove_comm(const TorchComm* comm) {

@@ -10,9 +10,12 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/meeting.h"
+#include "torch_overlap/comm/mismatch.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/validate.h"
 
 namespace torch_overlap {
 namespace {
@@ -97,19 +100,26 @@ std::string fault_of_list(const std::vector<int>& ranks, int me, int size) {
 TorchComm::TorchComm(std::string backend_name, BackendContext context,
                      std::vector<int> ranks_in_world)
     : backend_name_(std::move(backend_name)),
-      context_(std::move(context)),
-      ranks_in_world_(std::move(ranks_in_world)),
-      hooks_(std::make_shared<Hooks>()) {
-  context_.record = make_comm_record(context_.name, backend_name_, context_.rank, ranks_in_world_);
+      name_(context.name),
+      device_(context.device),
+      init_handle_(make_handle(context.rank)),
+      hooks_(std::make_shared<Hooks>()),
+      timeout_(std::make_shared<std::atomic<Milliseconds>>(context.options.timeout)) {
+  context.record = make_comm_record(name_, backend_name_, context.rank, ranks_in_world);
   prepare_dumps();
   // The backend may outlive this object (a graph, a watchdog): it gets the hooks, not the owner.
-  context_.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
+  context.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
     try {
       if (auto alive = hooks.lock()) alive->abort();
     } catch (const std::exception& error) {
       TORCH_WARN("abort hook: ", error.what());
     }
   };
+  context.live_timeout = timeout_;
+  auto members = std::make_shared<Membership>();
+  members->context = std::move(context);
+  members->ranks_in_world = std::move(ranks_in_world);
+  membership_ = std::move(members);
 }
 
 std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::Device device,
@@ -127,8 +137,8 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   TORCH_OVERLAP_CHECK(!context.name.empty(), kValue,
                       "new_comm: expected a name that is not empty, got ''");
   context.options = resolve_options(options);
-  const auto digest =
-      concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true));
+  const auto digest = concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true),
+                             context.options.check_mismatch ? " check_mismatch" : "");
   detail::require_free_name(context.name);
   const RankAndSize me = who_am_i(env, who);
   context.rank = me.rank;
@@ -143,71 +153,113 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   std::vector<int> world(me.size);
   std::iota(world.begin(), world.end(), 0);
   std::shared_ptr<TorchComm> comm(new TorchComm(kind, std::move(context), std::move(world)));
-  comm->backend_ = entry.make(comm->context_);
+  comm->begin(entry.make(comm->membership()->context));
   detail::add_comm(comm);
   return comm;
 }
 
 TorchComm::~TorchComm() {
+  if (!process_.is_current()) {
+    // The threads and connections are the parent's: nothing of it may be ended, or waited for.
+    (void)new std::shared_ptr<const Membership>(membership());
+    return;
+  }
   detail::remove_comm(this);
-  context_.record->state.store(CommRecord::State::kClosed);
-  if (state_.load() != State::kActive || !backend_) return;
+  membership()->context.record->state.store(CommRecord::State::kClosed);
+  const auto backend = membership()->backend;
+  if (state_.load() != State::kActive || !backend) return;
   TORCH_WARN("communicator '", name(), "' is destroyed without finalize(); it is aborted");
   try {
-    backend_->abort();
+    backend->abort();
   } catch (const std::exception& error) {
     TORCH_WARN("communicator '", name(), "': abort failed: ", error.what());
   }
 }
 
-std::string TorchComm::backend_version() const { return backend_->version(); }
+std::string TorchComm::backend_version() const { return membership()->backend->version(); }
 
 int64_t TorchComm::native_handle() const {
   require_active("native_handle");
-  return backend_->native_handle();
+  return membership()->backend->native_handle();
 }
 
 void TorchComm::require_active(std::string_view op) const {
   const State state = state_.load(std::memory_order_acquire);
+  require_own_process(op);
   if (__builtin_expect(state == State::kActive, 1)) return;
-  fail(ErrorKind::kState, op, ": expected a live communicator, got '", name(), "', which was ",
-       state == State::kAborted ? "aborted" : "finalized");
+  const char* what = "was finalized";
+  if (state == State::kAborted) what = "was aborted";
+  if (state == State::kReconfiguring) what = "is being reconfigured";
+  fail(ErrorKind::kState, op, ": expected a live communicator, got '", name(), "', which ", what);
 }
 
-WorkPtr TorchComm::issue(Call call, bool async_op, const OpOptions& options) {
+void TorchComm::require_own_process(std::string_view op) const {
+  if (__builtin_expect(process_.is_current(), 1)) return;
+  fail(ErrorKind::kState, op, ": expected the process that made communicator '", name(),
+       "', got a fork of it; make a new communicator in the child, or start it with 'spawn'");
+}
+
+WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const OpOptions& options) {
   require_active(to_string(call.name));
   TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, to_string(call.name),
                       ": expected a timeout >= 0, got ", options.timeout.count(), " ms");
   call.async_op = async_op;
+  const BackendContext& context = check.members->context;
   call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kLongestTimeout)
-                                             : context_.options.timeout;
+                                             : context.options.timeout;
   call.high_priority =
-      high_priority_hint(options.hints).value_or(context_.options.is_high_priority_stream);
+      high_priority_hint(options.hints).value_or(context.options.is_high_priority_stream);
   call.id = next_op_id.fetch_add(1, std::memory_order_relaxed);
   call.comm = name();
   RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
-  if (hooks_->pre.empty() && hooks_->post.empty()) return launch(std::move(call));
+  const Membership& members = *check.members;
+  if (hooks_->pre.empty() && hooks_->post.empty()) return launch(members, std::move(call));
 
   WorkPtr work;
   const HookEvent event{.name = call.name, .id = call.id, .call = &call, .work = &work};
   hooks_->pre(event);
   // The post-hook must still see the call, so the backend gets a copy.
-  return hooks_->around(event, [&] { return work = launch(call); });
+  return hooks_->around(event, [&] { return work = launch(members, call); });
 }
 
-WorkPtr TorchComm::launch(Call call) {
+WorkPtr TorchComm::launch(const Membership& members, Call call) {
   FlightRecorder& recorder = FlightRecorder::of_process();
-  if (!recorder.is_enabled() && hooks_->record.empty()) return backend_->launch(std::move(call));
-  const auto record = std::make_shared<CallRecord>(call, context_.record);
+  if (!recorder.is_enabled() && hooks_->record.empty()) {
+    return launch_compared(members, std::move(call));
+  }
+  const auto record = std::make_shared<CallRecord>(call, members.context.record);
   call.record = record;
   hooks_->record(call);
   recorder.add(record);
   try {
-    return backend_->launch(std::move(call));
+    return launch_compared(members, std::move(call));
   } catch (...) {
     record->ended(std::current_exception());
     throw;
   }
+}
+
+WorkPtr TorchComm::launch_compared(const Membership& members, Call call) const {
+  if (!members.context.options.check_mismatch || !members.mismatch) {
+    return members.backend->launch(std::move(call));
+  }
+  std::unique_lock<std::mutex> turn;
+  try {
+    turn = members.mismatch->compare(call, [&] {
+      require_active(to_string(call.name));
+      TORCH_OVERLAP_CHECK(!members.backend->is_aborted(), kState, to_string(call.name),
+                          ": expected a live communicator, got '", name(),
+                          "', which was aborted, or whose ranks are out of step");
+    });
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kValue) members.backend->abort();
+    throw;
+  } catch (const std::exception& error) {
+    members.backend->abort();
+    fail(ErrorKind::kRuntime, call.describe(),
+         ": expected the store to answer, which check_mismatch needs, got: ", error.what());
+  }
+  return members.backend->launch(std::move(call));
 }
 
 std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
@@ -215,7 +267,8 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
                                             const OpOptions& options) {
   require_active("split");
   // Counted whatever happens next: all ranks must agree on the number of the next split.
-  const uint64_t sequence = splits_.fetch_add(1);
+  const auto members = membership();
+  const uint64_t sequence = members->splits->fetch_add(1);
   const HookEvent event{.name = OpName::split,
                         .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
                         .ranks = &ranks,
@@ -226,42 +279,47 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
     TORCH_OVERLAP_CHECK(!child_name || !child_name->empty(), kValue,
                         "split: expected a name that is not empty, got ''");
     if (child_name && !ranks.empty()) detail::require_free_name(*child_name);
-    ResolvedOptions merged = context_.options;
+    ResolvedOptions merged = members->context.options;
     merge_hints(merged, options.hints);
     hooks_->pre(event);
   } catch (const std::exception& error) {
     // The others hear of it at once instead of waiting for this rank.
-    if (context_.store) {
-      publish(*context_.store, concat(kSplitKey, sequence), rank(), concat("!", error.what()));
+    if (const auto& store = members->context.store) {
+      publish(*store, concat(kSplitKey, sequence), members->context.rank,
+              concat("!", error.what()));
     }
     throw;
   }
-  return hooks_->around(event, [&] { return split_checked(sequence, ranks, child_name, options); });
+  return hooks_->around(
+      event, [&] { return split_checked(*members, sequence, ranks, child_name, options); });
 }
 
-void TorchComm::agree_on_split(uint64_t sequence, const std::string& mine) const {
-  std::vector<std::string> wishes(size());
-  if (context_.store) {
-    wishes = exchange(*context_.store, concat(kSplitKey, sequence), rank(), size(), mine,
-                      context_.options.timeout);
+void TorchComm::agree_on_split(const Membership& members, uint64_t sequence,
+                               const std::string& mine) const {
+  const auto& context = members.context;
+  const int size = context.size;
+  std::vector<std::string> wishes(size);
+  if (context.store) {
+    wishes = exchange(*context.store, concat(kSplitKey, sequence), context.rank, size, mine,
+                      context.options.timeout);
   } else {  // a backend without peers: those that are named want the same
     for (const int r : ranks_of_wish(mine)) {
-      if (r >= 0 && r < size()) wishes[r] = mine;
+      if (r >= 0 && r < size) wishes[r] = mine;
     }
-    wishes[rank()] = mine;
+    wishes[context.rank] = mine;
   }
   std::vector<std::vector<int>> lists;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size; ++r) {
     TORCH_OVERLAP_CHECK(wishes[r].empty() || wishes[r][0] != '!', kValue, "split: rank ", r,
                         " of '", name(), "' could not take part: ", wishes[r].substr(1));
     lists.push_back(ranks_of_wish(wishes[r]));
   }
-  for (int r = 0; r < size(); ++r) {
-    const std::string fault = fault_of_list(lists[r], r, size());
+  for (int r = 0; r < size; ++r) {
+    const std::string fault = fault_of_list(lists[r], r, size);
     TORCH_OVERLAP_CHECK(fault.empty(), kValue, "split: ", fault, " (on rank ", r, " of '", name(),
                         "')");
   }
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size; ++r) {
     for (const int member : lists[r]) {
       TORCH_OVERLAP_CHECK(wishes[member] == wishes[r], kValue,
                           "split: expected the same ranks, name, timeout and hints on all members "
@@ -272,54 +330,59 @@ void TorchComm::agree_on_split(uint64_t sequence, const std::string& mine) const
   }
 }
 
-std::shared_ptr<TorchComm> TorchComm::split_checked(uint64_t sequence,
+std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members, uint64_t sequence,
                                                     const std::vector<int>& ranks,
                                                     const std::optional<std::string>& child_name,
                                                     const OpOptions& options) {
   // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
   // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
-  agree_on_split(sequence, encode_wish(ranks, child_name, options));
+  agree_on_split(members, sequence, encode_wish(ranks, child_name, options));
 
   SplitRequest request;
   std::shared_ptr<TorchComm> child;
   request.member = !ranks.empty();
   if (request.member) {
     const int color = *std::min_element(ranks.begin(), ranks.end());
-    const auto position = std::find(ranks.begin(), ranks.end(), rank());
+    const auto position = std::find(ranks.begin(), ranks.end(), members.context.rank);
     request.color = color;
-    request.child = context_;
+    request.child = members.context;
     request.child.name = child_name ? *child_name : concat(name(), "/split_", sequence, "_", color);
     request.child.rank = static_cast<int>(position - ranks.begin());
     request.child.size = static_cast<int>(ranks.size());
-    if (context_.store) {
-      request.child.store = prefixed_store(context_.store, concat(kSplitKey, sequence, "/", color));
+    if (members.context.store) {
+      request.child.store =
+          prefixed_store(members.context.store, concat(kSplitKey, sequence, "/", color));
     }
     if (options.timeout.count() > 0) {
       request.child.options.timeout = std::min(options.timeout, kLongestTimeout);
     }
     merge_hints(request.child.options, options.hints);
     std::vector<int> world;
-    for (const int r : ranks) world.push_back(ranks_in_world_.at(r));
+    for (const int r : ranks) world.push_back(members.ranks_in_world.at(r));
     child.reset(new TorchComm(backend_name_, request.child, std::move(world)));
-    request.child = child->context_;
+    request.child = child->membership()->context;
   }
-  auto backend = backend_->split(request);
+  auto backend = members.backend->split(request);
   if (child) {
-    child->backend_ = std::move(backend);
+    child->begin(std::move(backend));
     detail::add_comm(child);
   }
   return child;
 }
 
 void TorchComm::finalize() {
+  require_own_process("finalize");
   State expected = State::kActive;
   if (!state_.compare_exchange_strong(expected, State::kFinalizing)) {
+    TORCH_OVERLAP_CHECK(expected != State::kReconfiguring, kState,
+                        "finalize: expected a live communicator, got '", name(),
+                        "', which is being reconfigured; abort() ends that");
     // After abort() a finalize only lets go of what is left.
     TORCH_OVERLAP_CHECK(expected == State::kAborted, kState,
                         "finalize: expected a live communicator, got '", name(),
                         "', which was already finalized");
     state_.store(State::kFinalized);
-    context_.record->state.store(CommRecord::State::kClosed);
+    membership()->context.record->state.store(CommRecord::State::kClosed);
     detail::remove_comm(this);
     return;
   }
@@ -334,26 +397,34 @@ void TorchComm::finalize() {
   detail::remove_comm(this);
   const auto finalized = [this](void*) {
     state_.store(State::kFinalized);
-    context_.record->state.store(CommRecord::State::kClosed);
+    membership()->context.record->state.store(CommRecord::State::kClosed);
   };
   const std::unique_ptr<void, decltype(finalized)> at_end(this, finalized);
-  hooks_->around(event, [&] { backend_->finalize(); });
+  hooks_->around(event, [&] { membership()->backend->finalize(); });
 }
 
 void TorchComm::abort() {
+  if (!process_.is_current()) return;  // a fork has nothing to end
+  const auto members = membership();
   State expected = State::kActive;
   if (!state_.compare_exchange_strong(expected, State::kAborted)) {
     // A finalize in another thread may wait for a peer: it ends with the abort's error.
-    if (expected == State::kFinalizing) backend_->abort();
+    if (expected == State::kFinalizing) members->backend->abort();
+    // A reconfigure in another thread looks at the state, and leaves.
+    if (expected == State::kReconfiguring) {
+      state_.compare_exchange_strong(expected, State::kAborted);
+    }
     return;
   }
-  context_.record->state.store(CommRecord::State::kAborted);
-  backend_->abort();  // first: a hook may wait for a lock that a stuck operation's thread holds
-  context_.on_abort();
+  members->context.record->state.store(CommRecord::State::kAborted);
+  // First: a hook may wait for a lock that a stuck operation's thread holds.
+  members->backend->abort();
+  members->context.on_abort();
 }
 
 bool TorchComm::is_aborted() const {
-  return state_.load() == State::kAborted || (backend_ && backend_->is_aborted());
+  const auto backend = membership()->backend;
+  return state_.load() == State::kAborted || (backend && backend->is_aborted());
 }
 
 }  // namespace torch_overlap

@@ -6,12 +6,16 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/call.h"
@@ -23,13 +27,45 @@
 namespace torch_overlap {
 
 class BatchSendRecv;
+class MismatchCheck;
 struct Checker;
+
+// The members of a communicator at one time, and what they talk over. A value: reconfigure(),
+// set_timeout() and set_hints() put another in its place, and an operation works on the one that it
+// began with.
+struct Membership {
+  BackendContext context;
+  std::vector<int> ranks_in_world;
+  std::shared_ptr<Backend> backend;
+  uint64_t generation = 0;  // counts the reconfigurations
+  // By rank; empty without enable_reconfigure.
+  std::vector<std::string> handles;
+  // How many splits were begun.
+  std::shared_ptr<std::atomic<uint64_t>> splits = std::make_shared<std::atomic<uint64_t>>(0);
+  // Used with check_mismatch; null without peers.
+  std::shared_ptr<MismatchCheck> mismatch;
+};
+
+struct ReconfigureOptions {
+  // Names the generation: equal on all members, and never used before for this communicator.
+  int64_t uuid = 0;
+  // The members' get_init_handle(). A list: the position becomes the rank. A set: those that were
+  // members together keep their order, new ones come after.
+  std::variant<std::vector<std::string>, std::set<std::string>> init_handles;
+  // For the whole of it; 0: the communicator's.
+  Milliseconds timeout{0};
+  // As for set_hints().
+  Hints hints;
+};
 
 // A communicator: one rank's end of a group of processes (or threads) that communicate.
 //
 // Life: new_comm() or split() makes it, collectively; finalize() ends it, collectively. After
 // finalize every operation is refused, and the native communicator lives on until the last CUDA
-// graph that captured it is gone. Destroyed without finalize, it warns and aborts.
+// graph that captured it is gone. Destroyed without finalize, it warns and aborts. reconfigure()
+// gives it other members, also after a failure or abort(); the object, its name and its hooks stay.
+//
+// A child made by fork() cannot use it: every function that communicates throws kState there.
 //
 // Streams (CUDA). async_op=false: the operation runs on the current stream, and the host does not
 // wait. async_op=true: it runs on the communicator's own stream, after everything that is on the
@@ -58,18 +94,24 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   TorchComm(const TorchComm&) = delete;
   TorchComm& operator=(const TorchComm&) = delete;
 
-  int rank() const { return context_.rank; }
-  int size() const { return context_.size; }
-  const std::string& name() const { return context_.name; }
-  c10::Device device() const { return context_.device; }
+  int rank() const { return membership()->context.rank; }
+  int size() const { return membership()->context.size; }
+  const std::string& name() const { return name_; }
+  c10::Device device() const { return device_; }
   const std::string& backend_name() const { return backend_name_; }
   std::string backend_version() const;
-  const ResolvedOptions& options() const { return context_.options; }
-  // The world ranks of the members: position = rank here.
-  const std::vector<int>& ranks_in_world() const { return ranks_in_world_; }
+  ResolvedOptions options() const { return membership()->context.options; }
+  // The world ranks of the members: position = rank here. After reconfigure() the communicator is
+  // its own world.
+  std::vector<int> ranks_in_world() const { return membership()->ranks_in_world; }
   int64_t native_handle() const;
   // This communicator's own part of the store; null for a backend without peers.
-  const c10::intrusive_ptr<c10d::Store>& store() const { return context_.store; }
+  c10::intrusive_ptr<c10d::Store> store() const { return membership()->context.store; }
+  // How often the members changed. What was made of an older generation (windows, graphs, children)
+  // is of no use in this one.
+  uint64_t generation() const { return membership()->generation; }
+  // Rank, size, store, ... of one and the same generation.
+  std::shared_ptr<const Membership> membership() const { return membership_.load(); }
 
   // --- Point to point --------------------------------------------------------------------------
   WorkPtr send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options = {});
@@ -142,6 +184,28 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // finalize() that waits in another thread.
   void abort();
   bool is_aborted() const;
+  // Whether abort() ends what is under way: true for every backend here.
+  bool is_abort_supported() const { return true; }
+
+  // --- Other members ---------------------------------------------------------------------------
+  // What names this rank in reconfigure(): text without line ends, the same for the life of the
+  // object. Others get it by any way that does not need this communicator.
+  const std::string& init_handle() const { return init_handle_; }
+  // Collective over the ranks whose handles are given, which pass the same uuid and handles: the
+  // communicator gets these members, and becomes usable again if it was aborted or had failed. Ends
+  // what is under way with an error. Blocks, at most the timeout; then the error names who did not
+  // come, and another call with another uuid may follow. The result is done.
+  //
+  // Needs enable_reconfigure, and a store that has outlived the lost ranks: one that torchrun's
+  // agent or a launcher serves. A new member makes its own end with rank 0 of size 1, the same name
+  // and the same store. Children of split keep their members; each is reconfigured on its own.
+  WorkPtr reconfigure(const ReconfigureOptions& options);
+  // From the next operation on.
+  void set_timeout(Milliseconds timeout);
+  // Put over those given before. What the backend's library takes when a communicator is made has
+  // its effect in later children and after reconfigure().
+  void set_hints(const Hints& hints);
+
   bool is_finalized() const {
     const State state = state_.load();
     return state == State::kFinalizing || state == State::kFinalized;
@@ -150,30 +214,46 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   Hooks& hooks() { return *hooks_; }
 
  private:
-  enum class State { kActive, kFinalizing, kFinalized, kAborted };
+  enum class State { kActive, kFinalizing, kFinalized, kAborted, kReconfiguring };
 
   TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world);
+  // Once, with the backend: the object can be used.
+  void begin(std::shared_ptr<Backend> backend);
+  // Puts a changed copy in the place of the membership.
+  template <typename Change>
+  void change(const Change& apply);
+  std::shared_ptr<Membership> next_generation(const ReconfigureOptions& options,
+                                              const std::vector<std::string>& handles);
   Checker checker(std::string_view op) const;
   WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                             const OpOptions& options);
   // The one way of every operation: state, options, hooks, the backend's launch.
-  WorkPtr issue(Call call, bool async_op, const OpOptions& options);
-  // Writes the call down, then hands it to the backend.
-  WorkPtr launch(Call call);
+  // `check`: what the arguments were checked against, and what the operation therefore runs on.
+  WorkPtr issue(const Checker& check, Call call, bool async_op, const OpOptions& options);
+  // Writes the call down, compares it with the other ranks' where that was asked for, and hands it
+  // to the backend.
+  WorkPtr launch(const Membership& members, Call call);
+  WorkPtr launch_compared(const Membership& members, Call call) const;
   void require_active(std::string_view op) const;
+  void require_own_process(std::string_view op) const;
   // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
-  void agree_on_split(uint64_t sequence, const std::string& mine) const;
-  std::shared_ptr<TorchComm> split_checked(uint64_t sequence, const std::vector<int>& ranks,
+  void agree_on_split(const Membership& members, uint64_t sequence, const std::string& mine) const;
+  std::shared_ptr<TorchComm> split_checked(const Membership& members, uint64_t sequence,
+                                           const std::vector<int>& ranks,
                                            const std::optional<std::string>& name,
                                            const OpOptions& options);
 
-  std::string backend_name_;
-  BackendContext context_;
-  std::vector<int> ranks_in_world_;
-  std::shared_ptr<Backend> backend_;
-  std::shared_ptr<Hooks> hooks_;
+  const std::string backend_name_;
+  const std::string name_;
+  const c10::Device device_;
+  const std::string init_handle_;
+  const ProcessStamp process_;
+  const std::shared_ptr<Hooks> hooks_;
+  const std::shared_ptr<std::atomic<Milliseconds>> timeout_;
+  std::atomic<std::shared_ptr<const Membership>> membership_;
+  std::mutex changes_;  // of membership_; what only reads takes none
+  std::set<int64_t> used_uuids_;
   std::atomic<State> state_{State::kActive};
-  std::atomic<uint64_t> splits_{0};
 };
 
 // Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.

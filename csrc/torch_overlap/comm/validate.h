@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -10,12 +11,15 @@
 
 namespace torch_overlap {
 
+struct Membership;
+
 // What an operation's arguments are checked against; the errors name the operation.
 struct Checker {
   std::string_view op;
   c10::Device device;
   int rank;
   int size;
+  std::shared_ptr<const Membership> members = nullptr;  // whose these are
 
   // Defined, dense, contiguous, on the communicator's device.
   void tensor(const at::Tensor& tensor, std::string_view what) const;

@@ -39,10 +39,6 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
                  std::optional<int> rank, std::optional<int> size) {
   TORCH_OVERLAP_CHECK(rank.has_value() == size.has_value(), kValue,
                       "new_comm: expected rank and size together, got only one of them");
-  TORCH_OVERLAP_CHECK(
-      !options.enable_reconfigure.value_or(false), kUnsupported,
-      "new_comm: expected enable_reconfigure=False, got True; a communicator cannot "
-      "be reconfigured, abort it and make a new one");
   std::optional<RankAndSize> who;
   if (rank) who = RankAndSize{*rank, *size};
   return without_gil(
@@ -71,7 +67,7 @@ std::vector<std::string> abort_all() {
 }
 
 CommOptions options_of(const TorchComm& comm) {
-  const ResolvedOptions& from = comm.options();
+  const ResolvedOptions from = comm.options();
   CommOptions out;
   out.abort_process_on_timeout_or_error = from.abort_process_on_timeout_or_error;
   out.timeout = from.timeout;
@@ -79,6 +75,7 @@ CommOptions options_of(const TorchComm& comm) {
   out.enable_reconfigure = from.enable_reconfigure;
   out.name = comm.name();
   out.hints = from.hints;
+  if (from.check_mismatch) out.hints["check_mismatch"] = "true";
   return out;
 }
 

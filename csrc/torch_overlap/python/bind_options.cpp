@@ -66,13 +66,13 @@ void register_options(py::module_& module) {
       .def_property(
           "abort_process_on_timeout_or_error",
           [](const CommOptions& self) {
-            return self.abort_process_on_timeout_or_error.value_or(Env::read().abort_on_error);
+            return resolve_options(self).abort_process_on_timeout_or_error;
           },
           [](CommOptions& self, std::optional<bool> value) {
             self.abort_process_on_timeout_or_error = value;
           },
-          "Whether a timeout or an asynchronous error ends the process. Default: "
-          "TORCHCOMM_ABORT_ON_ERROR, else True.")
+          "Whether a timeout or an asynchronous error ends the process. Default: False with "
+          "enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.")
       .def_property(
           "timeout",
           [](const CommOptions& self) {
@@ -92,7 +92,8 @@ void register_options(py::module_& module) {
       .def_property(
           "enable_reconfigure",
           [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
-          [](CommOptions& self, std::optional<bool> value) { self.enable_reconfigure = value; })
+          [](CommOptions& self, std::optional<bool> value) { self.enable_reconfigure = value; },
+          "Whether reconfigure() may give the communicator other members. Default False.")
       .def_readwrite("name", &CommOptions::name,
                      "The communicator's name, or None for a generated one.")
       .def_readwrite("store", &CommOptions::store,

@@ -17,6 +17,7 @@ void register_comm(pybind11::module_& module);         // OpName, TorchComm, _ne
 void register_collectives(pybind11::module_& module);  // the operations of TorchComm
 void register_batch(pybind11::module_& module);        // P2POpType, P2POp, BatchSendRecv
 void register_hooks(pybind11::module_& module);        // RemovableHandle, TorchComm.register_*_hook
+void register_reconfigure(pybind11::module_& module);  // TorchComm.reconfigure, set_timeout, ...
 void register_recorder(pybind11::module_& module);     // flight recorder, log of calls, health
 void register_backends(pybind11::module_& module);     // built_backends, backends written in Python
 void register_gloo(pybind11::module_& module);         // who makes torch's gloo

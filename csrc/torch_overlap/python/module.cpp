@@ -16,6 +16,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_collectives(module);
   register_batch(module);
   register_hooks(module);
+  register_reconfigure(module);
   register_recorder(module);
   register_backends(module);
   register_gloo(module);

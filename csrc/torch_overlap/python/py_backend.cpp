@@ -121,7 +121,7 @@ class PyWork : public TorchWork {
 CommOptions options_of(const BackendContext& context) {
   CommOptions options;
   options.abort_process_on_timeout_or_error = context.options.abort_process_on_timeout_or_error;
-  options.timeout = context.options.timeout;
+  options.timeout = context.timeout();
   options.is_high_priority_stream = context.options.is_high_priority_stream;
   options.enable_reconfigure = context.options.enable_reconfigure;
   options.name = context.name;

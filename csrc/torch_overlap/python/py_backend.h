@@ -21,6 +21,10 @@ class PyBackend : public Backend {
   std::string version() const override;
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
+    abort();
+    return std::make_shared<PyBackend>(type_, meet().context);
+  }
   void finalize() override;
   void abort() override;
   bool is_aborted() const override { return aborted_.load(); }

@@ -16,6 +16,7 @@ namespace {
 // Every variable that Env reads, so that a test sees only what it sets itself.
 constexpr const char* kVariables[] = {"TORCHCOMM_ABORT_ON_ERROR",
                                       "TORCHCOMM_TIMEOUT_SECONDS",
+                                      "TORCH_OVERLAP_CHECK_MISMATCH",
                                       "TORCHCOMM_RANK",
                                       "TORCHCOMM_SIZE",
                                       "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD",
@@ -116,6 +117,8 @@ TEST(Errors, CheckBuildsItsMessageOnlyWhenItFails) {
 TEST_F(EnvTest, DefaultsAreTheDocumentedOnes) {
   const Env env = read({});
   EXPECT_TRUE(env.abort_on_error);
+  EXPECT_FALSE(env.check_mismatch);
+  EXPECT_TRUE(read({{"TORCH_OVERLAP_CHECK_MISMATCH", "yes"}}).check_mismatch);
   EXPECT_EQ(env.timeout, std::chrono::seconds(600));
   EXPECT_FALSE(env.rank || env.size || env.local_rank || env.master_addr);
   EXPECT_EQ(env.master_port, 29500);

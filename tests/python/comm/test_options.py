@@ -153,13 +153,14 @@ def test_defaults_are_those_of_the_documentation(monkeypatch: pytest.MonkeyPatch
         options.hints["a"] = "lost"  # type: ignore[index]
 
 
-def test_a_communicator_cannot_be_reconfigured() -> None:
+def test_enable_reconfigure_comes_from_the_argument_or_the_options() -> None:
     options = CommOptions()
     options.enable_reconfigure = True
     for arguments in ({"enable_reconfigure": True}, {"options": options}):
-        with pytest.raises(to.UnsupportedError, match="new_comm: expected enable_reconfigure=False, got True"):
-            to.new_comm("fake", "cpu", rank=0, size=1, **arguments)
-    to.new_comm("fake", "cpu", rank=0, size=1, options=options, enable_reconfigure=False).finalize()
+        with to.new_comm("fake", "cpu", rank=0, size=1, **arguments) as comm:
+            assert comm.get_options().enable_reconfigure
+    with to.new_comm("fake", "cpu", rank=0, size=1, options=options, enable_reconfigure=False) as comm:
+        assert not comm.get_options().enable_reconfigure
 
 
 def options_of(comm: TorchComm, name: str) -> type:

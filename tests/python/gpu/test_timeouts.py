@@ -24,7 +24,7 @@ def test_a_missing_peer_is_a_timeout_error_everywhere(comm, make_comm):
     if comm.get_rank() == 0:
         begin = time.monotonic()
         work = lonely.all_reduce(x, to.ReduceOp.SUM, async_op=True)
-        with pytest.raises(to.OperationTimeoutError, match=r"all_reduce #\d+ on 'lonely'.*3000 ms.*issued"):
+        with pytest.raises(to.OperationTimeoutError, match=r"all_reduce #\d+ on 'lonely'.*3000 ms.*queued .* ago"):
             work.wait_blocking()
         assert time.monotonic() - begin < 10
         assert work.is_completed()

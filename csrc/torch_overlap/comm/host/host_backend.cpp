@@ -4,13 +4,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/plain_dispatch.h"
+#include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder_dump.h"
 
 namespace torch_overlap {
@@ -38,12 +37,18 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// The same error, saying which operation it is of.
-std::exception_ptr named(const Call& call, const std::exception_ptr& error) {
-  const auto text = [&call](const char* what) { return concat(call.describe(), ": ", what); };
+// The same error, saying which operation it is of; a timeout, how old that is.
+std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) {
+  const auto text = [&work](const char* what) {
+    return concat(work.call().describe(), ": ", what);
+  };
   try {
     std::rethrow_exception(error);
   } catch (const Error& thrown) {
+    if (thrown.kind() == ErrorKind::kTimeout) {
+      return std::make_exception_ptr(
+          Error(ErrorKind::kTimeout, concat(text(thrown.what()), " (", work.age(), ")")));
+    }
     return std::make_exception_ptr(Error(thrown.kind(), text(thrown.what())));
   } catch (const c10::Error& thrown) {
     return std::make_exception_ptr(
@@ -130,7 +135,7 @@ void HostBackend::run(HostWork& work, int lane) {
   try {
     run_part(work, lane, has_begun);
   } catch (...) {
-    error = named(work.call(), std::current_exception());
+    error = named(work, std::current_exception());
     // Others may be in the middle of it, or be waiting: only what never began leaves no trace.
     if (has_begun || is_timeout(error)) break_down(error);
   }
@@ -143,6 +148,7 @@ void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
     fail(ErrorKind::kState, "not run, because of ", failure());
   }
   if (work.call().record) work.call().record->started();
+  work.begin();
   const PlainDispatch plain;
   HostPrimitives primitives(context_.rank, context_.size, *transport_, work.deadline(),
                             work.call().timeout);
@@ -189,12 +195,7 @@ void HostBackend::break_down(const std::exception_ptr& error) {
   report_failure(context_.record.get(), why);
   const bool timeout = is_timeout(error);
   if (context_.options.abort_process_on_timeout_or_error) {
-    wait_for_dumps(std::chrono::seconds(10));
-    if (context_.on_abort) context_.on_abort();
-    std::fprintf(stderr, "torch_overlap: Aborting process due to %s: %s\n",
-                 timeout ? "timeout" : "error", why.c_str());
-    std::fflush(stderr);
-    std::abort();
+    end_process(timeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR, why, context_.on_abort);
   }
   // After a timeout the peers are not told: their own clocks are about to end, and then they name
   // the rank that is really missing.
@@ -218,7 +219,7 @@ void HostBackend::require_usable(std::string_view op) {
 
 void HostBackend::expire(const HostWork& work) {
   const Error error(ErrorKind::kTimeout, overdue(work.call()));
-  break_down(named(work.call(), std::make_exception_ptr(error)));
+  break_down(named(work, std::make_exception_ptr(error)));
 }
 
 std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
@@ -229,8 +230,7 @@ std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
 void HostBackend::finalize() {
   OwnedThread::refuse_to_block(this, "finalize");
   finalized_.store(true, std::memory_order_release);
-  const auto timeout =
-      std::min<Milliseconds>(context_.options.timeout, std::chrono::hours(24 * 365));
+  const auto timeout = std::min<Milliseconds>(context_.timeout(), std::chrono::hours(24 * 365));
   if (!lanes_.drain(HostClock::now() + timeout)) {
     break_down(std::make_exception_ptr(Error(
         ErrorKind::kTimeout, concat("finalize of '", context_.name, "': operations did not end in ",

@@ -40,6 +40,10 @@ class HostBackend final : public Backend, public HostWorkOwner {
   void finalize() override;
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
+    abort();  // the peers hear of it
+    return make_child_(meet().context);
+  }
   void expire(const HostWork& work) override;
 
  private:

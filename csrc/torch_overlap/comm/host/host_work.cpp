@@ -41,6 +41,19 @@ HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, 
       owner_(std::move(owner)),
       parts_(parts) {}
 
+void HostWork::begin() {
+  Deadline never = Deadline::max();
+  started_.compare_exchange_strong(never, HostClock::now());
+}
+
+std::string HostWork::age() const {
+  const auto now = HostClock::now();
+  const Deadline started = started_;
+  return concat("queued ", seconds_string(now - issued_), " ago, ",
+                started == Deadline::max() ? std::string("not started")
+                                           : concat("running for ", seconds_string(now - started)));
+}
+
 void HostWork::end_part(const std::exception_ptr& error) {
   Call finished;  // declared first: tensors die last, after everybody was told
   std::unique_ptr<Staging> staging;
@@ -68,6 +81,9 @@ void HostWork::end_part(const std::exception_ptr& error) {
 }
 
 void HostWork::wait_until(Deadline until) {
+  // Before the lock, which a thread of the parent may have held at the fork.
+  TORCH_OVERLAP_CHECK(process_.is_current(), kState, "wait: expected the process that issued ",
+                      to_string(call_.name), " #", call_.id, ", got a fork of it");
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_; };
   const Deadline expiry = deadline_ + kGrace;

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/host/staging.h"
 #include "torch_overlap/comm/host/transport.h"
 #include "torch_overlap/comm/work.h"
@@ -49,6 +52,10 @@ class HostWork final : public TorchWork {
   const Staging* staging() const { return staging_.get(); }
   uint64_t index() const { return index_; }
   Deadline deadline() const { return deadline_; }
+  // Its turn has come.
+  void begin();
+  // "queued 12 s ago, running for 10 s"
+  std::string age() const;
 
   // A part of the operation is over. The first error is the operation's; the last part completes
   // it.
@@ -67,7 +74,10 @@ class HostWork final : public TorchWork {
   Call call_;
   std::unique_ptr<Staging> staging_;
   const uint64_t index_;
+  const Deadline issued_ = HostClock::now();
+  std::atomic<Deadline> started_{Deadline::max()};
   const Deadline deadline_;
+  const ProcessStamp process_;
   const std::weak_ptr<HostWorkOwner> owner_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -1,11 +1,16 @@
 #include "torch_overlap/comm/backends/nccl/api.h"
 
 // Functions younger than the oldest NCCL that may be loaded: null where they are missing.
-extern "C" __attribute__((weak)) ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
+extern "C" {
+__attribute__((weak)) ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
+__attribute__((weak)) ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int count,
+                                                  ncclComm_t* child, ncclConfig_t* config,
+                                                  int flags);
+}
 
 namespace torch_overlap {
 
-NcclApi::NcclApi() : comm_revoke(ncclCommRevoke) {}
+NcclApi::NcclApi() : comm_revoke(ncclCommRevoke), comm_shrink(ncclCommShrink) {}
 
 const NcclApi& NcclApi::loaded() {
   static const NcclApi* const api = new NcclApi;  // never freed: threads use it until the very end

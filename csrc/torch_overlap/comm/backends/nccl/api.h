@@ -35,8 +35,9 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclReduceScatter) reduce_scatter = ncclReduceScatter;
   decltype(&ncclSend) send = ncclSend;
   decltype(&ncclRecv) recv = ncclRecv;
-  // Null before NCCL 2.28.
+  // Null before NCCL 2.28 and 2.27.
   decltype(&ncclCommRevoke) comm_revoke;
+  decltype(&ncclCommShrink) comm_shrink;
 
   NcclApi();
   static const NcclApi& loaded();

@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
 
@@ -26,10 +26,6 @@ void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
 
 void stream_waits(c10::cuda::CUDAStream stream, cudaEvent_t event) {
   cuda::check(cudaStreamWaitEvent(stream.stream(), event, 0), "cudaStreamWaitEvent");
-}
-
-std::string seconds(CudaWork::Clock::duration duration) {
-  return concat(std::chrono::duration<double>(duration).count(), " s");
 }
 
 // Leaves a forked stream as a leaf of the capture, also when the operation fails half way: else the
@@ -258,10 +254,10 @@ void NcclBackend::reap(Sink& ended) {
 }
 
 void NcclBackend::drain(std::string_view op) {
-  const auto deadline = Clock::now() + bounded_timeout(context_.options.timeout);
+  const auto deadline = Clock::now() + bounded_timeout(context_.timeout());
   auto nap = std::chrono::microseconds(20);
   while (true) {
-    if (runtime_->failure.is_set()) act_on_failure();
+    act_on_failure();
     {
       Ended ended;
       const Lock lock = lock_unless_failed();
@@ -271,7 +267,7 @@ void NcclBackend::drain(std::string_view op) {
     if (Clock::now() >= deadline) {
       fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
                 concat(op, " on '", runtime_->name, "': expected all operations to end within ",
-                       context_.options.timeout.count(), " ms, got some that did not"));
+                       context_.timeout().count(), " ms, got some that did not"));
     }
     std::this_thread::sleep_for(nap);
     nap = std::min(nap * 2, std::chrono::microseconds(1000));
@@ -286,7 +282,7 @@ std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
   drain("split");  // NCCL asks for a parent with nothing outstanding
   std::shared_ptr<NcclHandle> child;
   try {
-    child = handle_->split(request, context_.options.timeout);
+    child = handle_->split(request, context_.timeout());
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kUnsupported && error.kind() != ErrorKind::kValue) {
       const bool late = error.kind() == ErrorKind::kTimeout;
@@ -301,9 +297,9 @@ std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
 void NcclBackend::finalize() {
   drain("finalize");
   finalized_ = true;
-  if (handle_->close(context_.options.timeout)) return;
+  if (handle_->close(context_.timeout())) return;
   fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
-       context_.options.timeout.count(), " ms, got no answer; it goes on in the background");
+       context_.timeout().count(), " ms, got no answer; it goes on in the background");
 }
 
 // --- The watchdog's part -------------------------------------------------------------------------
@@ -316,14 +312,17 @@ void NcclBackend::tick() noexcept {
     // there. Relaxed: this thread must never break another one's capture.
     const c10::cuda::CUDAGuard device(runtime_->device);
     const cuda::RelaxedCapture relaxed;
-    if (runtime_->failure.is_set()) act_on_failure();
+    act_on_failure(/*is_watchdog=*/true);
     DeadWorks ended(runtime_->device);
     Lock lock(handle_->mutex(), std::try_to_lock);
-    if (!lock) return check_launching(now);
+    if (!lock) {
+      check_launching(now);
+      return act_on_failure(/*is_watchdog=*/true);
+    }
     reap(ended);
     if (runtime_->failure.is_set()) {
       lock.unlock();
-      return act_on_failure();
+      return act_on_failure(/*is_watchdog=*/true);
     }
     ncclResult_t state = ncclSuccess;
     const auto& api = handle_->api();
@@ -336,16 +335,18 @@ void NcclBackend::tick() noexcept {
                  "got ",
                  api.error_string(state), "; NCCL says: ", last != nullptr ? last : "");
       lock.unlock();
-      return fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
+      fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
+      return act_on_failure(/*is_watchdog=*/true);
     }
     auto late = check_replays(now);
     if (!late && !queue_.empty()) late = check_head(*queue_.front(), now);
     lock.unlock();
     if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
-    act_on_failure();
+    act_on_failure(/*is_watchdog=*/true);
   } catch (const std::exception& error) {
     fail_with(WorkStatus::ERROR, ErrorKind::kRuntime,
               concat("communicator '", runtime_->name, "': watchdog: ", error.what()));
+    act_on_failure(/*is_watchdog=*/true);
   }
 }
 
@@ -358,7 +359,7 @@ void NcclBackend::check_launching(Clock::time_point now) {
   fail_with(
       WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
       concat("communicator '", runtime_->name, "': expected a call into NCCL to return within ",
-             timeout.count(), " ms, got none for ", seconds(stuck),
+             timeout.count(), " ms, got none for ", seconds_string(stuck),
              "; a peer does not answer: look at the other ranks"));
 }
 
@@ -380,9 +381,9 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
   const auto running = now - *head.started;
   if (running < bounded_timeout(head.call().timeout) || head.has_ended()) return std::nullopt;
   return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
-                " ms of its start, got none after ", seconds(running), " (",
-                seconds(now - head.issued),
-                " after it was issued); a peer did not take part: look at the other ranks");
+                " ms of its start, got no end (queued ", seconds_string(now - head.issued),
+                " ago, running for ", seconds_string(running),
+                "); a peer did not take part: look at the other ranks");
 }
 
 std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {

@@ -50,6 +50,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void abort() override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
   bool is_capturing() const override;
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
 
   void tick() noexcept override;
@@ -94,12 +95,15 @@ class NcclBackend final : public Backend, public Watched, public Body {
   // Waits until all that was issued has ended.
   void drain(std::string_view op);
 
+  // By ncclCommShrink, where all members were together before and no communicator of theirs has
+  // failed. Null on all if that did not come about on one.
+  std::shared_ptr<NcclBackend> shrink(const RegroupRequest& request);
+
   // The first caller's error ends the communicator. Does not wait.
   void fail_with(WorkStatus status, ErrorKind kind, const std::string& message);
-  // What follows from a failure that is set: the process or NCCL is stopped. Once, with no lock
-  // held; not after abort().
-  void act_on_failure();
-  [[noreturn]] void end_process(WorkStatus status, const std::string& message);
+  // What follows from a failure that is set: NCCL is stopped, or, on the watchdog's thread, the
+  // process. Once, with no lock held; not after abort().
+  void act_on_failure(bool is_watchdog = false);
   void check_launching(Clock::time_point now);
   // Under the launch lock: says what is wrong if the operation, or one in a replayed graph, is
   // late.

@@ -1,20 +1,15 @@
 // How a communicator ends before its time.
 #include <c10/util/Exception.h>
 
-#include <cstdio>
-#include <cstdlib>
-
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/backend.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder_dump.h"
 
 namespace torch_overlap {
 namespace {
 
 constexpr auto kStopLimit = std::chrono::seconds(10);
-constexpr auto kHookLimit = std::chrono::seconds(10);
-constexpr auto kDumpLimit = std::chrono::seconds(10);
 
 }  // namespace
 
@@ -60,28 +55,16 @@ void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string
   act_on_failure();
 }
 
-void NcclBackend::act_on_failure() {
-  if (!runtime_->failure.is_set() || acted_on_failure_.exchange(true)) return;
-  const WorkStatus status = runtime_->failure.status();
+void NcclBackend::act_on_failure(bool is_watchdog) {
+  if (!runtime_->failure.is_set()) return;
+  const bool ends_process = context_.options.abort_process_on_timeout_or_error;
+  if (ends_process && !is_watchdog) return;  // who sees it first can raise; the watchdog ends it
+  if (acted_on_failure_.exchange(true)) return;
   const std::string message = runtime_->failure.message();
   report_failure(context_.record.get(), message);
-  if (context_.options.abort_process_on_timeout_or_error) end_process(status, message);
+  if (ends_process) end_process(runtime_->failure.status(), message, context_.on_abort);
   TORCH_WARN(message);
   handle_->stop(Milliseconds(0));
-}
-
-void NcclBackend::end_process(WorkStatus status, const std::string& message) {
-  std::fprintf(stderr, "[torch_overlap] %s\n", message.c_str());
-  wait_for_dumps(kDumpLimit);
-  if (context_.on_abort) {
-    // Hooks may need a lock that a stuck thread holds (Python's): the end of the process cannot
-    // wait.
-    run_bounded(context_.on_abort, kHookLimit);
-  }
-  std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
-               status == WorkStatus::TIMEDOUT ? "timeout" : "error");
-  std::fflush(stderr);
-  std::abort();
 }
 
 }  // namespace torch_overlap

@@ -1,21 +1,18 @@
 #pragma once
 
-#include <algorithm>
-#include <chrono>
-#include <functional>
+#include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/common/cuda/capture.h"
 
 namespace torch_overlap {
 
-// A timeout that can be added to a time point, or counted in nanoseconds, without an overflow.
-inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeout) {
-  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(365 * 24);
-  return std::min(timeout, kLongest);
+// run_bounded() for calls into CUDA, which may be made while another thread captures.
+inline bool run_bounded_on_cuda(std::function<void()> work, std::chrono::milliseconds limit) {
+  return run_bounded(
+      [work = std::move(work)] {
+        const cuda::RelaxedCapture relaxed;
+        work();
+      },
+      limit);
 }
-
-// Runs `work` on a thread of its own and waits for it, at most `limit`. True: it ended; what it
-// threw is thrown here. False: it goes on alone, and what it throws is lost. So `work` owns all it
-// touches. For calls that can hang with no way to give them a timeout. They never break a capture
-// of another thread.
-bool run_bounded(std::function<void()> work, std::chrono::milliseconds limit);
 
 }  // namespace torch_overlap

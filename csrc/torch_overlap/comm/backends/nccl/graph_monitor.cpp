@@ -6,8 +6,8 @@
 #include <atomic>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/backends/nccl/mark_kernel.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 

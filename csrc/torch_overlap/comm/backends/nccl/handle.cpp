@@ -70,11 +70,11 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
     }
     nccl_check(api, result, "ncclCommInitRankConfig");
   };
-  if (!run_bounded(make, context.options.timeout)) {
+  if (!run_bounded_on_cuda(make, context.options.timeout)) {
     // Raises the abort flags, on which the other thread comes out. NCCL has set the pointer before
     // it began to talk to anybody; while it does, abort frees nothing that it needs.
     ncclComm_t comm = std::atomic_ref(native->comm).load();
-    run_bounded([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
+    run_bounded_on_cuda([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
     timed_out("new_comm", context.name, context.options.timeout);
   }
   return std::shared_ptr<NcclHandle>(
@@ -95,7 +95,7 @@ std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milli
                "ncclCommSplit");
   };
   try {
-    if (!run_bounded(make, timeout)) timed_out("split", request.child.name, timeout);
+    if (!run_bounded_on_cuda(make, timeout)) timed_out("split", request.child.name, timeout);
   } catch (...) {
     stop(Milliseconds(0));
     throw;
@@ -123,7 +123,7 @@ void NcclHandle::free(const NcclApi& api, Native& native) {
 
 NcclHandle::~NcclHandle() {
   if (comm() == nullptr) return;
-  run_bounded(
+  run_bounded_on_cuda(
       [&api = api_, native = native_] {
         try {
           free(api, *native);
@@ -135,7 +135,7 @@ NcclHandle::~NcclHandle() {
 }
 
 bool NcclHandle::close(Milliseconds limit) {
-  return run_bounded(
+  return run_bounded_on_cuda(
       [self = shared_from_this()] {
         const std::lock_guard lock(self->mutex());
         // No graph can come any more: the backend refuses new calls.
@@ -146,7 +146,7 @@ bool NcclHandle::close(Milliseconds limit) {
 
 void NcclHandle::stop(Milliseconds limit) {
   if (stopping_.exchange(true)) return;
-  run_bounded(
+  run_bounded_on_cuda(
       [self = shared_from_this()] {
         try {
           self->stop_now();
@@ -182,7 +182,7 @@ void NcclHandle::stop_now() {
   };
   if (graphs_ == 0) return abort();
   // Comes back when the last graph is gone: not to be waited for.
-  run_bounded(abort, kFlagsUp);
+  run_bounded_on_cuda(abort, kFlagsUp);
 }
 
 }  // namespace torch_overlap

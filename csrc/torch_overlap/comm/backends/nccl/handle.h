@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/nccl/api.h"
@@ -39,6 +40,12 @@ class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
   // Collective over the parent's ranks, none of which may have operations outstanding. Null for a
   // rank that is not a member. After a throw the parent is stopped: a rank may be stuck in it.
   std::shared_ptr<NcclHandle> split(const SplitRequest& request, Milliseconds timeout);
+  // Collective over the ranks that stay, in their order, each of which can_shrink(): ends all
+  // operations, and makes their communicator. `excluded`: the ranks that do not stay, which need
+  // not live. This one is of no use afterwards: stop() it.
+  std::shared_ptr<NcclHandle> shrink(const BackendContext& child, std::vector<int> excluded,
+                                     Milliseconds timeout);
+  bool can_shrink() const { return api_.comm_shrink != nullptr && comm() != nullptr && !stopping_; }
   // Frees on a thread of its own, and waits for it for a few seconds at most.
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"

@@ -1,0 +1,130 @@
+// How the members of the next generation get their native communicator.
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/backend.h"
+#include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/bootstrap.h"
+
+namespace torch_overlap {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kOldStopLimit = std::chrono::seconds(10);
+// How long to wait for graphs that the caller has let go of: they say so on a thread of the driver.
+constexpr auto kGraphsGone = std::chrono::seconds(1);
+constexpr auto kGraphNap = std::chrono::milliseconds(1);
+
+constexpr const char* kCanShrink = "shrink";
+constexpr const char* kShrunk = "done";
+
+bool all_said(const std::vector<std::string>& said, const std::string& what) {
+  return std::all_of(said.begin(), said.end(), [&](const auto& one) { return one == what; });
+}
+
+// The ranks of the old generation that are not among `kept`.
+std::vector<int> lost_ranks(const std::vector<int>& kept, int old_size) {
+  std::vector<int> lost;
+  for (int r = 0; r < old_size; ++r) {
+    if (std::find(kept.begin(), kept.end(), r) == kept.end()) lost.push_back(r);
+  }
+  return lost;
+}
+
+}  // namespace
+
+std::shared_ptr<NcclHandle> NcclHandle::shrink(const BackendContext& context,
+                                               std::vector<int> excluded, Milliseconds timeout) {
+  auto child = std::make_shared<Native>(api_, context.name, context.options.hints, native_->device);
+  child->config.get()->shrinkShare = 0;  // nothing is shared with one that was stopped
+  const auto make = [self = shared_from_this(), child, excluded = std::move(excluded)]() mutable {
+    const c10::cuda::CUDAGuard device(child->device);
+    const NcclApi& api = self->api();
+    const std::lock_guard lock(self->mutex());
+    TORCH_OVERLAP_CHECK(self->can_shrink(), kState,
+                        "reconfigure: expected a communicator that NCCL can shrink, got one that "
+                        "was stopped");
+    nccl_check(api,
+               api.comm_shrink(self->comm(), excluded.data(), static_cast<int>(excluded.size()),
+                               &child->comm, child->config.get(), NCCL_SHRINK_ABORT),
+               "ncclCommShrink");
+  };
+  TORCH_OVERLAP_CHECK(run_bounded_on_cuda(make, timeout), kTimeout,
+                      "reconfigure: expected ncclCommShrink to end within ", timeout.count(),
+                      " ms, got no answer");
+  return std::shared_ptr<NcclHandle>(
+      new NcclHandle(api_, std::move(child), std::make_shared<std::timed_mutex>()));
+}
+
+std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest()>& meet) {
+  // As abort() does, but NCCL is not stopped yet: it could not shrink any more.
+  acted_on_failure_ = true;
+  runtime_->failure.set(
+      WorkStatus::ERROR,
+      std::make_exception_ptr(Error(
+          ErrorKind::kState, concat("communicator '", runtime_->name, "' was reconfigured"))));
+  RegroupRequest request = meet();
+  const auto& context = request.context;
+  const auto deadline = Clock::now() + context.options.timeout;
+  const auto left = [&] {
+    return std::max(std::chrono::ceil<Milliseconds>(deadline - Clock::now()), Milliseconds(1));
+  };
+  // A replay would run among ranks that are gone, and the device has no way to say so.
+  const auto patience = std::min(deadline, Clock::now() + kGraphsGone);
+  while (handle_->has_graphs() && Clock::now() < patience) std::this_thread::sleep_for(kGraphNap);
+  const std::string mine = handle_->has_graphs() ? "graphs" : "none";
+  const auto said =
+      exchange(*context.store, "reconfigure: graphs", context.rank, context.size, mine, left());
+  for (int r = 0; r < context.size; ++r) {
+    TORCH_OVERLAP_CHECK(said[r] == "none", kState,
+                        "reconfigure: expected no CUDA graph that captured '", context.name,
+                        "', got some on the member that is to be rank ", r,
+                        "; reset() them and drop what holds them, then capture again");
+  }
+
+  request.context.options.timeout = left();
+  auto backend = shrink(request);
+  // Also what is still queued on the device ends now.
+  handle_->stop(std::min<Milliseconds>(left(), kOldStopLimit));
+  if (backend) return backend;
+  request.context.options.timeout = left();
+  return create(request.context, handle_->api());
+}
+
+std::shared_ptr<NcclBackend> NcclBackend::shrink(const RegroupRequest& request) {
+  const auto& context = request.context;
+  const auto& kept = request.old_ranks;
+  // What every member knows alike.
+  const bool fewer = !kept.empty() && static_cast<int>(kept.size()) < context_.size;
+  if (!fewer || !std::is_sorted(kept.begin(), kept.end())) return nullptr;
+  // Half of the time: the other is for a fresh communicator, if this one does not come about.
+  const Milliseconds timeout = context.options.timeout / 2;
+  const auto agreed = exchange(*context.store, "reconfigure: can shrink", context.rank,
+                               context.size, handle_->can_shrink() ? kCanShrink : "no", timeout);
+  if (!all_said(agreed, kCanShrink)) return nullptr;
+
+  std::shared_ptr<NcclHandle> child;
+  std::string outcome = kShrunk;
+  try {
+    child = handle_->shrink(context, lost_ranks(kept, context_.size), timeout);
+  } catch (const std::exception& error) {
+    outcome = error.what();
+  }
+  const auto outcomes = exchange(*context.store, "reconfigure: shrunk", context.rank, context.size,
+                                 outcome, context.options.timeout);
+  if (all_said(outcomes, kShrunk)) return start(context, std::move(child));
+  if (child) child->stop(Milliseconds(0));
+  const auto reason = std::find_if(outcomes.begin(), outcomes.end(),
+                                   [](const auto& one) { return one != kShrunk; });
+  TORCH_WARN("reconfigure of '", context.name, "': ncclCommShrink did not work (", *reason,
+             "); a fresh communicator is made");
+  return nullptr;
+}
+
+}  // namespace torch_overlap

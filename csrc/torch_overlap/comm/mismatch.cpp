@@ -1,0 +1,256 @@
+#include "torch_overlap/comm/mismatch.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <optional>
+#include <vector>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/bootstrap.h"
+
+namespace torch_overlap {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr Milliseconds kCompareSlice{200};
+constexpr const char* kPlace = "check_mismatch";
+
+// In the order of Primitive.
+constexpr std::array<std::string_view, 10> kComparedNames{
+    "p2p",        "broadcast", "all_reduce", "reduce", "all_gather", "reduce_scatter",
+    "all_to_all", "barrier",   "scatter",    "gather"};
+
+// What one rank is about to do.
+struct Facts {
+  std::string shown;           // for the error
+  std::string common;          // must be equal on all ranks
+  std::vector<int64_t> gives;  // elements to each rank, where it matters
+  std::vector<int64_t> takes;  // elements from each rank
+};
+
+at::ScalarType dtype_of(const Call& call) {
+  for (const auto& tensor : call.tensors()) return tensor.scalar_type();
+  return at::kByte;
+}
+
+std::vector<int64_t> numels(const Blocks& blocks, int size) {
+  std::vector<int64_t> all;
+  for (const auto& part : blocks.all(size)) all.push_back(part.numel());
+  return all;
+}
+
+Facts facts_of(const Call& call, int rank, int size) {
+  Facts facts;
+  const std::vector<int64_t> none(size, 0);
+  facts.gives = facts.takes = none;
+  const int64_t mine = call.tensor.defined() ? call.tensor.numel() : 0;
+  const bool at_root = call.root == rank;
+  const bool has_dtype = call.primitive != Primitive::barrier;
+  bool reduces = false;
+  bool has_root = false;
+  int64_t common_size = 0;
+  switch (call.primitive) {
+    case Primitive::all_reduce:
+      reduces = true;
+      common_size = mine;
+      break;
+    case Primitive::reduce:
+      reduces = has_root = true;
+      common_size = mine;
+      break;
+    case Primitive::broadcast:
+      has_root = true;
+      common_size = mine;
+      break;
+    case Primitive::all_gather:
+      facts.gives.assign(size, mine);
+      facts.takes = numels(call.out, size);
+      break;
+    case Primitive::reduce_scatter:
+      reduces = true;
+      facts.gives = numels(call.in, size);
+      facts.takes.assign(size, mine);
+      break;
+    case Primitive::all_to_all:
+      facts.gives = numels(call.in, size);
+      facts.takes = numels(call.out, size);
+      break;
+    case Primitive::scatter:
+      has_root = true;
+      if (at_root) facts.gives = numels(call.in, size);
+      facts.takes[call.root] = mine;
+      break;
+    case Primitive::gather:
+      has_root = true;
+      if (at_root) facts.takes = numels(call.out, size);
+      facts.gives[call.root] = mine;
+      break;
+    case Primitive::barrier:
+    case Primitive::p2p:
+      break;
+  }
+  facts.common = concat(kComparedNames.at(static_cast<size_t>(call.primitive)), " ", common_size);
+  facts.shown = concat(to_string(call.name), "(");
+  if (has_dtype) {
+    const auto dtype = c10::toString(dtype_of(call));
+    facts.common += concat(" ", dtype);
+    facts.shown += dtype;
+    if (common_size > 0) facts.shown += concat(", ", common_size, " elements");
+    if (facts.gives != none) facts.shown += concat(", gives ", list_string(facts.gives));
+    if (facts.takes != none) facts.shown += concat(", takes ", list_string(facts.takes));
+  }
+  if (reduces) {
+    facts.common += concat(" ", to_string(call.reduce_op.type()));
+    facts.shown += concat(", ", to_string(call.reduce_op.type()));
+  }
+  if (has_root) {
+    facts.common += concat(" ", call.root);
+    facts.shown += concat(", root ", call.root);
+  }
+  facts.shown += ")";
+  return facts;
+}
+
+std::vector<uint8_t> encode_facts(const Facts& facts) {
+  std::string text = facts.shown + "\n" + facts.common;
+  for (const auto* list : {&facts.gives, &facts.takes}) {
+    text += "\n";
+    for (size_t r = 0; r < list->size(); ++r) text += concat(r == 0 ? "" : ",", (*list)[r]);
+  }
+  return {text.begin(), text.end()};
+}
+
+Facts decode_facts(const std::vector<uint8_t>& bytes) {
+  const auto lines = split_string(std::string(bytes.begin(), bytes.end()), '\n');
+  TORCH_OVERLAP_CHECK(lines.size() == 4, kRuntime,
+                      "check_mismatch: expected four lines in the store, got ", lines.size());
+  const auto numbers = [](const std::string& line) {
+    std::vector<int64_t> all;
+    for (const auto& one : split_string(line, ',')) all.push_back(parse_int(one, kPlace));
+    return all;
+  };
+  return {lines[0], lines[1], numbers(lines[2]), numbers(lines[3])};
+}
+
+// The first pair, in rank order, that does not fit.
+std::optional<std::pair<int, int>> find_mismatch(const std::vector<Facts>& all) {
+  const int size = static_cast<int>(all.size());
+  for (int r = 1; r < size; ++r) {
+    if (all[r].common != all[0].common) return std::pair(0, r);
+  }
+  for (int a = 0; a < size; ++a) {
+    for (int b = a; b < size; ++b) {
+      if (all[a].gives[b] != all[b].takes[a] || all[b].gives[a] != all[a].takes[b]) {
+        return std::pair(a, b);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::string describe_half(const P2POp& op) {
+  return concat(op.tensor.numel(), " ", c10::toString(op.tensor.scalar_type()), " elements");
+}
+
+}  // namespace
+
+MismatchCheck::MismatchCheck(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+    : store_(std::move(store)), rank_(rank), size_(size) {}
+
+c10d::Store& MismatchCheck::connected(Milliseconds timeout) {
+  const std::lock_guard lock(pairs_);
+  if (!is_connected_) store_ = prefixed_store(own_connection(store_, kPlace, timeout), kPlace);
+  is_connected_ = true;
+  return *store_;
+}
+
+std::unique_lock<std::mutex> MismatchCheck::compare(const Call& call,
+                                                    const std::function<void()>& give_up) {
+  if (call.primitive == Primitive::p2p) {
+    compare_p2p(call);
+    return {};
+  }
+  std::unique_lock turn(turn_);
+  give_up();
+  compare_collective(call, give_up);
+  return turn;
+}
+
+void MismatchCheck::compare_collective(const Call& call, const std::function<void()>& give_up) {
+  c10d::Store& store = connected(call.timeout);
+  const auto deadline = Clock::now() + call.timeout;
+  const uint64_t sequence = collectives_++;
+  const auto key = [](uint64_t number, int r) { return concat(number, "/", r); };
+  std::vector<std::string> keys;
+  for (int r = 0; r < size_; ++r) keys.push_back(key(sequence, r));
+  store.set(keys[rank_], encode_facts(facts_of(call, rank_, size_)));
+  while (true) {
+    give_up();
+    const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
+    try {
+      store.wait(keys, std::clamp(left, Milliseconds(1), kCompareSlice));
+      break;
+    } catch (const std::exception&) {
+      std::vector<int> missing;
+      for (int r = 0; r < size_; ++r) {
+        if (!store.check({keys[r]})) missing.push_back(r);  // throws if the store is gone
+      }
+      TORCH_OVERLAP_CHECK(left > kCompareSlice || missing.empty(), kTimeout, call.describe(),
+                          ": expected all ranks to come to operation ", sequence,
+                          " of those that are compared within ", call.timeout.count(),
+                          " ms, got none of ranks ", list_string(missing));
+    }
+  }
+  std::vector<Facts> all;
+  for (const auto& name : keys) all.push_back(decode_facts(store.get(name)));
+  // All have come to this one, so nobody reads the one before any more.
+  if (sequence > 0) (void)store.deleteKey(key(sequence - 1, rank_));
+  if (const auto pair = find_mismatch(all)) {
+    const auto [a, b] = *pair;
+    fail(ErrorKind::kValue, to_string(call.name), ": expected the same operation on all ranks of '",
+         call.comm, "', got ", all[a].shown, " on rank ", a, " and ", all[b].shown, " on rank ", b,
+         "; nothing was sent");
+  }
+}
+
+void MismatchCheck::compare_p2p(const Call& call) {
+  c10d::Store& store = connected(call.timeout);
+  struct Half {
+    const P2POp* op;
+    std::string mine;
+    std::string theirs;
+  };
+  std::vector<Half> halves;
+  {
+    const std::lock_guard lock(pairs_);
+    for (const P2POp& op : call.p2p) {
+      if (op.peer == rank_) continue;
+      const bool is_send = op.type == P2POp::Type::SEND;
+      const auto pair = is_send ? std::pair(rank_, op.peer) : std::pair(op.peer, rank_);
+      const std::string base = concat("p2p/", pair.first, "/", pair.second, "/", halves_[pair]++);
+      halves.push_back(
+          {&op, base + (is_send ? "/send" : "/recv"), base + (is_send ? "/recv" : "/send")});
+    }
+  }
+  for (const Half& half : halves) {
+    const std::string text = describe_half(*half.op);
+    store.set(half.mine, std::vector<uint8_t>(text.begin(), text.end()));
+  }
+  for (const Half& half : halves) {
+    if (!store.check({half.theirs})) continue;
+    const auto bytes = store.get(half.theirs);
+    const std::string theirs(bytes.begin(), bytes.end());
+    (void)store.deleteKey(half.theirs);
+    (void)store.deleteKey(half.mine);
+    const bool is_send = half.op->type == P2POp::Type::SEND;
+    TORCH_OVERLAP_CHECK(theirs == describe_half(*half.op), kValue, to_string(call.name),
+                        ": expected the same size and dtype on both ranks, got ",
+                        is_send ? "a send" : "a recv", " of ", describe_half(*half.op), " on rank ",
+                        rank_, " and ", is_send ? "a recv" : "a send", " of ", theirs, " on rank ",
+                        half.op->peer, "; nothing was sent");
+  }
+}
+
+}  // namespace torch_overlap

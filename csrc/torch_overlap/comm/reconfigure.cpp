@@ -1,0 +1,217 @@
+// What changes in a communicator while it lives: its members, its timeout, its hints.
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/call_record.h"
+#include "torch_overlap/comm/host/host_work.h"
+#include "torch_overlap/comm/meeting.h"
+#include "torch_overlap/comm/mismatch.h"
+#include "torch_overlap/comm/torch_comm.h"
+
+namespace torch_overlap {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::vector<std::string> handle_list(const ReconfigureOptions& options) {
+  if (const auto* list = std::get_if<std::vector<std::string>>(&options.init_handles)) return *list;
+  const auto& set = std::get<std::set<std::string>>(options.init_handles);
+  return {set.begin(), set.end()};
+}
+
+void check_handles(const std::vector<std::string>& handles, const std::string& mine) {
+  TORCH_OVERLAP_CHECK(std::find(handles.begin(), handles.end(), mine) != handles.end(), kValue,
+                      "reconfigure: expected this rank's own handle '", mine,
+                      "' among init_handles, got ", list_string(handles));
+  std::set<std::string> seen;
+  for (const auto& handle : handles) {
+    TORCH_OVERLAP_CHECK(!handle.empty() && handle.find('\n') == std::string::npos, kValue,
+                        "reconfigure: expected what get_init_handle() gave, got '", handle, "'");
+    TORCH_OVERLAP_CHECK(seen.insert(handle).second, kValue,
+                        "reconfigure: expected each handle once, got '", handle, "' twice");
+  }
+}
+
+std::shared_ptr<MismatchCheck> mismatch_check(const BackendContext& context) {
+  if (!context.store || context.size == 1) return nullptr;
+  return std::make_shared<MismatchCheck>(context.store, context.rank, context.size);
+}
+
+// What this rank says when it meets the others.
+MeetingRequest wish_of(const TorchComm& comm, const Membership& before,
+                       const ReconfigureOptions& options, const std::vector<std::string>& handles,
+                       const ResolvedOptions& resolved) {
+  MeetingRequest wish;
+  wish.name = comm.name();
+  wish.uuid = options.uuid;
+  wish.handles = handles;
+  wish.ordered = std::holds_alternative<std::vector<std::string>>(options.init_handles);
+  wish.digest = concat("backend=", comm.backend_name(),
+                       " device=", c10::DeviceTypeName(comm.device().type(), true),
+                       resolved.check_mismatch ? " check_mismatch" : "");
+  wish.me = {.handle = comm.init_handle(),
+             .generation = before.generation,
+             .old_rank = before.context.rank,
+             .old_size = before.context.size,
+             .formation = concat(before.generation, "@", before.handles.at(0))};
+  return wish;
+}
+
+// A work that is done: for what blocks.
+WorkPtr done_work(const std::string& name) {
+  Call call;
+  call.name = OpName::barrier;
+  call.primitive = Primitive::barrier;
+  call.comm = name;
+  auto work = std::make_shared<HostWork>(std::move(call), nullptr, /*index=*/0, /*parts=*/1,
+                                         std::weak_ptr<HostWorkOwner>());
+  work->end_part(nullptr);
+  return work;
+}
+
+}  // namespace
+
+template <typename Change>
+void TorchComm::change(const Change& apply) {
+  const std::lock_guard lock(changes_);
+  auto next = std::make_shared<Membership>(*membership());
+  apply(*next);
+  membership_ = std::move(next);
+}
+
+void TorchComm::begin(std::shared_ptr<Backend> backend) {
+  const auto members = membership();
+  const auto& context = members->context;
+  std::vector<std::string> handles;
+  if (context.options.enable_reconfigure && context.store) {
+    handles = exchange(*context.store, "handles", context.rank, context.size, init_handle_,
+                       context.options.timeout);
+  }
+  change([&](Membership& next) {
+    next.backend = std::move(backend);
+    next.handles = std::move(handles);
+    next.mismatch = mismatch_check(next.context);
+  });
+}
+
+void TorchComm::set_timeout(Milliseconds timeout) {
+  TORCH_OVERLAP_CHECK(timeout.count() > 0, kValue,
+                      "set_timeout: expected a timeout of at least 1 ms, got ", timeout.count(),
+                      " ms");
+  const Milliseconds bounded = std::min(timeout, kLongestTimeout);
+  change([&](Membership& members) { members.context.options.timeout = bounded; });
+  timeout_->store(bounded);
+}
+
+void TorchComm::set_hints(const Hints& hints) {
+  change([&](Membership& members) { merge_hints(members.context.options, hints); });
+}
+
+WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
+  require_own_process("reconfigure");
+  const auto before = membership();
+  TORCH_OVERLAP_CHECK(
+      before->context.options.enable_reconfigure, kState,
+      "reconfigure: expected a communicator made with enable_reconfigure=True, got '", name(),
+      "'; its members stay what they are");
+  TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue,
+                      "reconfigure: expected a timeout >= 0, got ", options.timeout.count(), " ms");
+  const auto handles = handle_list(options);
+  check_handles(handles, init_handle_);
+  ResolvedOptions merged = before->context.options;
+  merge_hints(merged, options.hints);  // throws on one that does not parse
+
+  State expected = State::kActive;
+  if (!state_.compare_exchange_strong(expected, State::kReconfiguring)) {
+    const bool aborted = expected == State::kAborted &&
+                         state_.compare_exchange_strong(expected, State::kReconfiguring);
+    TORCH_OVERLAP_CHECK(
+        aborted, kState, "reconfigure: expected a live or aborted communicator, got '", name(),
+        "', which ", expected == State::kReconfiguring ? "is being reconfigured" : "was finalized");
+  }
+  try {
+    TORCH_OVERLAP_CHECK(used_uuids_.insert(options.uuid).second, kValue,
+                        "reconfigure: expected a uuid that '", name(), "' has not used, got ",
+                        options.uuid, "; another one keeps late ranks of an old call out");
+  } catch (...) {
+    state_.store(expected);
+    throw;
+  }
+  try {
+    auto next = next_generation(options, handles);
+    {
+      const std::lock_guard lock(changes_);
+      // The timeout may have been changed meanwhile; the hints are this call's.
+      next->context.options.timeout = membership()->context.options.timeout;
+      membership_ = next;
+    }
+    before->context.record->state.store(CommRecord::State::kClosed);
+    expected = State::kReconfiguring;
+    if (!state_.compare_exchange_strong(expected, State::kActive)) {
+      next->backend->abort();
+      fail(ErrorKind::kState, "reconfigure: expected no abort() meanwhile, got one; '", name(),
+           "' stays aborted");
+    }
+  } catch (...) {
+    before->backend->abort();
+    before->context.record->state.store(CommRecord::State::kAborted);
+    state_.store(State::kAborted);
+    throw;
+  }
+  return done_work(name());
+}
+
+std::shared_ptr<Membership> TorchComm::next_generation(const ReconfigureOptions& options,
+                                                       const std::vector<std::string>& handles) {
+  const auto before = membership();
+  const BackendContext& old = before->context;
+  auto next = std::make_shared<Membership>();
+  next->context = old;
+  merge_hints(next->context.options, options.hints);
+  const Milliseconds timeout = options.timeout.count() > 0
+                                   ? std::min(options.timeout, kLongestTimeout)
+                                   : old.options.timeout;
+  const auto deadline = Clock::now() + timeout;
+
+  const auto meet_members = [&] {
+    RegroupRequest request;
+    if (old.store) {
+      const MeetingRequest wish = wish_of(*this, *before, options, handles, next->context.options);
+      const auto store =
+          open_store(Env::read(), old.given_store, {old.rank, old.size}, "reconfigure", timeout);
+      auto meeting = meet(store, wish, timeout, [this] {
+        TORCH_OVERLAP_CHECK(state_.load() == State::kReconfiguring, kState,
+                            "reconfigure: expected no abort() meanwhile, got one of '", name(),
+                            "'");
+      });
+      next->context.rank = meeting.rank;
+      next->context.store = std::move(meeting.store);
+      next->generation = meeting.generation;
+      next->handles = std::move(meeting.handles);
+      request.old_ranks = std::move(meeting.old_ranks);
+    } else {  // a backend without peers: all that are named are there
+      const auto me = std::find(handles.begin(), handles.end(), init_handle_);
+      next->context.rank = static_cast<int>(me - handles.begin());
+      next->generation = before->generation + 1;
+      next->handles = handles;
+    }
+    next->context.size = static_cast<int>(handles.size());
+    next->ranks_in_world.resize(handles.size());
+    std::iota(next->ranks_in_world.begin(), next->ranks_in_world.end(), 0);
+    next->context.record =
+        make_comm_record(name(), backend_name_, next->context.rank, next->ranks_in_world);
+
+    request.context = next->context;
+    const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
+    request.context.options.timeout = std::max(left, Milliseconds(1));
+    return request;
+  };
+  next->backend = before->backend->regroup(meet_members);
+  next->mismatch = mismatch_check(next->context);
+  return next;
+}
+
+}  // namespace torch_overlap

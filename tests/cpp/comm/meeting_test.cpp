@@ -1,0 +1,89 @@
+// Who becomes which rank when a communicator gets other members.
+
+#include "torch_overlap/comm/meeting.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "comm/local_ranks.h"
+
+namespace torch_overlap {
+namespace {
+
+using namespace testing;  // NOLINT
+
+std::vector<std::string> ordered(std::vector<Candidate> candidates) {
+  order_candidates(candidates);
+  std::vector<std::string> handles;
+  for (const auto& one : candidates) handles.push_back(one.handle);
+  return handles;
+}
+
+TEST(Meeting, ThoseOfOneGenerationKeepTheirOrderAndNewOnesComeAfter) {
+  const Candidate a{.handle = "z", .generation = 2, .old_rank = 0, .old_size = 3, .formation = "f"};
+  const Candidate b{.handle = "a", .generation = 2, .old_rank = 2, .old_size = 3, .formation = "f"};
+  const Candidate alone{.handle = "m", .generation = 0, .old_size = 1, .formation = "m"};
+  const Candidate also{.handle = "b", .generation = 0, .old_size = 1, .formation = "b"};
+  const std::vector<std::string> expected{"z", "a", "b", "m"};
+  EXPECT_EQ(ordered({alone, b, also, a}), expected);
+  EXPECT_EQ(ordered({b, a, alone, also}), expected);
+}
+
+TEST(Meeting, AYoungerGenerationComesBeforeALargerOne) {
+  const Candidate late{
+      .handle = "l", .generation = 1, .old_rank = 0, .old_size = 8, .formation = "1"};
+  const Candidate now{
+      .handle = "n", .generation = 2, .old_rank = 5, .old_size = 7, .formation = "2"};
+  EXPECT_EQ(ordered({late, now}), (std::vector<std::string>{"n", "l"}));
+}
+
+MeetingRequest request(int64_t uuid, std::vector<std::string> handles, const std::string& mine,
+                       const std::string& formation) {
+  MeetingRequest wish;
+  wish.name = "tp";
+  wish.uuid = uuid;
+  wish.handles = std::move(handles);
+  wish.me.handle = mine;
+  wish.me.formation = formation;
+  return wish;
+}
+
+TEST(Meeting, MembersOfOneGenerationLearnTheirOldRanksAndOthersDoNot) {
+  for (const bool together : {true, false}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const auto come = [&](const std::string& mine, const std::string& formation, int old_rank) {
+      auto wish = request(1, {"b", "a"}, mine, formation);
+      wish.me.old_rank = old_rank;
+      return meet(store, wish, milliseconds(20'000), [] {});
+    };
+    Meeting b;
+    std::thread other([&] { b = come("b", "f", 4); });
+    const Meeting a = come("a", together ? "f" : "g", 2);
+    other.join();
+    EXPECT_EQ(a.rank, 1);
+    EXPECT_EQ(b.rank, 0);
+    EXPECT_EQ(a.handles, (std::vector<std::string>{"b", "a"}));
+    EXPECT_EQ(a.generation, 1U);
+    EXPECT_EQ(a.old_ranks, together ? (std::vector<int>{4, 2}) : std::vector<int>{});
+  }
+}
+
+TEST(Meeting, WhoDoesNotComeIsNamedAndCannotMeetThoseWhoHaveLeft) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const char* mine : {"a", "b"}) {
+    const Error error =
+        error_of([&] { meet(store, request(1, {"a", "b"}, mine, "f"), milliseconds(50), [] {}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+    EXPECT_TRUE(contains(error.what(), mine[0] == 'a' ? "got none of [b]" : "got none of [a]"))
+        << error.what();
+  }
+}
+
+TEST(Meeting, AHandleIsTextWithoutLineEndsAndOneOfAKind) {
+  const std::string one = make_handle(3);
+  EXPECT_NE(one, make_handle(3));
+  EXPECT_FALSE(contains(one, "\n"));
+  EXPECT_TRUE(contains(one, "/rank3/"));
+}
+
+}  // namespace
+}  // namespace torch_overlap

@@ -1,0 +1,70 @@
+"""For every operation: a rank that never calls, that is killed, that is stopped."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from every_op import NAMES, operation
+
+import torch_overlap as to
+from torch_overlap.testing import run_ranks
+
+MARGIN = 5.0  # seconds that two loaded cores may add to a timeout
+
+
+def check_never_called(comm: to.TorchComm, name: str) -> None:
+    victim = comm.get_size() - 1
+    issue = operation(comm, name, victim, numel=256)
+    issue(True).wait()
+    comm.barrier(False)
+    if comm.get_rank() == victim:
+        time.sleep(1.0)
+    else:
+
+        def until_it_fails() -> None:  # what only sends gets through for as long as somebody takes it
+            while True:
+                issue(True, timeout=timedelta(seconds=0.4)).wait()
+
+        begin = time.monotonic()
+        with pytest.raises(to.Error) as raised:  # a timeout, or the news of another rank's
+            until_it_fails()
+        assert time.monotonic() - begin < 0.4 + MARGIN
+        assert f"'{comm.get_name()}'" in str(raised.value)
+    comm.abort()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_never_calls_local(name: str) -> None:
+    run_ranks(check_never_called, 3, name, backend="local")
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "send", "recv", "barrier", "all_to_all_single"])
+def test_a_rank_that_never_calls_gloo(name: str) -> None:
+    run_ranks(check_never_called, 3, name)
+
+
+def campaign(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
+    out = tmp_path / "out.json"
+    script = str(Path(__file__).with_name("campaign.py"))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, script, *arguments, "--json", str(out)],
+                          env=env, capture_output=True, text=True, timeout=500, check=False)  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["benchmark"] == "fault_campaign"
+    return list(result["rows"])
+
+
+def test_a_rank_is_killed_or_stopped_in_the_middle_of_every_operation(tmp_path: Path) -> None:
+    rows = campaign(tmp_path, "--backend", "gloo", "--ranks", "3", "--timeout", "1", "--parallel", "4")
+    assert len(rows) == 2 * len(NAMES)
+    assert {row["what"] for row in rows} == {f"{name} {fault}" for name in NAMES for fault in ("kill", "stop")}
+    for row in rows:
+        assert isinstance(row["us"], float)
+        assert row["us"] < (1 + MARGIN) * 1e6

@@ -1,0 +1,274 @@
+"""Forks, stores that die, wrong sizes, two jobs side by side, hooks that raise, and nothing left behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_overlap as to
+from torch_overlap.testing import run_ranks
+
+SUM = to.ReduceOp.SUM
+
+
+# ---- fork
+
+
+def in_fork(body: Callable[[], object]) -> tuple[int, str]:
+    """Runs `body` in a fork of this process; its exit status, and its traceback if it raised."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read().decode()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
+
+
+def run_fork(comm: to.TorchComm) -> None:
+    x = torch.ones(8)
+    comm.all_reduce(x, SUM, async_op=True).wait()
+    pending = comm.recv(torch.zeros(1), 1 - comm.get_rank(), async_op=True)
+    refused = f"expected the process that made communicator '{comm.get_name()}', got a fork of it"
+
+    def child() -> None:
+        with pytest.raises(to.StateError, match=refused):
+            comm.all_reduce(x, SUM, async_op=False)
+        with pytest.raises(to.StateError, match=refused):
+            comm.split([0])
+        with pytest.raises(to.StateError, match="got a fork of it"):
+            pending.wait()
+        with pytest.raises(to.StateError, match=refused):
+            comm.finalize()
+        comm.abort()
+        assert comm.get_rank() in (0, 1)
+        # It makes one of its own, also under the same name.
+        with to.new_comm("local", "cpu", comm.get_name(), store=dist.HashStore(), rank=0, size=1) as mine:
+            mine.all_reduce(x, SUM, async_op=False)
+
+    status, text = in_fork(child)
+    assert status == 0, text
+    comm.send(torch.ones(1), 1 - comm.get_rank(), async_op=False)
+    pending.wait()
+    comm.all_reduce(x, SUM, async_op=True).wait()  # the parent goes on
+    assert x.tolist() == [4.0] * 8
+
+
+def test_a_fork_is_refused_and_the_parent_goes_on() -> None:
+    run_ranks(run_fork, 2, backend="gloo")
+
+
+# ---- the store
+
+
+def test_no_store_at_all_is_an_error_that_says_where() -> None:
+    program = textwrap.dedent(
+        """
+        import sys, time
+        from datetime import timedelta
+        import torch_overlap as to
+        begin = time.monotonic()
+        try:
+            to.new_comm("gloo", "cpu", "x", timeout=timedelta(seconds=1))
+        except to.Error as error:
+            assert "expected a store at 127.0.0.1:1 within 1000 ms" in str(error), error
+            assert time.monotonic() - begin < 8
+            sys.exit(7)
+        """
+    )
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+
+
+class Server:
+    """A store in a process that can be killed."""
+
+    def __init__(self) -> None:
+        program = "import torch.distributed as d, time; s = d.TCPStore('127.0.0.1', 0, is_master=True, "
+        program += "wait_for_workers=False); print(s.port, flush=True); time.sleep(600)"
+        self.process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def run_without_store(rank: int, size: int, store: Any) -> None:
+    server = Server() if rank == 0 else None
+    if server:
+        store.set("port", str(server.port))
+    own = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, timeout=timedelta(seconds=20))
+    comm = to.new_comm(
+        "gloo", "cpu", "orphan", store=own, rank=rank, size=size, timeout=timedelta(seconds=3), enable_reconfigure=True
+    )
+    handles: list[Any] = [None] * size
+    to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
+    comm.barrier(False)
+    if server:
+        server.kill()
+    comm.barrier(False)
+    x = torch.ones(4)
+    comm.all_reduce(x, SUM, async_op=True).wait()  # what is connected stays so
+    assert x.tolist() == [2.0] * 4
+    begin = time.monotonic()
+    with pytest.raises(to.Error, match="expected the store to answer, got"):
+        comm.split([0, 1])
+    with pytest.raises(to.Error, match=r"new_comm.*expected the store to answer, got"):
+        to.new_comm("gloo", "cpu", "late", store=own, rank=rank, size=size, timeout=timedelta(seconds=3))
+    comm.all_reduce(x, SUM, async_op=False)
+    with pytest.raises(to.Error, match=r"reconfigure: expected the store"):
+        comm.reconfigure(1, handles)
+    assert time.monotonic() - begin < 3 * (3 + 5)
+    comm.abort()
+
+
+def test_a_store_that_dies_later_stops_only_what_needs_it() -> None:
+    run_ranks(run_without_store, 2, comm=False)
+
+
+def run_wrong_size(rank: int, size: int, store: Any) -> None:
+    said = size + rank
+    with pytest.raises(to.OperationTimeoutError, match=r"expected \d ranks within 800 ms, got none of ranks") as raised:
+        to.new_comm("gloo", "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=0.8))
+    other = 1 - rank
+    assert f"rank {other} came with size {size + other}" in str(raised.value)
+
+
+def test_ranks_that_disagree_on_the_size_are_told_so() -> None:
+    run_ranks(run_wrong_size, 2, comm=False)
+
+
+JOB = textwrap.dedent(
+    """
+    import sys
+    from datetime import timedelta
+    import torch, torch.distributed as dist, torch_overlap as to
+    rank, port, value, turns = (int(word) for word in sys.argv[1:])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for turn in range(turns):
+        comm = to.new_comm("gloo", "cpu", "same", store=store, rank=rank, size=2, timeout=timedelta(seconds=60))
+        x = torch.full((100,), float(value))
+        comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+        assert (x == 2 * value).all(), (turn, value, x)
+        comm.finalize()
+    """
+)
+
+
+def test_two_jobs_with_the_same_names_do_not_meet() -> None:
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", JOB, str(rank), str(store.port), str(1000 * job + 1), "5"],
+                         env=env, stderr=subprocess.PIPE, text=True)
+        for job, store in enumerate(stores) for rank in range(2)
+    ]  # fmt: skip
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+# ---- hooks
+
+
+def run_hooks(comm: to.TorchComm) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("not today")
+
+    x = torch.ones(4)
+    handle = comm.register_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="not today"):
+        comm.all_reduce(x, SUM, async_op=False)
+    handle.remove()
+    comm.all_reduce(x, SUM, async_op=False)  # nothing had been sent
+    assert x.tolist() == [2.0] * 4
+    handle = comm.register_post_hook(refuse)
+    with pytest.raises(RuntimeError, match="not today"):
+        comm.all_reduce(x, SUM, async_op=False)
+    handle.remove()
+    comm.register_abort_hook(refuse)
+    comm.abort()
+    assert comm.is_aborted()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_hooks_that_raise_leave_the_communicator_as_it_was(backend: str) -> None:
+    run_ranks(run_hooks, 2, backend=backend)
+
+
+# ---- what is left behind
+
+
+def resources() -> tuple[int, int, int]:
+    """Threads, descriptors, and resident memory in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096 >> 20
+
+
+def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tuple[Any, Any]:
+    def once(turn: int) -> None:
+        comm = to.new_comm(backend, "cpu", f"turn{turn % 7}", store=store, rank=rank, size=size,
+                           timeout=timedelta(seconds=60))  # fmt: skip
+        x = torch.full((5000,), float(rank + turn))
+        works = [comm.all_reduce(x, SUM, async_op=True), comm.barrier(True)]
+        if size > 1:
+            works += [comm.send(x, 1 - rank, async_op=True), comm.recv(torch.zeros(5000), 1 - rank, async_op=True)]
+        for work in works:
+            work.wait()
+        assert (x == size * turn + size * (size - 1) / 2).all()
+        comm.finalize() if turn % 2 == 0 else comm.abort()
+
+    for turn in range(10):
+        once(turn)
+    before = resources()
+    for turn in range(count):
+        once(turn)
+    deadline = time.monotonic() + 10  # threads that were told to end may take a moment
+    while resources()[0] > before[0] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return before, resources()
+
+
+def check_growth(before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+    assert after[0] <= before[0] + 2, f"threads: {before[0]} -> {after[0]}"
+    assert after[1] <= before[1] + 4, f"descriptors: {before[1]} -> {after[1]}"
+    assert after[2] <= before[2] + 64, f"memory in MiB: {before[2]} -> {after[2]}"
+
+
+def test_200_gloo_communicators_leave_nothing_behind() -> None:
+    for before, after in run_ranks(run_many, 2, "gloo", 200, comm=False, timeout=240):
+        check_growth(before, after)
+
+
+def test_200_local_communicators_leave_nothing_behind() -> None:
+    results: list[Any] = []
+    store = dist.HashStore()
+    threads = [threading.Thread(target=lambda r=r: results.append(run_many(r, 2, store, "local", 200))) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert len(results) == 2
+    check_growth(*results[0])
