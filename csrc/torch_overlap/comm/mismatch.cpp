@@ -16,6 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr Milliseconds kCompareSlice{200};
 constexpr const char* kPlace = "check_mismatch";
+// How many halves that came late are looked for at each send or receive.
+constexpr size_t kCleaned = 2;
 
 // In the order of Primitive.
 constexpr std::array<std::string_view, 10> kComparedNames{
@@ -215,6 +217,25 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   }
 }
 
+void MismatchCheck::clean_up(c10d::Store& store) {
+  std::vector<std::string> oldest;
+  {
+    const std::lock_guard lock(pairs_);
+    while (!unseen_.empty() && oldest.size() < kCleaned) {
+      oldest.push_back(std::move(unseen_.front()));
+      unseen_.pop_front();
+    }
+  }
+  for (auto& key : oldest) {
+    if (store.check({key})) {
+      (void)store.deleteKey(key);
+    } else {
+      const std::lock_guard lock(pairs_);
+      unseen_.push_back(std::move(key));
+    }
+  }
+}
+
 void MismatchCheck::compare_p2p(const Call& call) {
   c10d::Store& store = connected(call.timeout);
   struct Half {
@@ -238,12 +259,16 @@ void MismatchCheck::compare_p2p(const Call& call) {
     const std::string text = describe_half(*half.op);
     store.set(half.mine, std::vector<uint8_t>(text.begin(), text.end()));
   }
+  clean_up(store);
   for (const Half& half : halves) {
-    if (!store.check({half.theirs})) continue;
+    if (!store.check({half.theirs})) {
+      const std::lock_guard lock(pairs_);
+      unseen_.push_back(half.theirs);
+      continue;
+    }
     const auto bytes = store.get(half.theirs);
     const std::string theirs(bytes.begin(), bytes.end());
-    (void)store.deleteKey(half.theirs);
-    (void)store.deleteKey(half.mine);
+    (void)store.deleteKey(half.theirs);  // nobody else reads or deletes it
     const bool is_send = half.op->type == P2POp::Type::SEND;
     TORCH_OVERLAP_CHECK(theirs == describe_half(*half.op), kValue, to_string(call.name),
                         ": expected the same size and dtype on both ranks, got ",

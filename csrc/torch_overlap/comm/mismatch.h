@@ -3,6 +3,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -45,6 +46,8 @@ class TORCH_OVERLAP_API MismatchCheck {
  private:
   void compare_collective(const Call& call, const std::function<void()>& give_up);
   void compare_p2p(const Call& call);
+  // Takes halves of peers out of the store that were not there when this rank looked.
+  void clean_up(c10d::Store& store);
   c10d::Store& connected(Milliseconds timeout);
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -55,7 +58,8 @@ class TORCH_OVERLAP_API MismatchCheck {
   bool is_connected_ = false;
   // How many halves there were, by (from, to).
   std::map<std::pair<int, int>, uint64_t> halves_;
-  uint64_t collectives_ = 0;  // under turn_
+  std::deque<std::string> unseen_;  // keys
+  uint64_t collectives_ = 0;        // under turn_
 };
 
 }  // namespace torch_overlap
