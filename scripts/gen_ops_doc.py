@@ -39,8 +39,8 @@ def page() -> str:
     if public != set(found):
         sys.exit(f"gen_ops_doc: torch_overlap.ops and the schemas differ in {sorted(public ^ set(found))}")
     parts = [HEAD, _paragraphs(ops), ""]
-    for module in ("collectives", "fused"):
-        source = inspect.getmodule(getattr(ops, "all_reduce" if module == "collectives" else "all_gather_matmul"))
+    for module, member in (("collectives", "all_reduce"), ("fused", "all_gather_matmul"), ("windows", "put")):
+        source = inspect.getmodule(getattr(ops, member))
         parts += [f"\n## {module.capitalize()}\n", _paragraphs(source), ""]
         for name, schema in found.items():
             function = getattr(ops, name)

@@ -45,6 +45,9 @@ from torch_overlap._C import (  # noqa: E402
     SendOptions,
     StateError,
     TorchComm,
+    TorchCommWinAccessType,
+    TorchCommWindow,
+    TorchCommWindowAttr,
     TorchWork,
     UnsupportedError,
     WorkStatus,
@@ -52,6 +55,8 @@ from torch_overlap._C import (  # noqa: E402
     built_backends,
     comm_names,
     get_comm,
+    get_window,
+    window_names,
 )
 from torch_overlap._health import health  # noqa: E402
 from torch_overlap.comm import (  # noqa: E402
@@ -61,6 +66,7 @@ from torch_overlap.comm import (  # noqa: E402
     new_comm,
     register_backend,
 )
+from torch_overlap.symmetric import get_mem_allocator, symmetric_empty  # noqa: E402
 
 __all__ = [
     "AllGatherOptions",
@@ -97,6 +103,9 @@ __all__ = [
     "Timeout",
     "TorchComm",
     "TorchCommBackend",
+    "TorchCommWinAccessType",
+    "TorchCommWindow",
+    "TorchCommWindowAttr",
     "TorchWork",
     "UnsupportedError",
     "WorkStatus",
@@ -106,6 +115,8 @@ __all__ = [
     "device_mesh",
     "flight_recorder",
     "get_comm",
+    "get_mem_allocator",
+    "get_window",
     "health",
     "hooks",
     "is_backend_built",
@@ -113,6 +124,8 @@ __all__ = [
     "objcol",
     "ops",
     "register_backend",
+    "symmetric_empty",
+    "window_names",
 ]
 
 _c10d.register()

@@ -170,6 +170,26 @@ class BatchOpIssuePreHookArgs:
 
 
 @dataclass(frozen=True)
+class PutPreHookArgs:
+    tensor: Tensor
+    peer: int
+    offset: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class SignalPreHookArgs:
+    peer: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class WaitSignalPreHookArgs:
+    peer: int
+    async_op: bool
+
+
+@dataclass(frozen=True)
 class SplitPreHookArgs:
     ranks: list[int]
     name: str | None
@@ -234,6 +254,9 @@ PreHookArgs: TypeAlias = (
     | GatherPreHookArgs
     | GatherSinglePreHookArgs
     | BatchOpIssuePreHookArgs
+    | PutPreHookArgs
+    | SignalPreHookArgs
+    | WaitSignalPreHookArgs
     | SplitPreHookArgs
     | NewWindowPreHookArgs
     | FinalizePreHookArgs

@@ -42,6 +42,7 @@ from torch_overlap.ops.collectives import (
     wait_tensor,
 )
 from torch_overlap.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from torch_overlap.ops.windows import put, signal, wait_signal
 
 __all__ = [
     "all_gather",
@@ -60,10 +61,13 @@ __all__ = [
     "matmul_reduce_scatter",
     "permute",
     "permute_async",
+    "put",
     "recv_",
     "reduce_scatter",
     "reduce_scatter_async",
     "send",
+    "signal",
+    "wait_signal",
     "wait_tensor",
 ]
 

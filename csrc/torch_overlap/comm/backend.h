@@ -94,6 +94,14 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // of it.
   virtual bool is_capturing() const { return false; }
 
+  // Whether its communicators have windows: launch() then takes put, signal and wait_signal.
+  virtual bool has_windows() const { return false; }
+
+  // Local. The tensor's memory will be in many operations: a library that gains from knowing
+  // prepares it. TorchComm sees to it that a range is registered once, and deregistered.
+  virtual void register_memory(const at::Tensor& tensor) {}
+  virtual void deregister_memory(const at::Tensor& tensor) {}
+
   // The raw communicator of the library underneath as a number (ncclComm_t); 0 where there is none.
   virtual int64_t native_handle() const { return 0; }
 };

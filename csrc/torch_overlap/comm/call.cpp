@@ -7,32 +7,35 @@
 namespace torch_overlap {
 namespace {
 
-constexpr std::array<std::string_view, 22> kOpNames{"send",
-                                                    "recv",
-                                                    "broadcast",
-                                                    "all_reduce",
-                                                    "reduce",
-                                                    "all_gather",
-                                                    "all_gather_v",
-                                                    "all_gather_single",
-                                                    "reduce_scatter",
-                                                    "reduce_scatter_v",
-                                                    "reduce_scatter_single",
-                                                    "all_to_all",
-                                                    "all_to_all_single",
-                                                    "all_to_all_v_single",
-                                                    "barrier",
-                                                    "scatter",
-                                                    "gather",
-                                                    "gather_single",
-                                                    "batch_op_issue",
-                                                    "split",
-                                                    "new_window",
-                                                    "finalize"};
+constexpr std::array<std::string_view, kOpNames> kNames{"send",
+                                                        "recv",
+                                                        "broadcast",
+                                                        "all_reduce",
+                                                        "reduce",
+                                                        "all_gather",
+                                                        "all_gather_v",
+                                                        "all_gather_single",
+                                                        "reduce_scatter",
+                                                        "reduce_scatter_v",
+                                                        "reduce_scatter_single",
+                                                        "all_to_all",
+                                                        "all_to_all_single",
+                                                        "all_to_all_v_single",
+                                                        "barrier",
+                                                        "scatter",
+                                                        "gather",
+                                                        "gather_single",
+                                                        "batch_op_issue",
+                                                        "split",
+                                                        "new_window",
+                                                        "finalize",
+                                                        "put",
+                                                        "signal",
+                                                        "wait_signal"};
 
 }  // namespace
 
-std::string_view to_string(OpName name) { return kOpNames.at(static_cast<size_t>(name)); }
+std::string_view to_string(OpName name) { return kNames.at(static_cast<size_t>(name)); }
 
 at::Tensor Blocks::part(int rank, int size) const {
   if (!parts.empty()) return parts.at(rank);

@@ -14,6 +14,8 @@
 
 namespace torch_overlap {
 
+class SymmetricMemory;
+
 // The operations as users name them (hooks, logs and errors speak of these).
 enum class OpName : uint8_t {
   send,
@@ -38,7 +40,12 @@ enum class OpName : uint8_t {
   split,
   new_window,
   finalize,
+  put,
+  signal,
+  wait_signal,
 };
+
+inline constexpr size_t kOpNames = 25;
 
 TORCH_OVERLAP_API std::string_view to_string(OpName name);
 
@@ -67,7 +74,7 @@ struct P2POp {
   int peer;
 };
 
-// The ten things that backends do. Each user-level operation is one of them.
+// The things that backends do. Each user-level operation is one of them.
 enum class Primitive : uint8_t {
   p2p,             // ops: all at once, in any order, none waits for another
   broadcast,       // tensor (in place), root
@@ -79,6 +86,9 @@ enum class Primitive : uint8_t {
   barrier,         //
   scatter,         // in (root only) -> tensor, root
   gather,          // tensor -> out (root only), root
+  put,             // tensor -> window of rank root, from byte offset on
+  signal,          // window, root
+  wait_signal,     // window, root: the rank whose signal is waited for, ticket
 };
 
 // One validated operation: the whole problem in one value. Tensors are contiguous (a flat one, or
@@ -92,6 +102,9 @@ struct Call {
   std::vector<P2POp> p2p;
   ReduceOp reduce_op;
   int root = -1;
+  std::shared_ptr<SymmetricMemory> window;  // lives until the operation is done
+  int64_t offset = 0;
+  uint64_t ticket = 0;  // which signal to wait for, counted from 1; 0: the next, when it runs
   bool async_op = false;
   bool high_priority = false;
   Milliseconds timeout{0};  // never 0: the operation's, else the communicator's

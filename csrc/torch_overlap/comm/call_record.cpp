@@ -148,8 +148,8 @@ CallRecord::CallRecord(const Call& call, std::shared_ptr<CommRecord> of)
       timeout(call.timeout),
       call_id(call.id),
       trace_id(comm->trace_ids->fetch_add(1, std::memory_order_relaxed)),
-      collective_seq(is_p2p() ? comm->collectives.load(std::memory_order_relaxed)
-                              : comm->collectives.fetch_add(1, std::memory_order_relaxed) + 1),
+      collective_seq(is_collective() ? comm->collectives.fetch_add(1, std::memory_order_relaxed) + 1
+                                     : comm->collectives.load(std::memory_order_relaxed)),
       p2p_seq(is_p2p() ? comm->p2p.fetch_add(1, std::memory_order_relaxed) + 1
                        : comm->p2p.load(std::memory_order_relaxed)),
       created_ns(now_ns()) {
@@ -180,6 +180,7 @@ void CallRecord::record_tensors(const Call& call) {
       break;
     case Primitive::all_gather:
     case Primitive::gather:
+    case Primitive::put:
       input = sizes_of(call.tensor);
       break;
     case Primitive::reduce_scatter:

@@ -126,6 +126,11 @@ class TORCH_OVERLAP_API CallRecord {
   c10::SmallVector<std::weak_ptr<CallObserver>, 1> observers;
 
   bool is_p2p() const { return primitive == Primitive::p2p; }
+  // All ranks issue it. The others, with those of windows, are a matter of one rank or two.
+  bool is_collective() const {
+    return !is_p2p() && primitive != Primitive::put && primitive != Primitive::signal &&
+           primitive != Primitive::wait_signal;
+  }
   // Whether reduce_op means anything.
   bool has_reduction() const {
     return primitive == Primitive::all_reduce || primitive == Primitive::reduce ||

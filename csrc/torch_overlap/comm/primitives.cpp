@@ -26,6 +26,12 @@ void Primitives::run(const Call& call) {
       return scatter(call.tensor, call.in, call.root);
     case Primitive::gather:
       return gather(call.out, call.tensor, call.root);
+    case Primitive::put:
+      return put(*call.window, call.tensor, call.root, call.offset);
+    case Primitive::signal:
+      return signal(*call.window, call.root);
+    case Primitive::wait_signal:
+      return wait_signal(*call.window, call.root, call.ticket);
   }
   fail(ErrorKind::kRuntime, call.describe(), ": expected a primitive, got number ",
        static_cast<int>(call.primitive));

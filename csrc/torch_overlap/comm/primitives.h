@@ -4,7 +4,7 @@
 
 namespace torch_overlap {
 
-// What a backend does, as ten functions on validated tensors. An object of this class lives for one
+// What a backend does, as functions on validated tensors. An object of this class lives for one
 // operation (or longer): it knows the communicator, the stream or thread that it runs on, and the
 // deadline. `run` is the one switch from a Call to its function.
 //
@@ -30,6 +30,9 @@ class TORCH_OVERLAP_API Primitives {
   virtual void barrier() = 0;
   virtual void scatter(const at::Tensor& tensor, const Blocks& in, int root) = 0;
   virtual void gather(const Blocks& out, const at::Tensor& tensor, int root) = 0;
+  virtual void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) = 0;
+  virtual void signal(SymmetricMemory& window, int dst) = 0;
+  virtual void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) = 0;
 
  private:
   int rank_;

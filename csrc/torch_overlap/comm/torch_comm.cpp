@@ -26,7 +26,7 @@ std::atomic<uint64_t> next_op_id{0};
 // process.
 const char* profiler_name(OpName name) {
   static const auto* names = [] {
-    auto* out = new std::array<std::string, static_cast<size_t>(OpName::finalize) + 1>;
+    auto* out = new std::array<std::string, kOpNames>;
     for (size_t i = 0; i < out->size(); ++i) {
       (*out)[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
     }
@@ -199,6 +199,8 @@ void TorchComm::require_own_process(std::string_view op) const {
        "', got a fork of it; make a new communicator in the child, or start it with 'spawn'");
 }
 
+uint64_t TorchComm::take_op_id() { return next_op_id.fetch_add(1, std::memory_order_relaxed); }
+
 WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const OpOptions& options) {
   require_active(to_string(call.name));
   TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue, to_string(call.name),
@@ -209,7 +211,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
                                              : context.options.timeout;
   call.high_priority =
       high_priority_hint(options.hints).value_or(context.options.is_high_priority_stream);
-  call.id = next_op_id.fetch_add(1, std::memory_order_relaxed);
+  call.id = take_op_id();
   call.comm = name();
   RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});
   const Membership& members = *check.members;
@@ -240,7 +242,8 @@ WorkPtr TorchComm::launch(const Membership& members, Call call) {
 }
 
 WorkPtr TorchComm::launch_compared(const Membership& members, Call call) const {
-  if (!members.context.options.check_mismatch || !members.mismatch) {
+  // One-sided operations have no counterpart on another rank.
+  if (!members.context.options.check_mismatch || !members.mismatch || call.window != nullptr) {
     return members.backend->launch(std::move(call));
   }
   std::unique_lock<std::mutex> turn;

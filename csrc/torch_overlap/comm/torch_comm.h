@@ -28,6 +28,7 @@ namespace torch_overlap {
 
 class BatchSendRecv;
 class MismatchCheck;
+class TorchCommWindow;
 struct Checker;
 
 // The members of a communicator at one time, and what they talk over. A value: reconfigure(),
@@ -42,6 +43,9 @@ struct Membership {
   std::vector<std::string> handles;
   // How many splits were begun.
   std::shared_ptr<std::atomic<uint64_t>> splits = std::make_shared<std::atomic<uint64_t>>(0);
+  // How many windows were made, and tensors registered with windows.
+  std::shared_ptr<std::atomic<uint64_t>> windows = std::make_shared<std::atomic<uint64_t>>(0);
+  std::shared_ptr<std::atomic<uint64_t>> registrations = std::make_shared<std::atomic<uint64_t>>(0);
   // Used with check_mismatch; null without peers.
   std::shared_ptr<MismatchCheck> mismatch;
 };
@@ -170,6 +174,17 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // CPU: no rank returns before all have come. CUDA: the same on the stream.
   WorkPtr barrier(bool async_op, const OpOptions& options = {});
 
+  // --- One-sided ---------------------------------------------------------------------------------
+  // Collective. A window of this communicator (comm/window.h), with `tensor` registered if it is
+  // defined.
+  std::shared_ptr<TorchCommWindow> new_window(const Tensor& tensor = {});
+
+  // Local. Prepares the memory of a tensor that will be in many operations: NCCL then need not copy
+  // it through its own buffers. Without effect on other backends. Whoever registers deregisters,
+  // before the memory goes; reconfigure() does for all.
+  void tensor_register(const Tensor& tensor);
+  void tensor_deregister(const Tensor& tensor);
+
   // --- Management ------------------------------------------------------------------------------
   // Collective over this communicator. The position in `ranks` becomes the rank in the child. Ranks
   // of different children pass different lists in the same call. Empty list: null. A list that does
@@ -214,6 +229,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   Hooks& hooks() { return *hooks_; }
 
  private:
+  friend class TorchCommWindow;
   enum class State { kActive, kFinalizing, kFinalized, kAborted, kReconfiguring };
 
   TorchComm(std::string backend_name, BackendContext context, std::vector<int> ranks_in_world);
@@ -236,6 +252,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   WorkPtr launch_compared(const Membership& members, Call call) const;
   void require_active(std::string_view op) const;
   void require_own_process(std::string_view op) const;
+  static uint64_t take_op_id();
   // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
   void agree_on_split(const Membership& members, uint64_t sequence, const std::string& mine) const;
   std::shared_ptr<TorchComm> split_checked(const Membership& members, uint64_t sequence,
@@ -254,6 +271,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::mutex changes_;  // of membership_; what only reads takes none
   std::set<int64_t> used_uuids_;
   std::atomic<State> state_{State::kActive};
+  std::mutex registered_mutex_;
+  std::map<const void*, size_t> registered_;  // memory of tensor_register, and its bytes
+  uint64_t registered_generation_ = 0;
 };
 
 // Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.

@@ -78,6 +78,15 @@ Arguments arguments_of(const Call& call, int size) {
     case OpName::batch_op_issue:
       add("ops", py::cast(call.p2p));
       break;
+    case OpName::put:
+      add("tensor", py::cast(call.tensor));
+      add("peer", py::cast(call.root));
+      add("offset", py::cast(call.offset / static_cast<int64_t>(call.tensor.element_size())));
+      break;
+    case OpName::signal:
+    case OpName::wait_signal:
+      add("peer", py::cast(call.root));
+      break;
     case OpName::barrier:
     case OpName::split:
     case OpName::new_window:
@@ -102,6 +111,9 @@ Arguments arguments_of(const Call& call, int size) {
     case Primitive::all_gather:
     case Primitive::all_to_all:
     case Primitive::barrier:
+    case Primitive::put:
+    case Primitive::signal:
+    case Primitive::wait_signal:
       break;
   }
   add("async_op", py::cast(call.async_op));

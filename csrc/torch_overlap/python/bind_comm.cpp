@@ -115,7 +115,7 @@ name: generated if None. hints, timeout: over the options, which are this commun
 void register_comm(py::module_& module) {
   py::native_enum<OpName> names(module, "OpName", "enum.Enum",
                                 "The operations, as hooks and errors name them.");
-  for (int i = 0; i <= static_cast<int>(OpName::finalize); ++i) {
+  for (size_t i = 0; i < kOpNames; ++i) {
     const auto name = static_cast<OpName>(i);
     names.value(std::string(to_string(name)).c_str(), name);
   }

@@ -16,6 +16,7 @@ void register_work(pybind11::module_& module);         // WorkStatus, TorchWork
 void register_comm(pybind11::module_& module);         // OpName, TorchComm, _new_comm, _abort_all
 void register_collectives(pybind11::module_& module);  // the operations of TorchComm
 void register_batch(pybind11::module_& module);        // P2POpType, P2POp, BatchSendRecv
+void register_window(pybind11::module_& module);       // TorchCommWindow, TorchComm.new_window
 void register_hooks(pybind11::module_& module);        // RemovableHandle, TorchComm.register_*_hook
 void register_reconfigure(pybind11::module_& module);  // TorchComm.reconfigure, set_timeout, ...
 void register_recorder(pybind11::module_& module);     // flight recorder, log of calls, health

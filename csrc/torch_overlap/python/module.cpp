@@ -15,6 +15,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_comm(module);
   register_collectives(module);
   register_batch(module);
+  register_window(module);
   register_hooks(module);
   register_reconfigure(module);
   register_recorder(module);

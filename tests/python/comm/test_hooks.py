@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from torch_overlap import InvalidValueError, OpName, ReduceOp, TorchComm, hooks, new_comm
+from torch_overlap import InvalidValueError, OpName, ReduceOp, TorchComm, hooks, new_comm, symmetric_empty
 from torch_overlap.testing import run_ranks
 
 
 def exercise(comm: TorchComm) -> None:
-    """Every operation once, in the order of OpName (without windows, split and finalize)."""
+    """Every operation once, in the order of OpName (without split, windows and finalize)."""
     size, rank, device = comm.get_size(), comm.get_rank(), comm.get_device()
     x = torch.ones(2, device=device)
     rows, flat = [x.clone() for _ in range(size)], x.repeat(size)
@@ -56,8 +56,13 @@ def run_arguments(comm: TorchComm) -> None:
     child = comm.split([0, 1], name="hooked")
     assert child is not None
     child.finalize()
+    window = comm.new_window(symmetric_empty(2, torch.float32, comm))
+    window.put(torch.ones(1, device=comm.get_device()), comm.get_rank(), 1, False)
+    window.signal(comm.get_rank(), False)
+    window.wait_signal(comm.get_rank(), False)
+    window.tensor_deregister()
 
-    expected = [name for name in OpName if name not in (OpName.new_window, OpName.finalize)]
+    expected = [name for name in OpName if name != OpName.finalize]
     names = [name for name, _, _ in seen]
     if comm.get_rank() == 1:
         expected[0], expected[1] = expected[1], expected[0]
@@ -82,7 +87,7 @@ def run_arguments(comm: TorchComm) -> None:
     assert by_name["batch_op_issue"].num_ops == 2
     assert by_name["split"].ranks == [0, 1]
     assert by_name["split"].name == "hooked"
-    assert isinstance(after[-1][1], hooks.SplitPostHookArgs)
+    assert isinstance(after[expected.index(OpName.split)][1], hooks.SplitPostHookArgs)
 
 
 def test_every_operation_calls_hooks_with_its_arguments(any_backend: str, device: str) -> None:

@@ -8,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
+#include "torch_overlap/comm/host/host_window.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder_dump.h"
@@ -15,7 +16,7 @@
 namespace torch_overlap {
 namespace {
 
-constexpr int kCollectives = 0;  // the lane; those of sends and receives come after it
+constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
 
 bool is_timeout(const std::exception_ptr& error) {
   try {
@@ -71,7 +72,7 @@ HostBackend::HostBackend(const BackendContext& context, std::unique_ptr<HostTran
     : context_(context),
       transport_(std::move(transport)),
       make_child_(std::move(make_child)),
-      lanes_(1 + 2 * context.size) {}
+      lanes_(1 + 3 * context.size) {}
 
 HostBackend::~HostBackend() {
   transport_->stop(concat("communicator '", context_.name, "' was destroyed"), true);
@@ -84,6 +85,7 @@ int HostBackend::lane_of(const P2POp& op) const {
 }
 
 HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
+  if (call.window != nullptr) return {1 + 2 * context_.size + call.root};
   if (call.primitive != Primitive::p2p) return {kCollectives};
   LaneList lanes;
   for (const P2POp& op : call.p2p) lanes.push_back(lane_of(op));
@@ -95,6 +97,7 @@ HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
 WorkPtr HostBackend::launch(Call call) {
   require_usable(to_string(call.name));
   call.comm = context_.name;  // the work may outlive the caller's copy of the name
+  if (call.primitive == Primitive::wait_signal) return launch_wait(std::move(call));
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
   const auto lanes = lanes_of(call);
@@ -109,7 +112,7 @@ WorkPtr HostBackend::launch(Call call) {
     if (!here) {
       std::vector<Lanes::Part> queue;
       for (const int lane : lanes) {
-        const int part = lane == kCollectives ? kAllLanes : lane;
+        const int part = work->call().primitive == Primitive::p2p ? lane : kAllLanes;
         queue.emplace_back(lane, [self, work, part] {
           const OwnedThread thread(self.get());
           self->run(*work, part);
@@ -126,6 +129,27 @@ WorkPtr HostBackend::launch(Call call) {
     lanes_.release(lanes);
   }
   if (!async_op) work->wait();
+  return work;
+}
+
+// It may be the longest of all operations, and what it waits for may come after anything that is
+// launched later: nothing queues behind it.
+WorkPtr HostBackend::launch_wait(Call call) {
+  const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
+  const bool async_op = call.async_op;
+  if (!async_op) OwnedThread::refuse_to_block(this, to_string(call.name));
+  call.ticket = take_ticket(*call.window, call.root);  // now: waits end in the order of launch
+  const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
+                                               /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
+  if (async_op) {
+    lanes_.push_alone([self, work] {
+      const OwnedThread thread(self.get());
+      self->run(*work, kAllLanes);
+    });
+  } else {
+    run(*work, kAllLanes);
+    work->wait();
+  }
   return work;
 }
 
@@ -151,7 +175,7 @@ void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
   work.begin();
   const PlainDispatch plain;
   HostPrimitives primitives(context_.rank, context_.size, *transport_, work.deadline(),
-                            work.call().timeout);
+                            work.call().timeout, broken_);
   has_begun = true;  // of a fault in before(), the others will hear
   transport_->before(work.index(), work.deadline());
   try {

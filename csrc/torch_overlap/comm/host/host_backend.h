@@ -21,8 +21,9 @@ namespace torch_overlap {
 //
 // Order: collectives run one after the other in the order of launch; so do the sends to one peer,
 // and the receives from one peer. Nothing else waits for each other, so any pattern of matching
-// sends and receives ends. An operation with async_op=false keeps that order too: it runs on the
-// caller's thread when nothing is before it, else it takes its turn.
+// sends and receives ends. Puts and signals to one rank run in the order of launch, and a wait for
+// a signal keeps nothing else from running. An operation with async_op=false keeps that order too:
+// it runs on the caller's thread when nothing is before it, else it takes its turn.
 //
 // Timeouts count from launch. The first timeout or error after a message was posted breaks the
 // communicator: everything that runs or waits ends with an error, later launches and finalize()
@@ -44,6 +45,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
     abort();  // the peers hear of it
     return make_child_(meet().context);
   }
+  bool has_windows() const override { return context_.device.is_cpu(); }
   void expire(const HostWork& work) override;
 
  private:
@@ -53,6 +55,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
 
   int lane_of(const P2POp& op) const;
   LaneList lanes_of(const Call& call) const;
+  WorkPtr launch_wait(Call call);
   // Runs the part of `work` that belongs to `lane` and ends it.
   void run(HostWork& work, int lane);
   void run_part(HostWork& work, int lane, bool& has_begun);

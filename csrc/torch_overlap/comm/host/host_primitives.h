@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <vector>
@@ -9,7 +10,7 @@
 
 namespace torch_overlap {
 
-// The ten primitives on CPU memory, for one operation, over any transport. Every rank exchanges
+// The primitives on CPU memory, for one operation, over any transport. Every rank exchanges
 // its bytes directly with every other that it owes some, all at once: a rank that does not come is
 // named by those that wait for it, and by no other.
 //
@@ -18,9 +19,14 @@ namespace torch_overlap {
 class HostPrimitives final : public Primitives {
  public:
   // `timeout`: what `deadline` came from, for the error.
+  // `broken`: the communicator has failed, so no wait for a signal goes on.
   HostPrimitives(int rank, int size, HostTransport& transport, Deadline deadline,
-                 Milliseconds timeout)
-      : Primitives(rank, size), transport_(transport), deadline_(deadline), timeout_(timeout) {}
+                 Milliseconds timeout, const std::atomic<bool>& broken)
+      : Primitives(rank, size),
+        transport_(transport),
+        deadline_(deadline),
+        timeout_(timeout),
+        broken_(broken) {}
 
   void p2p(const std::vector<P2POp>& ops) override;
   void broadcast(const at::Tensor& tensor, int root) override;
@@ -32,6 +38,9 @@ class HostPrimitives final : public Primitives {
   void barrier() override;
   void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
   void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+  void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) override;
+  void signal(SymmetricMemory& window, int dst) override;
+  void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override;
 
   // Whether a message was posted: until then a failure concerns nobody else.
   bool has_begun() const { return has_begun_; }
@@ -50,6 +59,7 @@ class HostPrimitives final : public Primitives {
   HostTransport& transport_;
   const Deadline deadline_;
   const Milliseconds timeout_;
+  const std::atomic<bool>& broken_;
   Primitive now_ = Primitive::p2p;
   std::vector<Pending> pending_;
   bool has_begun_ = false;

@@ -38,7 +38,9 @@ struct Lanes::State {
   }
 };
 
-Lanes::Lanes(int count) : state_(std::make_shared<State>()) { state_->lanes.resize(count); }
+Lanes::Lanes(int count) : named_(count), state_(std::make_shared<State>()) {
+  state_->lanes.resize(count);
+}
 
 Lanes::~Lanes() {
   if (close(HostClock::now() + std::chrono::seconds(1))) return;
@@ -69,17 +71,28 @@ void Lanes::release(std::span<const int> lanes) {
 
 void Lanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
+  for (auto& [index, task] : parts) enqueue(index, std::move(task));
+}
+
+void Lanes::push_alone(Task task) {
+  std::lock_guard lock(state_->mutex);
+  auto& lanes = state_->lanes;
+  size_t index = named_;
+  while (index < lanes.size() && !lanes[index]->idle()) ++index;
+  if (index == lanes.size()) lanes.push_back(std::make_unique<State::Lane>());
+  enqueue(static_cast<int>(index), std::move(task));
+}
+
+void Lanes::enqueue(int index, Task task) {
   TORCH_OVERLAP_CHECK(!state_->closed, kState,
                       "expected a communicator that takes operations, got one that was closed");
-  for (auto& [index, task] : parts) {
-    State::Lane& lane = state_->lane(index);
-    lane.queue.push_back(std::move(task));
-    if (lane.thread.joinable()) {
-      lane.ready.notify_one();
-    } else {
-      ++state_->running;
-      lane.thread = std::thread([state = state_, index = index] { work(state, index); });
-    }
+  State::Lane& lane = state_->lane(index);
+  lane.queue.push_back(std::move(task));
+  if (lane.thread.joinable()) {
+    lane.ready.notify_one();
+  } else {
+    ++state_->running;
+    lane.thread = std::thread([state = state_, index] { work(state, index); });
   }
 }
 

@@ -22,6 +22,7 @@ class Lanes {
   // Which lane, and what part of an operation runs there.
   using Part = std::pair<int, Task>;
 
+  // Lanes 0 .. count-1 have numbers.
   explicit Lanes(int count);
   ~Lanes();
   Lanes(const Lanes&) = delete;
@@ -31,6 +32,8 @@ class Lanes {
   // call release(). Else false.
   bool try_acquire(std::span<const int> lanes);
   void release(std::span<const int> lanes);
+  // Runs the task on a lane of its own, which nothing else is queued on meanwhile.
+  void push_alone(Task task);
   // Queues all parts at once.
   void push(std::vector<Part> parts);
 
@@ -43,7 +46,10 @@ class Lanes {
  private:
   struct State;
   static void work(const std::shared_ptr<State>& state, int index);
+  // The lock is held.
+  void enqueue(int index, Task task);
 
+  const size_t named_;            // the lanes behind these are for push_alone
   std::shared_ptr<State> state_;  // the threads share it
 };
 

@@ -16,7 +16,7 @@ std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
 // In the order of Primitive.
 constexpr std::array<const char*, 10> kPrimitives{
     "send/recv",      "broadcast",  "all_reduce", "reduce",  "all_gather",
-    "reduce_scatter", "all_to_all", "barrier",    "scatter", "gather"};
+    "reduce_scatter", "all_to_all", "barrier",    "scatter", "gather"};  // what sends messages
 
 std::string describe(const Message& message, int rank) {
   return concat(kPrimitives.at(static_cast<size_t>(message.primitive)), " with ",

@@ -19,6 +19,8 @@ namespace torch_overlap {
 //   all_to_all           every part is this rank's own
 //   broadcast, barrier   nothing changes
 //   scatter, recv        away from the root there is nothing to take: zeros
+//   put                  to another rank vanishes
+//   signal, wait_signal  nothing happens
 //
 // abort() and finalize() only end it; nothing can time out.
 class FakeBackend final : public Backend {
@@ -34,6 +36,7 @@ class FakeBackend final : public Backend {
   void finalize() override {}
   void abort() override { aborted_.store(true); }
   bool is_aborted() const override { return aborted_.load(); }
+  bool has_windows() const override { return true; }
 
  private:
   const BackendContext context_;

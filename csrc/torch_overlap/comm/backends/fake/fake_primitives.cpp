@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "torch_overlap/comm/composed.h"
+#include "torch_overlap/symm/symmetric_memory.h"
 
 namespace torch_overlap {
 namespace {
@@ -121,6 +122,12 @@ void FakePrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
 
 void FakePrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
   if (rank() == root) all_gather(out, tensor);
+}
+
+void FakePrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int dst,
+                         int64_t offset) {
+  if (dst != rank() || window.pointer(dst) == nullptr) return;
+  window.view(dst, tensor.sizes(), tensor.scalar_type(), offset).copy_(tensor);
 }
 
 }  // namespace torch_overlap

@@ -19,6 +19,9 @@ class FakePrimitives final : public Primitives {
   void barrier() override {}
   void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
   void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+  void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) override;
+  void signal(SymmetricMemory& window, int dst) override {}
+  void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override {}
 };
 
 }  // namespace torch_overlap

@@ -26,6 +26,8 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclCommUserRank) comm_user_rank = ncclCommUserRank;
   decltype(&ncclGroupStart) group_start = ncclGroupStart;
   decltype(&ncclGroupEnd) group_end = ncclGroupEnd;
+  decltype(&ncclCommRegister) comm_register = ncclCommRegister;
+  decltype(&ncclCommDeregister) comm_deregister = ncclCommDeregister;
   decltype(&ncclRedOpCreatePreMulSum) red_op_create_premul_sum = ncclRedOpCreatePreMulSum;
   decltype(&ncclRedOpDestroy) red_op_destroy = ncclRedOpDestroy;
   decltype(&ncclAllReduce) all_reduce = ncclAllReduce;

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
@@ -49,6 +50,11 @@ class LeafOnExit {
   c10::cuda::CUDAStream origin_;
 };
 
+Lane lane_of(const Call& call) {
+  if (call.primitive == Primitive::wait_signal) return Lane::waits;
+  return call.window != nullptr ? Lane::one_sided : Lane::collectives;
+}
+
 at::Tensor make_workspace(c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   const at::Tensor workspace = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kByte));
@@ -70,6 +76,28 @@ std::shared_ptr<NcclBackend> NcclBackend::start(const BackendContext& context,
   std::shared_ptr<NcclBackend> backend(new NcclBackend(context, std::move(handle)), bury);
   watch(backend);
   return backend;
+}
+
+void NcclBackend::register_memory(const at::Tensor& tensor) {
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  const auto& api = handle_->api();
+  require_nccl(api, 21900, "tensor_register");
+  const Lock lock = lock_unless_failed();
+  void* handle = nullptr;
+  nccl_check(
+      api, api.comm_register(handle_->comm(), tensor.mutable_data_ptr(), tensor.nbytes(), &handle),
+      "ncclCommRegister");
+  registered_[tensor.const_data_ptr()] = handle;
+}
+
+void NcclBackend::deregister_memory(const at::Tensor& tensor) {
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  const auto& api = handle_->api();
+  const Lock lock = lock_unless_failed();
+  const auto found = registered_.find(tensor.const_data_ptr());
+  if (found == registered_.end()) return;
+  nccl_check(api, api.comm_deregister(handle_->comm(), found->second), "ncclCommDeregister");
+  registered_.erase(found);
 }
 
 struct NcclBackend::Marking {
@@ -132,7 +160,11 @@ WorkPtr NcclBackend::launch(Call call) {
   try {
     Ended ended;
     const Lock lock = lock_unless_failed();
-    if (!capture && queue_.size() >= 2 * kReapAtLaunch) reap_first(ended, kReapAtLaunch);
+    if (!capture) {
+      for (auto& [queue, previous, previous_captured] : lanes_) {
+        if (queue.size() >= 2 * kReapAtLaunch) reap_first(queue, ended, kReapAtLaunch);
+      }
+    }
     issue(work, current, capture);
   } catch (...) {
     act_on_failure();
@@ -146,9 +178,12 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
                         const cuda::Capture& capture) {
   const Call& call = work->call();
   if (capture) enter_capture(capture);
-  auto& previous = capture ? previous_captured_ : previous_;
-  const auto stream =
-      call.async_op ? runtime_->stream(call.high_priority, static_cast<bool>(capture)) : current;
+  const Lane which = lane_of(call);
+  auto& [queue, eager, captured] = lane(which);
+  auto& previous = capture ? captured : eager;
+  const auto stream = call.async_op
+                          ? runtime_->stream(which, call.high_priority, static_cast<bool>(capture))
+                          : current;
   work->runs_on(stream);
   if (capture && stream != current) {
     const cuda::Capture other = cuda::capture_of(stream.stream());
@@ -165,16 +200,19 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     if (capture) leaf.emplace(stream, current);
   }
   // In a capture also on the same stream: the operation before was left as a leaf.
-  if (previous && (capture || previous->stream != stream)) {
+  if (previous && which != Lane::waits && (capture || previous->stream != stream)) {
     stream_waits(stream, previous->work->end());
   }
+  // A window's memory must stay mapped, on whatever stream the operation runs.
+  const bool is_held = call.async_op || call.window != nullptr;
   // Kept before it runs: whatever happens, what NCCL has taken keeps its tensors until it ends.
   if (!capture) {
-    queue_.push_back(work);
-  } else if (call.async_op) {
+    queue.push_back(work);
+  } else if (is_held) {
     hold_->keep(work);
   }
-  const bool marks = capture && monitor_;
+  // A wait for a signal has its own end, and puts and signals wait for nobody.
+  const bool marks = capture && monitor_ && which == Lane::collectives;
   std::optional<LeafOnExit> marks_leaf;
   if (marks) {
     marking_->follow(stream);
@@ -192,8 +230,8 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     if (runtime_->failure.is_set()) {
       (void)cudaEventRecord(work->end(), stream.stream());
     } else if (!capture) {
-      queue_.pop_back();
-    } else if (call.async_op) {
+      queue.pop_back();
+    } else if (is_held) {
       hold_->forget_last();
     }
     throw;
@@ -208,7 +246,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
   launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
   launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
   NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
-                            workspace_.data_ptr(), stream.stream());
+                            workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout);
   try {
     primitives.run(call);
     record(work.end(), stream);
@@ -222,7 +260,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
 
 void NcclBackend::enter_capture(const cuda::Capture& capture) {
   if (capture.id == capture_) return;
-  previous_captured_.reset();
+  for (auto& state : lanes_) state.previous_captured.reset();
   capture_ = 0;
   monitor_.reset();
   ++graphs_seen_;
@@ -232,25 +270,39 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   capture_ = capture.id;
 }
 
-// The device runs the operations of a communicator in the order of issue: when one has ended, so
-// have all before it.
+// The device runs the operations of a lane in the order of issue: when one has ended, so have all
+// before it.
 template <typename Sink>
-bool NcclBackend::reap_first(Sink& ended, size_t count) {
-  if (!queue_[count - 1]->has_ended()) return false;
+bool NcclBackend::reap_first(Queue& queue, Sink& ended, size_t count) {
+  if (!queue[count - 1]->has_ended()) return false;
   for (; count > 0; --count) {
-    queue_.front()->end_is_known();
-    ended.push_back(queue_.front());
-    queue_.pop_front();
+    queue.front()->end_is_known();
+    ended.push_back(queue.front());
+    queue.pop_front();
   }
   return true;
 }
 
 template <typename Sink>
 void NcclBackend::reap(Sink& ended) {
-  for (size_t count = queue_.size(); count > 0; count = std::min(count / 2, queue_.size())) {
-    while (count <= queue_.size() && reap_first(ended, count)) {
+  for (const Lane which : {Lane::collectives, Lane::one_sided}) {
+    Queue& queue = lane(which).queue;
+    for (size_t count = queue.size(); count > 0; count = std::min(count / 2, queue.size())) {
+      while (count <= queue.size() && reap_first(queue, ended, count)) {
+      }
     }
   }
+  // Waits end in any order.
+  std::erase_if(lane(Lane::waits).queue, [&ended](const std::shared_ptr<CudaWork>& work) {
+    if (!work->has_ended()) return false;
+    ended.push_back(work);
+    return true;
+  });
+}
+
+bool NcclBackend::is_idle() const {
+  return std::all_of(lanes_.begin(), lanes_.end(),
+                     [](const LaneState& state) { return state.queue.empty(); });
 }
 
 void NcclBackend::drain(std::string_view op) {
@@ -262,7 +314,7 @@ void NcclBackend::drain(std::string_view op) {
       Ended ended;
       const Lock lock = lock_unless_failed();
       reap(ended);
-      if (queue_.empty()) break;
+      if (is_idle()) break;
     }
     if (Clock::now() >= deadline) {
       fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
@@ -312,6 +364,7 @@ void NcclBackend::tick() noexcept {
     // there. Relaxed: this thread must never break another one's capture.
     const c10::cuda::CUDAGuard device(runtime_->device);
     const cuda::RelaxedCapture relaxed;
+    runtime_->check_waits();
     act_on_failure(/*is_watchdog=*/true);
     DeadWorks ended(runtime_->device);
     Lock lock(handle_->mutex(), std::try_to_lock);
@@ -339,7 +392,8 @@ void NcclBackend::tick() noexcept {
       return act_on_failure(/*is_watchdog=*/true);
     }
     auto late = check_replays(now);
-    if (!late && !queue_.empty()) late = check_head(*queue_.front(), now);
+    const Queue& queue = lane(Lane::collectives).queue;
+    if (!late && !queue.empty()) late = check_head(*queue.front(), now);
     lock.unlock();
     if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
     act_on_failure(/*is_watchdog=*/true);
@@ -403,7 +457,7 @@ bool NcclBackend::may_go() noexcept {
   try {
     Ended ended;
     reap(ended);
-    return queue_.empty();
+    return is_idle();
   } catch (const std::exception&) {
     return false;
   }

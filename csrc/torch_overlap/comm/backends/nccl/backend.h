@@ -2,8 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -22,6 +24,10 @@ namespace torch_overlap {
 // Streams. async_op = false runs on the current stream. async_op = true runs on the communicator's
 // own stream of the asked priority, after an event on the current one. Every operation waits on the
 // device for the one before it when that ran on another stream, so all run in the order of issue.
+//
+// Windows. Puts and signals are a lane beside the collectives, in order among themselves, with a
+// stream of their own; waits for signals are a third, whose operations nothing waits for, and only
+// those with async_op = true are in order, by their stream.
 //
 // Captures. The same happens; events and waits become edges. An async operation is then left as a
 // leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are
@@ -52,6 +58,9 @@ class NcclBackend final : public Backend, public Watched, public Body {
   bool is_capturing() const override;
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
+  bool has_windows() const override { return true; }
+  void register_memory(const at::Tensor& tensor) override;
+  void deregister_memory(const at::Tensor& tensor) override;
 
   void tick() noexcept override;
   bool may_go() noexcept override;
@@ -90,8 +99,10 @@ class NcclBackend final : public Backend, public Watched, public Body {
   template <typename Sink>
   void reap(Sink& ended);
   // Takes the first `count`, which must be there, if the last of them has ended.
+  using Queue = std::deque<std::shared_ptr<CudaWork>>;
   template <typename Sink>
-  bool reap_first(Sink& ended, size_t count);
+  static bool reap_first(Queue& queue, Sink& ended, size_t count);
+  bool is_idle() const;
   // Waits until all that was issued has ended.
   void drain(std::string_view op);
 
@@ -116,14 +127,20 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::shared_ptr<NcclHandle> handle_;
 
   // Under the launch lock, which is the handle's.
-  std::deque<std::shared_ptr<CudaWork>> queue_;  // not captured, in order of issue
-  std::optional<Previous> previous_;
-  std::optional<Previous> previous_captured_;
+  struct LaneState {
+    Queue queue;  // not captured, in order of issue
+    std::optional<Previous> previous;
+    std::optional<Previous> previous_captured;
+  };
+  LaneState& lane(Lane which) { return lanes_[static_cast<size_t>(which)]; }
+  std::array<LaneState, kLanes> lanes_;
   unsigned long long capture_ = 0;                     // the last capture that was seen
   GraphHold* hold_ = nullptr;                          // valid during that capture
   std::shared_ptr<GraphMonitor> monitor_;              // of that capture
   std::vector<std::weak_ptr<GraphMonitor>> monitors_;  // of the graphs that are alive
   uint64_t graphs_seen_ = 0;
+
+  std::map<const void*, void*> registered_;  // memory, and NCCL's handle of it
 
   // For graph_timeouts: what captures need to leave their marks. Null without the hint.
   struct Marking;

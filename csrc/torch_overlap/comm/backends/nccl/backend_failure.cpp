@@ -47,6 +47,7 @@ void NcclBackend::abort() {
   const std::string message = concat("communicator '", runtime_->name, "' was aborted");
   runtime_->failure.set(WorkStatus::ERROR,
                         std::make_exception_ptr(Error(ErrorKind::kState, message)));
+  runtime_->stop_waits();
   handle_->stop(kStopLimit);
 }
 
@@ -64,6 +65,7 @@ void NcclBackend::act_on_failure(bool is_watchdog) {
   report_failure(context_.record.get(), message);
   if (ends_process) end_process(runtime_->failure.status(), message, context_.on_abort);
   TORCH_WARN(message);
+  runtime_->stop_waits();
   handle_->stop(Milliseconds(0));
 }
 

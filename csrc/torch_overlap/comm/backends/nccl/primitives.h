@@ -4,6 +4,7 @@
 #include <nccl.h>
 
 #include "torch_overlap/comm/backends/nccl/api.h"
+#include "torch_overlap/comm/backends/nccl/runtime.h"
 #include "torch_overlap/comm/primitives.h"
 
 namespace torch_overlap {
@@ -24,9 +25,16 @@ namespace torch_overlap {
 class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
  public:
   // `one_byte`: device memory for barrier().
+  // `runtime`, `timeout`: for windows.
   NcclPrimitives(const NcclApi& api, ncclComm_t comm, int rank, int size, void* one_byte,
-                 cudaStream_t stream)
-      : Primitives(rank, size), api_(api), comm_(comm), one_byte_(one_byte), stream_(stream) {}
+                 cudaStream_t stream, CommRuntime* runtime = nullptr, Milliseconds timeout = {})
+      : Primitives(rank, size),
+        api_(api),
+        comm_(comm),
+        one_byte_(one_byte),
+        stream_(stream),
+        runtime_(runtime),
+        timeout_(timeout) {}
 
   void p2p(const std::vector<P2POp>& ops) override;
   void broadcast(const at::Tensor& tensor, int root) override;
@@ -38,6 +46,10 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   void barrier() override;
   void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
   void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
+  // Without NCCL: copies and counts in the memory of the peer (window_ops.cpp).
+  void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) override;
+  void signal(SymmetricMemory& window, int dst) override;
+  void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override;
 
   // NCCL took something: after an error the operation is half done on this rank.
   bool has_begun() const { return begun_; }
@@ -75,6 +87,8 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   ncclComm_t comm_;
   void* one_byte_;
   cudaStream_t stream_;
+  CommRuntime* runtime_;
+  Milliseconds timeout_;
   bool begun_ = false;
 };
 

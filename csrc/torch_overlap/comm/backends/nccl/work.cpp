@@ -40,6 +40,8 @@ CudaWork::~CudaWork() { runtime_->events.give(events_); }
 
 void CudaWork::release() {
   if (released_.exchange(true, std::memory_order_acq_rel)) return;
+  // Not call_.window: its memory stays mapped until this work is gone, which the communicator, or a
+  // graph, keeps for as long as the device uses it.
   // Moved out first: describe() stays valid, and destructors run on a finished object.
   const at::Tensor tensor = std::move(call_.tensor);
   const Blocks in = std::move(call_.in);
@@ -76,6 +78,7 @@ bool CudaWork::has_ended() {
 }
 
 void CudaWork::end_is_known() {
+  runtime_->check_waits();
   // After a failure an operation ends because it was aborted: that is not completion.
   if (runtime_->failure.is_set()) return;
   if (call_.record) call_.record->ended(nullptr);

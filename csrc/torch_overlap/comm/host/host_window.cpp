@@ -1,0 +1,67 @@
+// One-sided operations between ranks that see each other's memory: copies, and atomic counts in it.
+#include "torch_overlap/comm/host/host_window.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/host/host_primitives.h"
+
+namespace torch_overlap {
+namespace {
+
+// A signal that comes soon is seen at once; a thread that waits for long sleeps most of the time.
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kFirstNap = std::chrono::microseconds(10);
+constexpr auto kLongestNap = std::chrono::microseconds(500);
+
+using Count = std::atomic_ref<uint64_t>;
+static_assert(Count::is_always_lock_free, "processes share no locks");
+
+}  // namespace
+
+uint64_t take_ticket(SymmetricMemory& window, int src) {
+  return Count(*window.signals().consumed(src)).fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+void HostPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int dst,
+                         int64_t offset) {
+  if (tensor.nbytes() == 0) return;
+  // The source may be a part of the target.
+  std::memmove(static_cast<std::byte*>(window.pointer(dst)) + offset, tensor.const_data_ptr(),
+               tensor.nbytes());
+}
+
+void HostPrimitives::signal(SymmetricMemory& window, int dst) {
+  Count(*window.signals().to(dst)).fetch_add(1, std::memory_order_release);
+}
+
+void HostPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t ticket) {
+  if (ticket == 0) ticket = take_ticket(window, src);
+  const Count arrived(*window.signals().arrived(src));
+  const auto begin = HostClock::now();
+  auto nap = kFirstNap;
+  while (true) {
+    const uint64_t seen = arrived.load(std::memory_order_acquire);
+    if (seen >= ticket) return;
+    if (broken_.load(std::memory_order_acquire)) {
+      fail(ErrorKind::kState, "ended without a signal: the communicator failed or was aborted");
+    }
+    const auto now = HostClock::now();
+    if (now >= deadline_) {
+      fail(ErrorKind::kTimeout, "expected signal ", ticket, " of rank ", src, " in window '",
+           window.name(), "' within ", timeout_.count(), " ms, got ", seen, "; look at what rank ",
+           src, " does");
+    }
+    if (now - begin < kSpin) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::min<HostClock::duration>(nap, deadline_ - now));
+      nap = std::min(nap * 2, kLongestNap);
+    }
+  }
+}
+
+}  // namespace torch_overlap

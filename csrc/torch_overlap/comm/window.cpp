@@ -1,0 +1,278 @@
+#include "torch_overlap/comm/window.h"
+
+#include <algorithm>
+
+#include "torch_overlap/comm/validate.h"
+#include "torch_overlap/symm/allocator.h"
+
+namespace torch_overlap {
+namespace {
+
+// Works that have ended are looked for when this many are kept.
+constexpr size_t kReapAt = 64;
+
+}  // namespace
+
+std::shared_ptr<TorchCommWindow> TorchComm::new_window(const Tensor& tensor) {
+  require_active("new_window");
+  const auto members = membership();
+  TORCH_OVERLAP_CHECK(members->backend->has_windows(), kUnsupported,
+                      "new_window: expected a backend with windows for ", device(), ", got '",
+                      backend_name_, "'; use nccl for CUDA, gloo or local for the CPU");
+  const HookEvent event{.name = OpName::new_window, .id = take_op_id()};
+  const auto number = members->windows->fetch_add(1);
+  Fault fault;
+  try {
+    hooks_->pre(event);
+  } catch (...) {
+    // The others, which wait for this rank, hear of it.
+    if (tensor.defined()) {
+      std::shared_ptr<TorchCommWindow> none(new TorchCommWindow(shared_from_this(), ""));
+      fault = Fault::current();
+      try {
+        none->register_with(members, tensor, true, fault);
+      } catch (const std::exception&) {  // the hook's own is thrown
+      }
+    }
+    throw;
+  }
+  return hooks_->around(event, [&] {
+    std::shared_ptr<TorchCommWindow> window(
+        new TorchCommWindow(shared_from_this(), concat(name(), "/window_", number)));
+    if (tensor.defined()) window->tensor_register(tensor);
+    detail::add_window(window);
+    return window;
+  });
+}
+
+TorchCommWindow::~TorchCommWindow() { detail::remove_window(this); }
+
+void TorchCommWindow::tensor_register(const Tensor& tensor, bool owning) {
+  comm_->require_active("tensor_register");
+  const auto members = comm_->membership();
+  Fault fault;
+  try {
+    TORCH_OVERLAP_CHECK(!has_tensor(), kState,
+                        "tensor_register: expected a window without a "
+                        "tensor, got '",
+                        name_, "', which has one; call tensor_deregister() first");
+    comm_->checker("tensor_register").tensor(tensor, "tensor");
+    if (members->context.store) {
+      symmetric_allocator("tensor_register", device().type()).refuse_capture("tensor_register");
+    }
+  } catch (...) {
+    fault = Fault::current();
+  }
+  register_with(members, tensor, owning, fault);
+}
+
+void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& members,
+                                    const Tensor& tensor, bool owning, const Fault& fault) {
+  const BackendContext& context = members->context;
+  const SymmetricMemory::Request request{
+      .op = "tensor_register",
+      .name = name_,
+      .tensor = tensor,
+      .digest = fault ? "" : concat("a tensor of ", tensor.scalar_type()),
+      .fault = fault};
+  auto made = std::make_shared<Registration>();
+  if (context.store) {
+    const uint64_t number = members->registrations->fetch_add(1);
+    made->bootstrap = std::make_unique<StoreBootstrap>(
+        context.store, concat("window memory #", number, " of '", context.name, "'"), context.rank,
+        context.size, context.timeout());
+    try {
+      made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
+    } catch (...) {
+      made->bootstrap->leave();
+      throw;
+    }
+  } else {
+    made->memory = SymmetricMemory::alone(context.rank, context.size, request);
+  }
+  made->members = members;
+  if (owning) made->owned = tensor;
+  made->tensor.emplace(tensor.getIntrusivePtr());
+  made->dtype = tensor.scalar_type();
+  made->sizes = tensor.sizes().vec();
+  made->numel = tensor.numel();
+  const std::lock_guard lock(mutex_);
+  registration_ = std::move(made);
+}
+
+void TorchCommWindow::tensor_deregister() {
+  RegistrationPtr old;
+  {
+    const std::lock_guard lock(mutex_);
+    old.swap(registration_);  // no operation begins any more
+  }
+  TORCH_OVERLAP_CHECK(old, kState, "tensor_deregister: expected a window with a tensor, got '",
+                      name_, "', which has none; call tensor_register() first");
+  const bool is_live = !comm_->is_finalized() && !comm_->is_aborted() &&
+                       comm_->generation() == old->members->generation;
+  if (!is_live || !old->bootstrap) return;
+  const Milliseconds timeout = old->members->context.timeout();
+  Fault fault;
+  try {
+    symmetric_allocator("tensor_deregister", device().type()).refuse_capture("tensor_deregister");
+    drain(timeout);
+  } catch (...) {
+    fault = Fault::current();
+  }
+  // Others may take their time to wait for theirs.
+  old->bootstrap->set_timeout(2 * timeout);
+  // All have come, so all operations of all ranks are done: nobody touches the memory any more.
+  try {
+    agree(*old->bootstrap, "tensor_deregister", fault);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (!registration_) registration_ = std::move(old);  // as it was
+    throw;
+  }
+  old->bootstrap->leave();
+}
+
+void TorchCommWindow::drain(Milliseconds timeout) {
+  std::deque<WorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    works.swap(in_flight_);
+  }
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const auto& work : works) {
+    // Captured: it runs at replays, which are the caller's.
+    if (work->status() == WorkStatus::NOT_STARTED) continue;
+    const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
+    try {
+      work->wait_blocking(std::max(left, Milliseconds(1)));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout || work->is_completed()) throw;
+      fail(ErrorKind::kTimeout, "tensor_deregister: expected the operations of '", name_,
+           "' to end within ", timeout.count(), " ms, got one that did not: ", error.what());
+    }
+  }
+}
+
+TorchCommWindow::RegistrationPtr TorchCommWindow::require(std::string_view op) const {
+  const std::lock_guard lock(mutex_);
+  TORCH_OVERLAP_CHECK(registration_, kState, op, ": expected a window with a tensor, got '", name_,
+                      "', which has none; call tensor_register() first");
+  return registration_;
+}
+
+Checker TorchCommWindow::checker(const Registration& registered, std::string_view op) const {
+  Checker check = comm_->checker(op);
+  TORCH_OVERLAP_CHECK(check.members->generation == registered.members->generation, kState, op,
+                      ": expected a tensor that the communicator's present members registered, got "
+                      "window '",
+                      name_, "' of before reconfigure(); deregister the tensor and register it");
+  return check;
+}
+
+WorkPtr TorchCommWindow::issue(const Checker& check, Call call, bool async_op,
+                               const OpOptions& options) {
+  auto work = comm_->issue(check, std::move(call), async_op, options);
+  const std::lock_guard lock(mutex_);
+  in_flight_.push_back(work);
+  // In order of issue, which is nearly that of their ends; at most as many as are pending stay.
+  if (in_flight_.size() >= kReapAt && in_flight_.size() % kReapAt == 0) {
+    std::erase_if(in_flight_, [](const WorkPtr& one) {
+      return one->is_completed() || one->status() == WorkStatus::NOT_STARTED;
+    });
+  }
+  return work;
+}
+
+WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
+                             const OpOptions& options) {
+  const auto registered = require("put");
+  const Checker check = checker(*registered, "put");
+  check.tensor(tensor, "tensor");
+  TORCH_OVERLAP_CHECK(tensor.scalar_type() == registered->dtype, kType,
+                      "put: expected a tensor of the window's dtype ", registered->dtype, ", got ",
+                      tensor.scalar_type());
+  check.rank_in_range(dst_rank, "dst_rank");
+  TORCH_OVERLAP_CHECK(
+      offset >= 0 && offset <= registered->numel && tensor.numel() <= registered->numel - offset,
+      kValue, "put: expected elements inside the window's ", registered->numel, ", got ",
+      tensor.numel(), " from offset ", offset, " on");
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  if (dst_rank == check.rank && tensor.numel() > 0 && !device().is_meta()) {
+    const auto target =
+        registered->memory->view(dst_rank, tensor.sizes(), registered->dtype, offset * item);
+    check.apart(tensor, target, /*same_is_fine=*/true, "a part of the own window");
+  }
+  Call call;
+  call.name = OpName::put;
+  call.primitive = Primitive::put;
+  call.tensor = tensor;
+  call.root = dst_rank;
+  call.window = registered->memory;
+  call.offset = offset * item;
+  return issue(check, std::move(call), async_op, options);
+}
+
+WorkPtr TorchCommWindow::signal(int dst_rank, bool async_op, const OpOptions& options) {
+  const auto registered = require("signal");
+  const Checker check = checker(*registered, "signal");
+  check.rank_in_range(dst_rank, "dst_rank");
+  Call call;
+  call.name = OpName::signal;
+  call.primitive = Primitive::signal;
+  call.root = dst_rank;
+  call.window = registered->memory;
+  return issue(check, std::move(call), async_op, options);
+}
+
+WorkPtr TorchCommWindow::wait_signal(int peer_rank, bool async_op, const OpOptions& options) {
+  const auto registered = require("wait_signal");
+  const Checker check = checker(*registered, "wait_signal");
+  check.rank_in_range(peer_rank, "peer_rank");
+  Call call;
+  call.name = OpName::wait_signal;
+  call.primitive = Primitive::wait_signal;
+  call.root = peer_rank;
+  call.window = registered->memory;
+  return issue(check, std::move(call), async_op, options);
+}
+
+at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
+  const auto registered = require("map_remote_tensor");
+  checker(*registered, "map_remote_tensor").rank_in_range(rank, "rank");
+  TORCH_OVERLAP_CHECK(registered->memory->is_reachable(rank), kUnsupported,
+                      "map_remote_tensor: expected a rank whose memory this one reaches, got ",
+                      rank, " of a communicator without peers");
+  return registered->memory->view(rank, registered->sizes, registered->dtype);
+}
+
+WinAccessType TorchCommWindow::access_type(int peer_rank) const {
+  const auto registered = require("get_attr");
+  checker(*registered, "get_attr").rank_in_range(peer_rank, "peer_rank");
+  return registered->memory->is_reachable(peer_rank) ? WinAccessType::WIN_ACCESS_TYPE_UNIFIED
+                                                     : WinAccessType::WIN_ACCESS_TYPE_SEPARATE;
+}
+
+at::Tensor TorchCommWindow::tensor() const {
+  const auto registered = require("get_tensor");
+  if (registered->owned.defined()) return registered->owned;
+  auto alive = registered->tensor->lock();
+  TORCH_OVERLAP_CHECK(alive.defined(), kState,
+                      "get_tensor: expected a tensor that its owner "
+                      "keeps, got one that is gone; register with owning=True");
+  return at::Tensor(std::move(alive));
+}
+
+bool TorchCommWindow::has_tensor() const {
+  const std::lock_guard lock(mutex_);
+  return registration_ != nullptr;
+}
+
+int64_t TorchCommWindow::bytes() const {
+  return static_cast<int64_t>(require("get_size")->memory->bytes());
+}
+
+at::ScalarType TorchCommWindow::dtype() const { return require("dtype")->dtype; }
+
+std::vector<int64_t> TorchCommWindow::sizes() const { return require("shape")->sizes; }
+
+}  // namespace torch_overlap

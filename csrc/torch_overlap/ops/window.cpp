@@ -1,0 +1,126 @@
+#include "torch_overlap/comm/window.h"
+
+#include "torch_overlap/ops/register.h"
+
+// One-sided operations. `x` is the window's own tensor, and stands for the window: all three are
+// said to change it, so a compiler keeps them, in the order of the program, before and after
+// whatever else is done with it.
+namespace torch_overlap::ops {
+namespace {
+
+void check_target(std::string_view op, std::string_view what, int64_t peer) {
+  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected ", what, " >= 0, got ", peer);
+}
+
+void check_put(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset) {
+  check_dtype("put", "source", x, source);
+  check_target("put", "dst", dst);
+  TORCH_OVERLAP_CHECK(offset >= 0, kValue, "put: expected offset >= 0, got ", offset);
+}
+
+void refuse_gradient(std::string_view op, const Tensor& x) {
+  TORCH_OVERLAP_CHECK(!needs_autograd(x), kUnsupported, op,
+                      ": expected a tensor that needs no gradient, got one that requires it; "
+                      "detach it");
+}
+
+// What is waited for arrives in the window's memory, not in a copy of it that a compiler made.
+std::shared_ptr<TorchCommWindow> find_window(std::string_view op, const Tensor& x,
+                                             std::string_view name) {
+  auto window = get_window(std::string(name));
+  const Tensor own = window->tensor();
+  TORCH_OVERLAP_CHECK(x.is_alias_of(own) && x.const_data_ptr() == own.const_data_ptr() &&
+                          x.sizes() == own.sizes() && x.scalar_type() == own.scalar_type(),
+                      kValue, op, ": expected x to be the tensor of window '", name,
+                      "', got another, or a copy; pass window.get_tensor(), and to a compiled "
+                      "function as an argument (aot_eager copies what is changed: use inductor)");
+  return window;
+}
+
+void put_kernel(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset,
+                std::string_view window) {
+  check_put(x, source, dst, offset);
+  find_window("put", x, window)
+      ->put(source.contiguous(), static_cast<int>(dst), offset, /*async_op=*/false);
+}
+
+void signal_kernel(const Tensor& x, int64_t dst, std::string_view window) {
+  check_target("signal", "dst", dst);
+  find_window("signal", x, window)->signal(static_cast<int>(dst), /*async_op=*/false);
+}
+
+void wait_signal_kernel(const Tensor& x, int64_t src, std::string_view window) {
+  check_target("wait_signal", "src", src);
+  find_window("wait_signal", x, window)->wait_signal(static_cast<int>(src), /*async_op=*/false);
+}
+
+void put_meta(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset,
+              std::string_view) {
+  check_put(x, source, dst, offset);
+}
+
+void signal_meta(const Tensor&, int64_t dst, std::string_view) {
+  check_target("signal", "dst", dst);
+}
+
+void wait_signal_meta(const Tensor&, int64_t src, std::string_view) {
+  check_target("wait_signal", "src", src);
+}
+
+void note_change(const Tensor& x) {
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
+void put_autograd(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset,
+                  std::string_view window) {
+  refuse_gradient("put", x);
+  refuse_gradient("put", source);
+  static const auto op = find_op<decltype(put_kernel)>("put");
+  const BelowAutograd guard;
+  op.call(x, source, dst, offset, window);
+  note_change(x);
+}
+
+void signal_autograd(const Tensor& x, int64_t dst, std::string_view window) {
+  refuse_gradient("signal", x);
+  static const auto op = find_op<decltype(signal_kernel)>("signal");
+  const BelowAutograd guard;
+  op.call(x, dst, window);
+  note_change(x);
+}
+
+void wait_signal_autograd(const Tensor& x, int64_t src, std::string_view window) {
+  refuse_gradient("wait_signal", x);
+  static const auto op = find_op<decltype(wait_signal_kernel)>("wait_signal");
+  const BelowAutograd guard;
+  op.call(x, src, window);
+  note_change(x);
+}
+
+}  // namespace
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def("put(Tensor(a!) x, Tensor source, int dst, int offset, str window) -> ()",
+        {at::Tag::pt2_compliant_tag});
+  m.def("signal(Tensor(a!) x, int dst, str window) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("wait_signal(Tensor(a!) x, int src, str window) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("put", torch_overlap::ops::put_kernel);
+  m.impl("signal", torch_overlap::ops::signal_kernel);
+  m.impl("wait_signal", torch_overlap::ops::wait_signal_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("put", torch_overlap::ops::put_meta);
+  m.impl("signal", torch_overlap::ops::signal_meta);
+  m.impl("wait_signal", torch_overlap::ops::wait_signal_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("put", torch_overlap::ops::put_autograd);
+  m.impl("signal", torch_overlap::ops::signal_autograd);
+  m.impl("wait_signal", torch_overlap::ops::wait_signal_autograd);
+}

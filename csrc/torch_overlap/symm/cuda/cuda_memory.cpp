@@ -1,0 +1,197 @@
+// Device memory that other processes of the host can map: CUDA's virtual memory, passed on as
+// descriptors. Never a multicast object: it can take a shared host down.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+#include <sys/types.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/stream.h"
+#include "torch_overlap/symm/allocator.h"
+#include "torch_overlap/symm/cuda/vmm.h"
+
+namespace torch_overlap {
+namespace {
+
+using cuda::Driver;
+using cuda::MemoryHandle;
+using cuda::VirtualMapping;
+
+// What get_mem_allocator() gave to torch's caching allocator, by address, until it gives it back.
+struct Pooled {
+  std::mutex mutex;
+  std::map<void*, std::shared_ptr<VirtualMapping>> by_address;
+};
+
+Pooled& pooled() {
+  static auto* instance = new Pooled;
+  return *instance;
+}
+
+// Where a range of device memory lies in the mapping that it is part of.
+struct Range {
+  CUdeviceptr base = 0;
+  uint64_t bytes = 0;
+  std::shared_ptr<void> keeper;
+};
+
+std::string uuid_of(int device) {
+  const auto& uuid = at::cuda::getDeviceProperties(device)->uuid;
+  return std::string(uuid.bytes, sizeof(uuid.bytes));
+}
+
+class CudaAllocator final : public SymmetricAllocator {
+ public:
+  void refuse_capture(std::string_view op) const override {
+    TORCH_OVERLAP_CHECK(!cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream()), kState, op,
+                        ": expected a stream that is not capturing, got one that is; make and "
+                        "register memory before the capture");
+  }
+
+  at::Tensor allocate(int64_t bytes, c10::Device device) override {
+    refuse_capture("symmetric_empty");
+    const c10::Device placed(c10::kCUDA,
+                             device.has_index() ? device.index() : c10::cuda::current_device());
+    auto mapping = VirtualMapping::create(placed.index(), static_cast<uint64_t>(bytes));
+    std::byte* pointer = mapping->begin();
+    {
+      // Zero before anybody is told of it.
+      const c10::cuda::CUDAGuard guard(placed);
+      const cuda::OwnedStream stream(placed.index(), /*high_priority=*/false);
+      cuda::check(cudaMemsetAsync(pointer, 0, mapping->bytes(), stream.get().stream()),
+                  "cudaMemsetAsync");
+      cuda::check(cudaStreamSynchronize(stream.get().stream()), "cudaStreamSynchronize");
+    }
+    return at::from_blob(
+        pointer, {bytes}, [kept = std::move(mapping)](void*) mutable { kept.reset(); },
+        at::TensorOptions().dtype(at::kByte).device(placed), placed);
+  }
+
+  // Of any memory that can be exported: ours, that of pools over our allocator, and what NCCL's or
+  // torch's own symmetric memory made.
+  Export share(std::string_view op, const at::Tensor& tensor) override {
+    const c10::cuda::CUDAGuard guard(tensor.device());
+    const Driver& driver = Driver::loaded();
+    void* const begin = tensor.mutable_data_ptr();
+    CUmemGenericAllocationHandle found = 0;
+    const char* const advice =
+        "; make the tensor with torch_overlap.symmetric_empty, or under a torch.cuda.MemPool over "
+        "get_mem_allocator()";
+    const CUresult status = driver.handle_of(&found, begin);
+    TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kValue, op,
+                        ": expected memory that other ranks can map, got a tensor of plain CUDA "
+                        "memory",
+                        advice);
+    const auto handle = std::make_shared<MemoryHandle>(found);
+    CUmemAllocationProp made{};
+    driver.check(driver.properties_of(&made, handle->get()),
+                 "cuMemGetAllocationPropertiesFromHandle");
+    TORCH_OVERLAP_CHECK(
+        (made.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) != 0, kValue, op,
+        ": expected memory that can be passed as a descriptor, got one that was not made for it",
+        advice);
+    Range range;
+    if (const auto mapping = VirtualMapping::find(begin)) {
+      range = {reinterpret_cast<CUdeviceptr>(mapping->begin()), mapping->bytes(), mapping};
+    } else {
+      size_t bytes = 0;
+      driver.check(driver.range_of(&range.base, &bytes, reinterpret_cast<CUdeviceptr>(begin)),
+                   "cuMemGetAddressRange");
+      range.bytes = bytes;
+      range.keeper = handle;
+    }
+    const uint64_t offset = reinterpret_cast<CUdeviceptr>(begin) - range.base;
+    TORCH_OVERLAP_CHECK(offset + tensor.nbytes() <= range.bytes, kValue, op,
+                        ": expected a tensor inside one allocation of ", range.bytes,
+                        " bytes, got one that reaches over its end", advice);
+    int descriptor = -1;
+    driver.check(driver.export_handle(&descriptor, handle->get(),
+                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, /*flags=*/0),
+                 "cuMemExportToShareableHandle");
+    Export shared;
+    shared.descriptor = Descriptor(descriptor);
+    shared.allocation_bytes = range.bytes;
+    shared.offset = offset;
+    shared.device = uuid_of(tensor.device().index());
+    shared.keeper = std::move(range.keeper);
+    // What this rank wrote to it before is there before another rank writes.
+    c10::cuda::getCurrentCUDAStream(tensor.device().index()).synchronize();
+    return shared;
+  }
+
+  std::string obstacle(c10::Device device, const std::string& theirs) override {
+    const int me = device.index();
+    for (int peer = 0; peer < c10::cuda::device_count(); ++peer) {
+      if (peer == me || uuid_of(peer) != theirs) continue;
+      int can = 0;
+      cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");
+      if (can == 0) {
+        return concat("cuda:", me, " cannot access cuda:", peer,
+                      " (no peer access between the two; nvidia-smi topo -p2p r shows it)");
+      }
+      int atomics = 0;
+      cuda::check(
+          cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, me, peer),
+          "cudaDeviceGetP2PAttribute");
+      if (atomics == 0) {
+        return concat("cuda:", me, " has no atomic operations on the memory of cuda:", peer,
+                      " (the link between the two is not NVLink), which signals need");
+      }
+    }
+    return {};  // or hidden from this process (CUDA_VISIBLE_DEVICES): then mapping it tells
+  }
+
+  // Threads with a device each: access is granted to a mapping, so each makes its own.
+  bool shares_pointers() const override { return false; }
+
+  Mapping map(c10::Device device, const Descriptor& descriptor, uint64_t allocation_bytes,
+              uint64_t offset) override {
+    auto mapping = VirtualMapping::import(device.index(), descriptor, allocation_bytes);
+    return {mapping->begin() + offset, mapping};
+  }
+};
+
+const SymmetricAllocatorRegistration cuda_registration(c10::kCUDA,
+                                                       std::make_shared<CudaAllocator>());
+
+}  // namespace
+}  // namespace torch_overlap
+
+// For torch.cuda.memory.CUDAPluggableAllocator: null tells the caching allocator to free what it
+// has kept, and to try again.
+extern "C" {
+
+TORCH_OVERLAP_API void* torch_overlap_symmetric_alloc(ssize_t bytes, int device, cudaStream_t) {
+  using namespace torch_overlap;
+  if (bytes <= 0) return nullptr;
+  try {
+    auto mapping =
+        VirtualMapping::create(static_cast<c10::DeviceIndex>(device), static_cast<uint64_t>(bytes));
+    void* const pointer = mapping->begin();
+    const std::lock_guard lock(pooled().mutex);
+    pooled().by_address.insert_or_assign(pointer, std::move(mapping));
+    return pointer;
+  } catch (const std::exception& error) {
+    TORCH_WARN("symmetric memory for a pool: ", error.what());
+    return nullptr;
+  }
+}
+
+TORCH_OVERLAP_API void torch_overlap_symmetric_free(void* pointer, ssize_t, int, cudaStream_t) {
+  using namespace torch_overlap;
+  std::shared_ptr<VirtualMapping> last;  // unmapped after the lock
+  const std::lock_guard lock(pooled().mutex);
+  const auto found = pooled().by_address.find(pointer);
+  if (found == pooled().by_address.end()) return;
+  last = std::move(found->second);
+  pooled().by_address.erase(found);
+}
+
+}  // extern "C"

@@ -1,0 +1,183 @@
+#include "torch_overlap/symm/cuda/vmm.h"
+
+#include <c10/cuda/CUDAGuard.h>
+
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+CUmemAllocationProp properties(c10::DeviceIndex device) {
+  CUmemAllocationProp out{};
+  out.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  out.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  out.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  out.location.id = device;
+  return out;
+}
+
+void unmap(CUdeviceptr address, uint64_t bytes) noexcept {
+  // At the end of the process the driver may be gone already: errors are of no use.
+  const Driver& driver = Driver::loaded();
+  (void)driver.unmap(address, bytes);
+  (void)driver.free_address(address, bytes);
+}
+
+// Mappings that nobody needs, but the device may still use. Never destroyed.
+class Retired {
+ public:
+  static Retired& instance() {
+    static auto* const retired = new Retired;
+    return *retired;
+  }
+
+  void add(c10::DeviceIndex device, CUdeviceptr address, uint64_t bytes) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      waiting_.push_back({device, address, bytes});
+    } catch (const std::bad_alloc&) {  // then it stays mapped
+    }
+    sweep(device);
+  }
+
+  // Unmaps what is there of `device`, if the device can be waited for.
+  void sweep(c10::DeviceIndex device) noexcept {
+    std::vector<One> mine;
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto it = waiting_.begin(); it != waiting_.end();) {
+        if (it->device == device) {
+          mine.push_back(*it);
+          it = waiting_.erase(it);
+        } else {
+          ++it;
+        }
+      }
+    }
+    if (mine.empty()) return;
+    const c10::cuda::CUDAGuard guard(device);
+    const RelaxedCapture relaxed;
+    // While a graph is captured, by whatever thread, the device cannot be waited for.
+    const cudaError_t status = cudaDeviceSynchronize();
+    if (status == cudaErrorStreamCaptureUnsupported) {
+      (void)cudaGetLastError();
+      const std::lock_guard lock(mutex_);
+      waiting_.insert(waiting_.end(), mine.begin(), mine.end());
+      return;
+    }
+    for (const One& one : mine) unmap(one.address, one.bytes);
+  }
+
+ private:
+  struct One {
+    c10::DeviceIndex device;
+    CUdeviceptr address;
+    uint64_t bytes;
+  };
+  std::mutex mutex_;
+  std::vector<One> waiting_;
+};
+
+// Those of create() that live, by address.
+struct Made {
+  std::mutex mutex;
+  std::map<const std::byte*, std::weak_ptr<VirtualMapping>> by_address;
+};
+
+Made& made() {
+  static auto* instance = new Made;
+  return *instance;
+}
+
+}  // namespace
+
+VirtualMapping::VirtualMapping(c10::DeviceIndex device, CUmemGenericAllocationHandle handle,
+                               uint64_t bytes)
+    : device_(device), bytes_(bytes) {
+  const Driver& driver = Driver::loaded();
+  CUdeviceptr address = 0;
+  driver.check(driver.reserve(&address, bytes, /*alignment=*/0, /*addr=*/0, /*flags=*/0),
+               "cuMemAddressReserve");
+  CUresult status = driver.map(address, bytes, /*offset=*/0, handle, /*flags=*/0);
+  if (status != CUDA_SUCCESS) {
+    (void)driver.free_address(address, bytes);
+    driver.check(status, "cuMemMap");
+  }
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  status = driver.set_access(address, bytes, &access, 1);
+  if (status != CUDA_SUCCESS) {
+    unmap(address, bytes);
+    driver.check(status, "cuMemSetAccess");
+  }
+  address_ = address;
+}
+
+VirtualMapping::~VirtualMapping() {
+  {
+    const std::lock_guard lock(made().mutex);
+    made().by_address.erase(begin());  // not there if it was imported
+  }
+  Retired::instance().add(device_, address_, bytes_);
+}
+
+std::shared_ptr<VirtualMapping> VirtualMapping::find(const void* pointer) {
+  std::shared_ptr<VirtualMapping> found;  // dies after the lock if it is not the one
+  const std::lock_guard lock(made().mutex);
+  const auto* address = static_cast<const std::byte*>(pointer);
+  const auto after = made().by_address.upper_bound(address);
+  if (after == made().by_address.begin()) return nullptr;
+  found = std::prev(after)->second.lock();
+  return found && address < found->begin() + found->bytes() ? found : nullptr;
+}
+
+std::shared_ptr<VirtualMapping> VirtualMapping::create(c10::DeviceIndex device, uint64_t bytes) {
+  const c10::cuda::CUDAGuard guard(device);
+  const RelaxedCapture relaxed;                  // torch's allocator may grow a pool in a capture
+  check(cudaFree(nullptr), "symmetric memory");  // the driver wants a context
+  Retired::instance().sweep(device);
+  const Driver& driver = Driver::loaded();
+  const auto wanted = properties(device);
+  size_t step = 0;
+  driver.check(driver.granularity(&step, &wanted, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+               "cuMemGetAllocationGranularity");
+  const uint64_t rounded = (bytes + step - 1) / step * step;
+  CUmemGenericAllocationHandle created = 0;
+  const CUresult status = driver.create(&created, rounded, &wanted, /*flags=*/0);
+  TORCH_OVERLAP_CHECK(status != CUDA_ERROR_OUT_OF_MEMORY, kRuntime, "symmetric memory: expected ",
+                      rounded, " bytes on cuda:", static_cast<int>(device),
+                      ", got none: the device's memory is full; ",
+                      "torch.cuda.empty_cache() gives back what torch keeps");
+  driver.check(status, "cuMemCreate");
+  const MemoryHandle handle(created);  // the mapping keeps the memory
+  std::shared_ptr<VirtualMapping> mapping(new VirtualMapping(device, handle.get(), rounded));
+  const std::lock_guard lock(made().mutex);
+  made().by_address.insert_or_assign(mapping->begin(), mapping);
+  return mapping;
+}
+
+std::shared_ptr<VirtualMapping> VirtualMapping::import(c10::DeviceIndex device,
+                                                       const Descriptor& descriptor,
+                                                       uint64_t bytes) {
+  const c10::cuda::CUDAGuard guard(device);
+  const RelaxedCapture relaxed;
+  check(cudaFree(nullptr), "symmetric memory");
+  const Driver& driver = Driver::loaded();
+  CUmemGenericAllocationHandle imported = 0;
+  auto* os_handle = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));
+  driver.check(driver.import_handle(&imported, os_handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+               "cuMemImportFromShareableHandle");
+  const MemoryHandle handle(imported);
+  return std::shared_ptr<VirtualMapping>(new VirtualMapping(device, handle.get(), bytes));
+}
+
+}  // namespace torch_overlap::cuda

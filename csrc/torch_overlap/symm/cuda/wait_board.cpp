@@ -1,0 +1,114 @@
+#include "torch_overlap/symm/cuda/wait_board.h"
+
+#include <c10/cuda/CUDAGuard.h>
+
+#include <atomic>
+#include <vector>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/cuda/stream.h"
+#include "torch_overlap/symm/cuda/window_kernels.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+// Blocks without a board. Never freed: CUDA may be gone, or busy with a capture, when a board ends.
+struct Blocks {
+  std::mutex mutex;
+  std::map<c10::DeviceIndex, std::vector<WaitBoard::Block>> unused;
+};
+
+Blocks& blocks() {
+  static auto* instance = new Blocks;
+  return *instance;
+}
+
+WaitBoard::Block make_block() {
+  WaitBoard::Block block{};
+  void* record = nullptr;
+  void* failed = nullptr;
+  check(cudaHostAlloc(&record, sizeof(WaitRecord), cudaHostAllocMapped), "cudaHostAlloc");
+  if (const cudaError_t status = cudaMalloc(&failed, sizeof(uint32_t)); status != cudaSuccess) {
+    (void)cudaFreeHost(record);
+    check(status, "cudaMalloc");
+  }
+  block.record = static_cast<WaitRecord*>(record);
+  block.failed = static_cast<uint32_t*>(failed);
+  return block;
+}
+
+WaitBoard::Block take_block(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const RelaxedCapture relaxed;
+  WaitBoard::Block block{};
+  {
+    const std::lock_guard lock(blocks().mutex);
+    auto& unused = blocks().unused[device];
+    if (!unused.empty()) {
+      block = unused.back();
+      unused.pop_back();
+    }
+  }
+  if (block.record == nullptr) block = make_block();
+  *block.record = {};
+  // On a stream of its own: the default one may be captured, or have much to do.
+  const OwnedStream stream(device, /*high_priority=*/false);
+  check(cudaMemsetAsync(block.failed, 0, sizeof(uint32_t), stream.get().stream()),
+        "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream.get().stream()), "cudaStreamSynchronize");
+  return block;
+}
+
+}  // namespace
+
+WaitBoard::WaitBoard(c10::DeviceIndex device) : device_(device), block_(take_block(device)) {}
+
+WaitBoard::~WaitBoard() {
+  try {
+    const std::lock_guard lock(blocks().mutex);
+    blocks().unused[device_].push_back(block_);
+  } catch (const std::bad_alloc&) {  // then it is lost
+  }
+}
+
+void WaitBoard::signal(SymmetricMemory& window, int dst, cudaStream_t stream) const {
+  check(launch_signal(window.signals().to(dst), block_.failed, stream), "signal");
+}
+
+void WaitBoard::wait(SymmetricMemory& window, int src, std::chrono::milliseconds timeout,
+                     cudaStream_t stream) {
+  {
+    const std::lock_guard lock(mutex_);
+    names_.try_emplace(window.id(), window.name());
+  }
+  const auto limit = std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
+  const WaitParams params{.arrived = window.signals().arrived(src),
+                          .consumed = window.signals().consumed(src),
+                          .failed = block_.failed,
+                          .record = block_.record,
+                          .timeout_ns = static_cast<uint64_t>(limit.count()),
+                          .window = window.id(),
+                          .peer = src};
+  check(launch_wait(params, stream), "wait_signal");
+}
+
+void WaitBoard::stop() noexcept {
+  std::atomic_ref(block_.record->stopped).store(1, std::memory_order_release);
+}
+
+std::optional<std::string> WaitBoard::expired() const {
+  const WaitRecord& record = *block_.record;
+  if (std::atomic_ref(block_.record->expired).load(std::memory_order_acquire) == 0) {
+    return std::nullopt;
+  }
+  const std::lock_guard lock(mutex_);
+  const auto name = names_.find(record.window);
+  return concat("wait_signal: expected signal ", record.expected, " of rank ", record.peer,
+                " in window '", name == names_.end() ? "unknown" : name->second, "' within ",
+                record.timeout_ns / 1'000'000, " ms, got ", record.seen, "; look at what rank ",
+                record.peer, " does");
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,129 @@
+#include <algorithm>
+
+#include "torch_overlap/symm/cuda/window_kernels.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+struct Config {
+  static constexpr int kThreads = 512;
+  // 8 blocks of this kind fill 80 % of an NVLink, 32 all of it.
+  static constexpr int kMostBlocks = 32;
+  static constexpr int kUnroll = 4;
+  // How often a wait looks at host memory, which takes a trip over PCIe.
+  static constexpr uint64_t kLookAtHostNs = 20'000;
+};
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void add_release(uint64_t* address, uint64_t value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+template <typename Vector>
+__global__ void __launch_bounds__(Config::kThreads)
+    put_kernel(Vector* __restrict__ to, const Vector* __restrict__ from, size_t count,
+               size_t tail) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + (Config::kUnroll - 1) * stride < count; i += Config::kUnroll * stride) {
+    Vector values[Config::kUnroll];
+#pragma unroll
+    for (int k = 0; k < Config::kUnroll; ++k) values[k] = from[i + k * stride];
+#pragma unroll
+    for (int k = 0; k < Config::kUnroll; ++k) to[i + k * stride] = values[k];
+  }
+  for (; i < count; i += stride) to[i] = from[i];
+  // Bytes behind the last whole vector: fewer than one has.
+  if (blockIdx.x == 0 && threadIdx.x < tail) {
+    reinterpret_cast<uint8_t*>(to + count)[threadIdx.x] =
+        reinterpret_cast<const uint8_t*>(from + count)[threadIdx.x];
+  }
+}
+
+template <typename Vector>
+cudaError_t launch_put_of(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  const size_t count = bytes / sizeof(Vector);
+  constexpr size_t kPerBlock = static_cast<size_t>(Config::kThreads) * Config::kUnroll;
+  const auto blocks = static_cast<unsigned int>(
+      std::clamp<size_t>((count + kPerBlock - 1) / kPerBlock, 1, Config::kMostBlocks));
+  put_kernel<Vector><<<blocks, Config::kThreads, 0, stream>>>(
+      static_cast<Vector*>(to), static_cast<const Vector*>(from), count, bytes % sizeof(Vector));
+  return cudaGetLastError();
+}
+
+__global__ void signal_kernel(uint64_t* count, const volatile uint32_t* failed) {
+  if (*failed != 0) return;
+  // The kernels and copies before this one on the stream have ended, and what they wrote is in the
+  // memory of the peer or on its way there: the fence orders it before the count.
+  __threadfence_system();
+  add_release(count, 1);
+}
+
+__global__ void wait_kernel(WaitParams p) {
+  // Every wait takes another signal, also when two of them run at once, or one is replayed.
+  const uint64_t expected = atomicAdd(reinterpret_cast<unsigned long long*>(p.consumed), 1ULL) + 1;
+  const volatile uint32_t* failed = p.failed;
+  const volatile uint32_t* stopped = &p.record->stopped;
+  const uint64_t begin = now_ns();
+  uint64_t look_at_host = begin + Config::kLookAtHostNs;
+  uint64_t seen = load_acquire(p.arrived);
+  unsigned int nap = 32;
+  while (seen < expected) {
+    if (*failed != 0) return;
+    const uint64_t now = now_ns();
+    if (now >= look_at_host) {
+      if (*stopped != 0) return;
+      look_at_host = now + Config::kLookAtHostNs;
+    }
+    if (now - begin >= p.timeout_ns) {
+      if (atomicExch(p.failed, 1U) == 0) {
+        volatile WaitRecord* record = p.record;
+        record->window = p.window;
+        record->peer = p.peer;
+        record->expected = expected;
+        record->seen = seen;
+        record->timeout_ns = p.timeout_ns;
+        __threadfence_system();
+        record->expired = 1;
+      }
+      return;
+    }
+    __nanosleep(nap);
+    nap = min(nap * 2, 256U);
+    seen = load_acquire(p.arrived);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_put(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+  if (bits % sizeof(uint4) == 0) return launch_put_of<uint4>(to, from, bytes, stream);
+  if (bits % sizeof(uint2) == 0) return launch_put_of<uint2>(to, from, bytes, stream);
+  if (bits % sizeof(uint32_t) == 0) return launch_put_of<uint32_t>(to, from, bytes, stream);
+  if (bits % sizeof(uint16_t) == 0) return launch_put_of<uint16_t>(to, from, bytes, stream);
+  return launch_put_of<uint8_t>(to, from, bytes, stream);
+}
+
+cudaError_t launch_signal(uint64_t* count, const uint32_t* failed, cudaStream_t stream) {
+  signal_kernel<<<1, 1, 0, stream>>>(count, failed);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_wait(const WaitParams& params, cudaStream_t stream) {
+  wait_kernel<<<1, 1, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/symm/bootstrap.h"
+#include "torch_overlap/symm/signal_pad.h"
+
+namespace torch_overlap {
+
+// A tensor without communication: its memory is such that the other ranks can map it in a
+// rendezvous. Filled with zeros. Several rendezvous may share it, and parts of it.
+TORCH_OVERLAP_API at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype,
+                                             c10::Device device);
+
+// Memory that every rank of a group has a part of and can reach all parts of: this rank's tensor,
+// the others' as pointers, and counts to signal on.
+//
+// Life: rendezvous() makes it, collectively. The parts of others stay mapped, and so alive, until
+// the last reference to this object or to a view is gone; nobody is asked then. A rank that has
+// gone leaves its part behind for those that have it mapped.
+//
+// The object does nothing to the memory and orders nothing: that is for those who use it.
+// Threads: any.
+class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<SymmetricMemory> {
+ public:
+  struct Request {
+    std::string_view op;  // for errors
+    std::string name;     // of the memory, for errors
+    at::Tensor tensor;    // this rank's part: contiguous, of the same size on all ranks
+    std::string digest;   // any text that must be equal on all ranks
+    Fault fault;          // why this rank cannot: then no rank can, and all throw
+  };
+  // Collective: every rank must call it, also one with a fault. Two steps: all ranks tell each
+  // other what they have; then each maps what it can and tells what it could not. An error of one
+  // rank is thrown on every rank; a pair that cannot reach each other is one that names both and
+  // why. Bounded by the bootstrap's timeout for each step.
+  static std::shared_ptr<SymmetricMemory> rendezvous(Bootstrap& bootstrap, const Request& request);
+
+  // A group of which only this rank is there (backend fake): the others cannot be reached.
+  static std::shared_ptr<SymmetricMemory> alone(int rank, int size, const Request& request);
+
+  ~SymmetricMemory();
+  SymmetricMemory(const SymmetricMemory&) = delete;
+  SymmetricMemory& operator=(const SymmetricMemory&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(pointers_.size()); }
+  const std::string& name() const { return name_; }
+  // Unique in the process.
+  uint64_t id() const { return id_; }
+  c10::Device device() const { return device_; }
+  // Of each part.
+  size_t bytes() const { return bytes_; }
+
+  // The part of `rank` in this process; null if it cannot be reached.
+  void* pointer(int rank) const { return pointers_.at(rank); }
+  bool is_reachable(int rank) const { return rank == rank_ || reachable_; }
+  const SignalPad& signals() const { return signals_; }
+  // Memory of the part of `rank` from byte `offset` on as a tensor, which keeps this object alive.
+  at::Tensor view(int rank, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t offset = 0);
+
+ private:
+  friend class Rendezvous;
+  SymmetricMemory(int rank, int size, const Request& request);
+
+  const int rank_;
+  const uint64_t id_;
+  const std::string name_;
+  const c10::Device device_;
+  const size_t bytes_;
+  bool reachable_ = false;
+  std::vector<void*> pointers_;
+  SignalPad signals_;
+  std::vector<std::shared_ptr<void>> keepers_;  // of the own parts, and of the mappings
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,60 @@
+"""Memory that the other ranks of a host can map: what windows are made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_overlap import _C
+from torch_overlap._C import TorchComm
+from torch_overlap._load import LIBRARY
+
+
+def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm: TorchComm) -> torch.Tensor:
+    """A tensor of zeros on the communicator's device that `comm.new_window` takes, as do its views.
+
+    No communication. CPU: shared memory that no file system knows, so nothing is left of it when a process is killed.
+    CUDA: memory of its own, in steps of 2 MiB; for many small tensors use a `torch.cuda.MemPool` over
+    `get_mem_allocator`.
+
+    Args:
+        shape: a number, or a sequence of numbers.
+        dtype: None is torch's default.
+
+    Raises:
+        UnsupportedError: the communicator's backend has no windows on its device.
+    """
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if comm.get_backend() == "fake":  # nobody maps it
+        return torch.zeros(sizes, dtype=dtype, device=comm.get_device())
+    return _C._symmetric_empty(sizes, dtype or torch.get_default_dtype(), comm.get_device())
+
+
+def get_mem_allocator(backend: str) -> Any:
+    """The allocator for a `torch.cuda.MemPool` whose tensors `new_window` takes. Also `comm.get_mem_allocator()`.
+
+        pool = torch.cuda.MemPool(torch_overlap.get_mem_allocator("nccl"))
+        with torch.cuda.use_mem_pool(pool):
+            x = torch.zeros(1024, device="cuda")
+        window = comm.new_window(x)
+
+    Raises:
+        UnsupportedError: the backend's tensors are not on CUDA devices; use `symmetric_empty`.
+    """
+    if backend.lower() not in ("nccl", "ncclx") or backend.lower() not in _C.built_backends():
+        raise _C.UnsupportedError(
+            f"get_mem_allocator: expected a backend of CUDA devices that is built, got {backend!r}; "
+            "use torch_overlap.symmetric_empty"
+        )
+    return _cuda_allocator().allocator()
+
+
+@functools.cache
+def _cuda_allocator() -> Any:
+    """One for the process: torch keeps the pools of different allocators apart."""
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    return CUDAPluggableAllocator(str(LIBRARY), "torch_overlap_symmetric_alloc", "torch_overlap_symmetric_free")
