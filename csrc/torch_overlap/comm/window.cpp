@@ -110,6 +110,11 @@ void TorchCommWindow::tensor_deregister() {
                       name_, "', which has none; call tensor_register() first");
   const bool is_live = !comm_->is_finalized() && !comm_->is_aborted() &&
                        comm_->generation() == old->members->generation;
+  if (!is_live) {
+    std::deque<WorkPtr> ended;  // by the abort; dropped after the lock
+    const std::lock_guard lock(mutex_);
+    ended.swap(in_flight_);
+  }
   if (!is_live || !old->bootstrap) return;
   const Milliseconds timeout = old->members->context.timeout();
   Fault fault;

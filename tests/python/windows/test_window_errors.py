@@ -257,14 +257,25 @@ def run_leaves_nothing(comm: TorchComm) -> None:
         with open("/proc/self/maps") as maps:
             return sum("torch_overlap" in line and "memfd" in line for line in maps)
 
+    def settled(most: tuple[int, int]) -> tuple[int, int]:
+        """The thread that ran an operation may hold its memory for a moment after the end."""
+        for _ in range(100):
+            now = open_descriptors(), mappings()
+            if now[0] <= most[0] and now[1] <= most[1]:
+                break
+            time.sleep(0.02)
+        return now
+
     for _ in range(5):
         use()
     comm.barrier(False)
-    before = open_descriptors(), mappings()
+    before = settled((0, 0))
     for _ in range(100):
         use()
     comm.barrier(False)
-    assert (open_descriptors(), mappings()) == before
+    after = settled(before)
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
 
 
 def test_windows_leave_nothing_behind() -> None:
