@@ -30,7 +30,8 @@ void unmap(CUdeviceptr address, uint64_t bytes) noexcept {
   (void)driver.free_address(address, bytes);
 }
 
-// Mappings that nobody needs, but the device may still use. Never destroyed.
+// Mappings that nobody needs, but the device may still use: each goes when an event on its stream
+// has passed. Never destroyed.
 class Retired {
  public:
   static Retired& instance() {
@@ -38,49 +39,62 @@ class Retired {
     return *retired;
   }
 
-  void add(c10::DeviceIndex device, CUdeviceptr address, uint64_t bytes) noexcept {
+  void add(c10::cuda::CUDAStream stream, CUdeviceptr address, uint64_t bytes) noexcept {
     try {
+      const c10::cuda::CUDAGuard guard(stream.device_index());
+      const RelaxedCapture relaxed;
+      One one{stream, nullptr, false, address, bytes};
+      check(cudaEventCreateWithFlags(&one.event, cudaEventDisableTiming), "cudaEventCreate");
       const std::lock_guard lock(mutex_);
-      waiting_.push_back({device, address, bytes});
-    } catch (const std::bad_alloc&) {  // then it stays mapped
+      waiting_.push_back(one);
+    } catch (const std::exception&) {  // then it stays mapped
     }
-    sweep(device);
+    sweep(stream.device_index());
   }
 
-  // Unmaps what is there of `device`, if the device can be waited for.
+  // Unmaps what the device is done with.
   void sweep(c10::DeviceIndex device) noexcept {
-    std::vector<One> mine;
-    {
+    try {
+      const c10::cuda::CUDAGuard guard(device);
+      const RelaxedCapture relaxed;
       const std::lock_guard lock(mutex_);
-      for (auto it = waiting_.begin(); it != waiting_.end();) {
-        if (it->device == device) {
-          mine.push_back(*it);
-          it = waiting_.erase(it);
-        } else {
-          ++it;
-        }
-      }
+      std::erase_if(waiting_,
+                    [&](One& one) { return one.stream.device_index() == device && end(one); });
+    } catch (const std::exception&) {  // the device is gone
     }
-    if (mine.empty()) return;
-    const c10::cuda::CUDAGuard guard(device);
-    const RelaxedCapture relaxed;
-    // While a graph is captured, by whatever thread, the device cannot be waited for.
-    const cudaError_t status = cudaDeviceSynchronize();
-    if (status == cudaErrorStreamCaptureUnsupported) {
-      (void)cudaGetLastError();
-      const std::lock_guard lock(mutex_);
-      waiting_.insert(waiting_.end(), mine.begin(), mine.end());
-      return;
-    }
-    for (const One& one : mine) unmap(one.address, one.bytes);
   }
 
  private:
   struct One {
-    c10::DeviceIndex device;
+    c10::cuda::CUDAStream stream;
+    cudaEvent_t event;
+    bool is_recorded;
     CUdeviceptr address;
     uint64_t bytes;
   };
+
+  static bool end(One& one) noexcept {
+    one.is_recorded = one.is_recorded || record(one);
+    if (!one.is_recorded || cudaEventQuery(one.event) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    (void)cudaEventDestroy(one.event);
+    unmap(one.address, one.bytes);
+    return true;
+  }
+
+  // Not while the stream is captured, or cannot be asked because of another one that is.
+  static bool record(const One& one) noexcept {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const auto stream = one.stream.stream();
+    const bool can = cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+                     status == cudaStreamCaptureStatusNone;
+    const bool done = can && cudaEventRecord(one.event, stream) == cudaSuccess;
+    if (!done) (void)cudaGetLastError();
+    return done;
+  }
+
   std::mutex mutex_;
   std::vector<One> waiting_;
 };
@@ -100,7 +114,7 @@ Made& made() {
 
 VirtualMapping::VirtualMapping(c10::DeviceIndex device, CUmemGenericAllocationHandle handle,
                                uint64_t bytes)
-    : device_(device), bytes_(bytes) {
+    : device_(device), bytes_(bytes), stream_(c10::cuda::getCurrentCUDAStream(device)) {
   const Driver& driver = Driver::loaded();
   CUdeviceptr address = 0;
   driver.check(driver.reserve(&address, bytes, /*alignment=*/0, /*addr=*/0, /*flags=*/0),
@@ -127,7 +141,7 @@ VirtualMapping::~VirtualMapping() {
     const std::lock_guard lock(made().mutex);
     made().by_address.erase(begin());  // not there if it was imported
   }
-  Retired::instance().add(device_, address_, bytes_);
+  Retired::instance().add(stream_, address_, bytes_);
 }
 
 std::shared_ptr<VirtualMapping> VirtualMapping::find(const void* pointer) {
@@ -171,6 +185,7 @@ std::shared_ptr<VirtualMapping> VirtualMapping::import(c10::DeviceIndex device,
   const c10::cuda::CUDAGuard guard(device);
   const RelaxedCapture relaxed;
   check(cudaFree(nullptr), "symmetric memory");
+  Retired::instance().sweep(device);
   const Driver& driver = Driver::loaded();
   CUmemGenericAllocationHandle imported = 0;
   auto* os_handle = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -11,10 +12,11 @@
 
 namespace torch_overlap::cuda {
 
-// Device memory in this process's address space: made here, or imported from another process. Its
-// end waits for the device, as work on any stream may use it (memory outside of torch's allocator
-// knows no streams); where that is not possible because a graph is being captured, it is put off
-// until the next mapping is made or ends.
+// Device memory in this process's address space: made here, or imported from another process. After
+// its end it stays mapped until the device has done what was by then on the stream that was current
+// when it was made, and goes when the next mapping is made or ends. Who uses it on other streams
+// orders them first, as for memory of torch's allocator; operations on a window keep it themselves.
+// Waiting for the whole device would break a capture that another thread has begun.
 //
 // Threads: any.
 class VirtualMapping {
@@ -39,6 +41,7 @@ class VirtualMapping {
 
   const c10::DeviceIndex device_;
   const uint64_t bytes_;
+  const c10::cuda::CUDAStream stream_;
   CUdeviceptr address_ = 0;
 };
 
