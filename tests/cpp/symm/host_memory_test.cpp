@@ -106,7 +106,7 @@ void run_threads(int size, const std::function<void(int, Board&)>& body) {
 }
 
 template <typename Body>
-std::optional<Error> error_of(const Body& body) {
+std::optional<Error> thrown_by(const Body& body) {
   try {
     body();
   } catch (const Error& error) {
@@ -166,7 +166,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
     ThreadBootstrap bootstrap(board, rank, 3);
     auto request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
     if (rank == 2) request.fault = {ErrorKind::kType, "test: expected a, got b"};
-    auto error = error_of([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_EQ(error->kind(), ErrorKind::kType);
     EXPECT_STREQ(error->what(), rank == 2
@@ -174,7 +174,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
                                     : "test: rank 2 could not take part: test: expected a, got b");
 
     request = request_of(symmetric_empty({rank == 0 ? 4 : 5}, at::kFloat, c10::kCPU));
-    error = error_of([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_STREQ(error->what(),
                  "test: expected memory of the same size on all ranks, got 16 bytes on rank 0 and "
@@ -182,7 +182,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
 
     request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
     request.digest = rank == 1 ? "apples" : "pears";
-    error = error_of([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+    error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
     ASSERT_TRUE(error);
     EXPECT_STREQ(error->what(),
                  "test: expected the same on all ranks, got pears on rank 0 and "
@@ -193,7 +193,7 @@ TEST(SymmetricMemory, ThrowsOnEveryRankWhatIsWrongOnOne) {
 TEST(SymmetricMemory, ARankThatDoesNotComeIsATimeout) {
   Board board(2);
   ThreadBootstrap bootstrap(board, 0, 2, milliseconds(50));
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     SymmetricMemory::rendezvous(bootstrap, request_of(symmetric_empty({4}, at::kFloat, c10::kCPU)));
   });
   ASSERT_TRUE(error);
@@ -277,7 +277,7 @@ TEST(SymmetricMemory, PrivateMemoryOfAProcessIsRefusedOnBothSides) {
   const auto body = [](Bootstrap& bootstrap) {
     const auto x =
         bootstrap.rank() == 0 ? at::zeros({4}) : symmetric_empty({4}, at::kFloat, c10::kCPU);
-    const auto error = error_of([&] { SymmetricMemory::rendezvous(bootstrap, request_of(x)); });
+    const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request_of(x)); });
     return error && error->kind() == ErrorKind::kUnsupported &&
            std::string(error->what()) ==
                "test: expected ranks that can reach each other's memory, got rank 0, which cannot "
@@ -332,7 +332,7 @@ TEST(Bootstrap, FieldsHoldAnyBytes) {
   EXPECT_EQ(unpack(pack(fields)), fields);
   EXPECT_EQ(unpack(""), std::vector<std::string>());
   for (const char* broken : {"5:abc", "x", "-1:"}) {
-    EXPECT_TRUE(error_of([&] { unpack(broken); })) << broken;
+    EXPECT_TRUE(thrown_by([&] { unpack(broken); })) << broken;
   }
 }
 

@@ -161,9 +161,11 @@ WorkPtr NcclBackend::launch(Call call) {
     Ended ended;
     const Lock lock = lock_unless_failed();
     if (!capture) {
-      for (auto& [queue, previous, previous_captured] : lanes_) {
+      for (const Lane which : {Lane::collectives, Lane::one_sided}) {
+        Queue& queue = lane(which).queue;
         if (queue.size() >= 2 * kReapAtLaunch) reap_first(queue, ended, kReapAtLaunch);
       }
+      if (lane(Lane::waits).queue.size() >= 2 * kReapAtLaunch) reap_waits(ended);
     }
     issue(work, current, capture);
   } catch (...) {
@@ -200,7 +202,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     if (capture) leaf.emplace(stream, current);
   }
   // In a capture also on the same stream: the operation before was left as a leaf.
-  if (previous && which != Lane::waits && (capture || previous->stream != stream)) {
+  if (previous && (capture || previous->stream != stream)) {
     stream_waits(stream, previous->work->end());
   }
   // A window's memory must stay mapped, on whatever stream the operation runs.
@@ -236,7 +238,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     }
     throw;
   }
-  previous.emplace(work, stream);
+  if (which != Lane::waits) previous.emplace(work, stream);
 }
 
 void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
@@ -292,7 +294,12 @@ void NcclBackend::reap(Sink& ended) {
       }
     }
   }
-  // Waits end in any order.
+  reap_waits(ended);
+}
+
+// Waits end in any order.
+template <typename Sink>
+void NcclBackend::reap_waits(Sink& ended) {
   std::erase_if(lane(Lane::waits).queue, [&ended](const std::shared_ptr<CudaWork>& work) {
     if (!work->has_ended()) return false;
     ended.push_back(work);

@@ -78,7 +78,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
     c10::SmallVector<std::shared_ptr<CudaWork>, 16> works;
     void push_back(std::shared_ptr<CudaWork> work) { works.push_back(std::move(work)); }
     ~Ended() {
-      for (const auto& work : works) work->release();
+      for (const auto& work : works) work->release_all();
     }
   };
 
@@ -102,6 +102,8 @@ class NcclBackend final : public Backend, public Watched, public Body {
   using Queue = std::deque<std::shared_ptr<CudaWork>>;
   template <typename Sink>
   static bool reap_first(Queue& queue, Sink& ended, size_t count);
+  template <typename Sink>
+  void reap_waits(Sink& ended);
   bool is_idle() const;
   // Waits until all that was issued has ended.
   void drain(std::string_view op);

@@ -80,7 +80,7 @@ class DeadWorks::Coffin final : public Body {
  public:
   using Body::Body;
   ~Coffin() override {
-    for (const auto& work : works) work->release();
+    for (const auto& work : works) work->release_all();
   }
   bool may_go() noexcept override { return true; }
   std::vector<std::shared_ptr<CudaWork>> works;
@@ -101,7 +101,7 @@ bool GraphHold::may_go() noexcept {
 }
 
 GraphHold::~GraphHold() {
-  for (const auto& work : works_) work->release();
+  for (const auto& work : works_) work->release_all();
   handle_->remove_graph();
 }
 

@@ -40,14 +40,18 @@ CudaWork::~CudaWork() { runtime_->events.give(events_); }
 
 void CudaWork::release() {
   if (released_.exchange(true, std::memory_order_acq_rel)) return;
-  // Not call_.window: its memory stays mapped until this work is gone, which the communicator, or a
-  // graph, keeps for as long as the device uses it.
   // Moved out first: describe() stays valid, and destructors run on a finished object.
   const at::Tensor tensor = std::move(call_.tensor);
   const Blocks in = std::move(call_.in);
   const Blocks out = std::move(call_.out);
   const auto p2p = std::move(call_.p2p);
   const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
+}
+
+void CudaWork::release_all() {
+  release();
+  if (window_released_.exchange(true, std::memory_order_acq_rel)) return;
+  const auto window = std::move(call_.window);
 }
 
 void CudaWork::has_started(Clock::time_point now) {

@@ -54,6 +54,9 @@ class CudaWork final : public TorchWork {
   // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last
   // reference to a tensor may take the GIL.
   void release();
+  // Also the memory of a window, which stays mapped until the operation has ended, whatever stream
+  // it is on: for who knows that it has, or that the graph which had it is gone.
+  void release_all();
 
   // When it was issued, and when the watchdog first saw that it could run.
   const Clock::time_point issued;
@@ -71,6 +74,7 @@ class CudaWork final : public TorchWork {
   const cuda::EventPair events_;
   std::atomic<bool> completed_{false};  // ended, and the communicator had not failed by then
   std::atomic<bool> released_{false};
+  std::atomic<bool> window_released_{false};
 };
 
 }  // namespace torch_overlap
