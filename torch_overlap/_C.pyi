@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from enum import Enum
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -20,6 +20,7 @@ class UnsupportedError(Error, NotImplementedError): ...
 class StateError(Error): ...
 
 build_config: dict[str, str]
+_mesh: ModuleType  # torch_overlap/mesh/_core.pyi
 
 class _Env(TypedDict):
     abort_on_error: bool

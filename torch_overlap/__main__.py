@@ -1,10 +1,11 @@
-"""The command line: `python -m torch_overlap info`."""
+"""The command line: `python -m torch_overlap info` and `plan`."""
 
 from __future__ import annotations
 
 import argparse
 
 from torch_overlap import __version__
+from torch_overlap.mesh import command
 
 
 def main() -> None:
@@ -12,7 +13,15 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, build options, backends, GPUs and their links")
-    parser.parse_args()
+    plan = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
+    command.add_arguments(plan)
+    args = parser.parse_args()
+    if args.command == "plan":
+        try:
+            command.run(args)
+        except ValueError as error:
+            parser.exit(2, f"{error}\n")
+        return
     from torch_overlap import info
 
     print(info.report())

@@ -1,0 +1,299 @@
+#include "torch_overlap/mesh/auto_shard.h"
+
+#include <algorithm>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::mesh {
+namespace {
+
+Layout layout_of(const Graph& graph, const Constraint& constraint) {
+  std::vector<AxisList> dims;
+  for (const DimConstraint& dim : constraint.dims) dims.push_back(dim.axes);
+  return Layout(graph.mesh(), std::move(dims), constraint.partial, constraint.invariant);
+}
+
+// One decision, and those before it: beginnings that have parts in common share them.
+struct Choice {
+  std::shared_ptr<const Choice> before;
+  Strategy strategy;
+};
+
+struct Beginning {
+  std::vector<std::optional<Layout>> layouts;  // per value: as it is made, or first taken
+  std::vector<std::vector<Layout>> versions;
+  std::vector<AxisList> reduced;  // per value: the axes along which its gradient is reduced
+  std::shared_ptr<const Choice> last;
+  double seconds = 0;
+  double debt = 0;  // of pending values that nobody has taken yet
+};
+
+class Beam {
+ public:
+  Beam(const Graph& graph, const CostModel& cost, const AutoShardOptions& options)
+      : graph_(graph), cost_(cost), options_(options), last_use_(graph.values().size(), -1) {
+    for (size_t n = 0; n < graph.nodes().size(); ++n) {
+      for (const size_t v : graph.nodes()[n].inputs) last_use_[v] = static_cast<int64_t>(n);
+    }
+  }
+
+  std::vector<Beginning> run() {
+    Beginning start;
+    start.versions.resize(graph_.values().size());
+    start.reduced.resize(graph_.values().size());
+    for (const GraphValue& value : graph_.values()) {
+      start.layouts.emplace_back();
+      if (value.constraint) start.layouts.back() = layout_of(graph_, *value.constraint);
+    }
+    for (size_t v = 0; v < graph_.values().size(); ++v) {
+      if (!graph_.is_input(v)) start.layouts[v].reset();
+    }
+    std::vector<Beginning> beam{std::move(start)};
+    for (size_t n = 0; n < graph_.nodes().size(); ++n) {
+      std::vector<Beginning> next;
+      for (const Beginning& beginning : beam) extend(beginning, n, next);
+      beam = best(std::move(next), n);
+    }
+    return beam;
+  }
+
+ private:
+  void extend(const Beginning& beginning, size_t n, std::vector<Beginning>& next) const {
+    const GraphNode& node = graph_.nodes()[n];
+    PropagateOptions how{.training = options_.training, .explore = true};
+    std::vector<Layout> inputs;
+    std::vector<int64_t> sizes;
+    for (size_t i = 0; i < node.inputs.size(); ++i) {
+      const size_t v = node.inputs[i];
+      const auto& layout = beginning.layouts[v];
+      if (!layout) how.free_inputs |= uint64_t{1} << i;
+      inputs.push_back(layout ? *layout
+                              : Layout::replicated(graph_.mesh(), graph_.values()[v].shape.size()));
+      sizes.push_back(graph_.values()[v].element_size);
+      how.also.push_back(beginning.versions[v]);
+      how.reduced_gradients.push_back(beginning.reduced[v]);
+    }
+    for (const size_t v : node.outputs) {
+      sizes.push_back(graph_.values()[v].element_size);
+      const auto& constraint = graph_.values()[v].constraint;
+      how.wanted.push_back(constraint ? std::optional(layout_of(graph_, *constraint))
+                                      : std::nullopt);
+    }
+    const bool is_wanted = std::any_of(how.wanted.begin(), how.wanted.end(),
+                                       [](const auto& wanted) { return wanted.has_value(); });
+    const bool is_end = std::any_of(node.outputs.begin(), node.outputs.end(),
+                                    [&](size_t v) { return graph_.is_result(v); });
+    std::vector<Strategy> found = propagate(node.rule, inputs, sizes, cost_, how).strategies;
+    if (found.size() > options_.branch)
+      found.erase(found.begin() + static_cast<int64_t>(options_.branch), found.end());
+    for (Strategy& strategy : found) {
+      Beginning longer = beginning;
+      for (size_t i = 0; i < node.inputs.size(); ++i) {
+        const size_t v = node.inputs[i];
+        const AxisList& pending = strategy.pending_gradients[i];
+        longer.reduced[v].insert(longer.reduced[v].end(), pending.begin(), pending.end());
+        if (!longer.layouts[v]) {  // whole where it is needed pending: that takes no communication
+          longer.layouts[v] = strategy.inputs[i].with_partial({});
+        } else if (!(*longer.layouts[v] == strategy.inputs[i])) {
+          longer.versions[v].push_back(strategy.inputs[i]);
+        }
+      }
+      for (size_t i = 0; i < node.outputs.size(); ++i) {
+        const size_t v = node.outputs[i];
+        longer.layouts[v] = strategy.outputs[i];
+        if (how.wanted[i] && !(*how.wanted[i] == strategy.outputs[i])) {
+          longer.versions[v].push_back(*how.wanted[i]);
+        }
+      }
+      const double after = strategy.after;
+      strategy.after = 0;
+      longer.seconds += strategy.seconds(options_.training);
+      // The way to where it is wanted is paid now; what is pending at the end in full, else in
+      // part.
+      const double due = after * (options_.training ? 2 : 1);
+      longer.debt = 0;
+      if (is_wanted || is_end) {
+        longer.seconds += is_wanted ? due : due / kPendingShare;
+      } else {
+        longer.debt = due;
+      }
+      longer.last = std::make_shared<Choice>(Choice{beginning.last, std::move(strategy)});
+      next.push_back(std::move(longer));
+    }
+  }
+
+  // The cheapest beginnings, one for each way in which the values that are still needed lie.
+  std::vector<Beginning> best(std::vector<Beginning> all, size_t n) const {
+    std::stable_sort(all.begin(), all.end(), [](const Beginning& a, const Beginning& b) {
+      return a.seconds + a.debt < b.seconds + b.debt;
+    });
+    std::vector<Beginning> out;
+    std::unordered_map<std::string, bool> seen;
+    for (Beginning& one : all) {
+      std::string key;
+      for (size_t v = 0; v < one.layouts.size(); ++v) {
+        const bool is_live = last_use_[v] > static_cast<int64_t>(n) || last_use_[v] < 0;
+        if (!is_live || !one.layouts[v]) continue;
+        key += concat(v, one.layouts[v]->str(), ";");
+        for (const Layout& other : one.versions[v]) key += other.str();
+      }
+      if (!seen.emplace(std::move(key), true).second) continue;
+      out.push_back(std::move(one));
+      if (out.size() == options_.width) break;
+    }
+    return out;
+  }
+
+  const Graph& graph_;
+  const CostModel& cost_;
+  const AutoShardOptions& options_;
+  std::vector<int64_t> last_use_;
+};
+
+// The graph with every input where a beginning has it: planned from the start, its costs are real.
+Graph with_inputs(const Graph& graph, const std::vector<std::optional<Layout>>& layouts) {
+  Graph out = graph;
+  for (size_t v = 0; v < graph.values().size(); ++v) {
+    if (graph.is_input(v) && layouts[v]) out.constrain(v, Constraint::fixed(*layouts[v]));
+  }
+  return out;
+}
+
+Alternative measured(std::string name, const Graph& graph, const CostModel& cost,
+                     const AutoShardOptions& options) {
+  Alternative out{std::move(name), {}, plan_graph(graph, cost, {.training = options.training})};
+  for (const NodePlan& node : out.plan.nodes) out.roles.push_back(node.strategy.roles);
+  return out;
+}
+
+// The plan of a beginning, operator by operator as it was searched.
+Alternative followed(std::string name, const Graph& graph, const Beginning& beginning,
+                     const CostModel& cost, const AutoShardOptions& options) {
+  std::vector<const Strategy*> strategies;
+  for (const Choice* choice = beginning.last.get(); choice != nullptr;
+       choice = choice->before.get()) {
+    strategies.push_back(&choice->strategy);
+  }
+  std::reverse(strategies.begin(), strategies.end());
+  Alternative out{std::move(name), {}, {}};
+  GraphPlan& plan = out.plan;
+  for (size_t v = 0; v < graph.values().size(); ++v) {
+    const auto& layout = beginning.layouts[v];
+    plan.layouts.push_back(
+        layout ? *layout : Layout::replicated(graph.mesh(), graph.values()[v].shape.size()));
+  }
+  std::vector<std::vector<Layout>> there(graph.values().size());
+  const auto reach = [&](size_t v, const Layout& to) {
+    const GraphValue& value = graph.values()[v];
+    Plan best = plan_reshard(plan.layouts[v], to, value.shape, value.element_size, cost);
+    for (const Layout& from : there[v]) {
+      Plan other = plan_reshard(from, to, value.shape, value.element_size, cost);
+      if (other.seconds() < best.seconds()) best = std::move(other);
+    }
+    plan.reshard += best.seconds();
+    if (best.num_sends() > 0) there[v].push_back(to);
+    return best;
+  };
+  for (size_t n = 0; n < graph.nodes().size(); ++n) {
+    NodePlan node{*strategies[n], {}};
+    for (size_t i = 0; i < graph.nodes()[n].inputs.size(); ++i) {
+      node.plans.push_back(reach(graph.nodes()[n].inputs[i], node.strategy.inputs[i]));
+    }
+    plan.compute += node.strategy.compute;
+    plan.gradients += node.strategy.gradients;
+    out.roles.push_back(node.strategy.roles);
+    plan.nodes.push_back(std::move(node));
+    for (const size_t v : graph.nodes()[n].outputs) {
+      const auto& constraint = graph.values()[v].constraint;
+      if (!constraint && !graph.is_result(v)) continue;
+      const Layout to =
+          constraint ? layout_of(graph, *constraint) : plan.layouts[v].with_partial({});
+      if (!(to == plan.layouts[v])) plan.results.emplace_back(v, reach(v, to));
+    }
+  }
+  plan.reshard *= options.training ? 2 : 1;
+  plan.compute *= options.training ? 3 : 1;
+  plan.gradients *= options.training ? 1 : 0;
+  return out;
+}
+
+// The first dimension of what is no parameter over all axes that divide it.
+std::vector<std::optional<Layout>> data_parallel(const Graph& graph) {
+  std::vector<std::optional<Layout>> out(graph.values().size());
+  for (size_t v = 0; v < out.size(); ++v) {
+    const GraphValue& value = graph.values()[v];
+    if (!graph.is_input(v) || value.constraint) continue;
+    std::vector<AxisList> dims(value.shape.size());
+    if (!value.is_parameter && !dims.empty()) {
+      for (const Axis& axis : graph.mesh().axes()) {
+        AxisList longer = dims[0];
+        longer.push_back(graph.mesh().axis(axis.name));
+        if (is_even(value.shape[0], longer)) dims[0] = longer;
+      }
+    }
+    out[v] = Layout(graph.mesh(), std::move(dims));
+  }
+  return out;
+}
+
+std::vector<std::optional<Layout>> replicated(const Graph& graph) {
+  std::vector<std::optional<Layout>> out(graph.values().size());
+  for (size_t v = 0; v < out.size(); ++v) {
+    if (!graph.is_input(v) || graph.values()[v].constraint) continue;
+    out[v] = Layout::replicated(graph.mesh(), graph.values()[v].shape.size());
+  }
+  return out;
+}
+
+}  // namespace
+
+AutoShard auto_shard(const Graph& graph, const CostModel& cost, const AutoShardOptions& options) {
+  TORCH_OVERLAP_CHECK(!graph.nodes().empty(), kValue,
+                      "auto_shard: expected a graph of at least one operator, got none");
+  TORCH_OVERLAP_CHECK(options.width >= 1 && options.branch >= 1, kValue,
+                      "auto_shard: expected a width and a branch of at least 1, got ",
+                      options.width, " and ", options.branch);
+  AutoShard out;
+  const std::vector<Beginning> found = Beam(graph, cost, options).run();
+  for (size_t i = 0; i < std::min<size_t>(found.size(), 4); ++i) {
+    out.alternatives.push_back(followed(concat("search ", i + 1), graph, found[i], cost, options));
+  }
+  out.alternatives.push_back(
+      measured("data parallel", with_inputs(graph, data_parallel(graph)), cost, options));
+  out.alternatives.push_back(
+      measured("replicated inputs", with_inputs(graph, replicated(graph)), cost, options));
+  std::stable_sort(out.alternatives.begin(), out.alternatives.end(),
+                   [](const Alternative& a, const Alternative& b) {
+                     return a.plan.seconds() < b.plan.seconds();
+                   });
+  out.plan = out.alternatives.front().plan;
+  return out;
+}
+
+std::string AutoShard::explain(const Graph& graph) const {
+  const Alternative& best = alternatives.front();
+  std::string out = concat("chosen: ", best.name, ", ", torch_overlap::mesh::explain(graph, plan));
+  for (size_t i = 1; i < alternatives.size(); ++i) {
+    const Alternative& other = alternatives[i];
+    out +=
+        concat("not ", other.name, ": ", show_seconds(other.plan.seconds()), " (moving ",
+               show_seconds(other.plan.reshard), ", computing ", show_seconds(other.plan.compute),
+               ", gradients ", show_seconds(other.plan.gradients), ", ", other.plan.num_sends(),
+               " collectives)");
+    constexpr size_t kShown = 3;
+    size_t differences = 0;
+    for (size_t n = 0; n < other.roles.size(); ++n) {
+      if (other.roles[n] == best.roles[n] || ++differences > kShown) continue;
+      out += concat(differences == 1 ? ": " : ", ", graph.nodes()[n].rule.op, " by ",
+                    other.roles[n], " instead of ", best.roles[n]);
+    }
+    if (differences > kShown) out += concat(" and ", differences - kShown, " more");
+    out += '\n';
+  }
+  return out;
+}
+
+}  // namespace torch_overlap::mesh

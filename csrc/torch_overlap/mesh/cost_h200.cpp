@@ -1,0 +1,97 @@
+// Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16), in CUDA graphs up to
+// 4 MiB and eagerly from 16 MiB on (benchmarks/results/collective_bandwidth-h200-*.json).
+
+#include "torch_overlap/mesh/cost.h"
+
+namespace torch_overlap::mesh {
+namespace {
+
+struct Row {
+  double kib;
+  double microseconds;
+};
+
+Curve curve(Collective what, int64_t ranks, std::initializer_list<Row> rows) {
+  Curve out{what, ranks, {}};
+  for (const Row& row : rows) out.points.push_back({row.kib * 1024, row.microseconds * 1e-6});
+  return out;
+}
+
+}  // namespace
+
+CostModel CostModel::h200() {
+  using enum Collective;
+  CostModel model;
+  model.name = "h200";
+  LinkModel& nvlink = model.links[kNvlink];
+  nvlink.start = 9e-6;       // the smallest all_reduce
+  nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
+  nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
+  nvlink.curves = {
+      curve(kAllReduce, 2,
+            {{2, 9.5},
+             {16, 10.4},
+             {64, 10.6},
+             {256, 12.8},
+             {1024, 17.2},
+             {16384, 80.2},
+             {65536, 255.8},
+             {262144, 901.1}}),
+      curve(kAllReduce, 4,
+            {{1, 9.0},
+             {8, 9.5},
+             {32, 10.7},
+             {64, 10.8},
+             {128, 10.9},
+             {256, 11.1},
+             {512, 14.1},
+             {1024, 17.8},
+             {4096, 46.5},
+             {16384, 97.6},
+             {65536, 324.7},
+             {262144, 1188.3}}),
+      curve(kAllGather, 2, {{16384, 56.0}, {65536, 159.1}, {262144, 555.3}}),
+      curve(kAllGather, 4,
+            {{1, 12.7},
+             {8, 13.1},
+             {64, 14.8},
+             {256, 16.2},
+             {1024, 19.1},
+             {4096, 42.0},
+             {16384, 66.6},
+             {65536, 190.2},
+             {262144, 662.3}}),
+      curve(kReduceScatter, 2, {{16384, 57.7}, {65536, 168.8}, {262144, 589.9}}),
+      curve(kReduceScatter, 4,
+            {{1, 12.5},
+             {8, 12.5},
+             {64, 14.3},
+             {256, 15.4},
+             {1024, 16.9},
+             {4096, 39.1},
+             {16384, 60.4},
+             {65536, 194.7},
+             {262144, 675.9}}),
+      curve(kAllToAll, 2, {{16384, 58.4}, {65536, 139.9}, {262144, 480.0}}),
+      curve(kAllToAll, 4, {{16384, 68.2}, {65536, 200.1}, {262144, 674.7}}),
+      curve(kBroadcast, 2, {{16384, 64.8}, {65536, 206.0}, {262144, 753.6}}),
+      curve(kBroadcast, 4, {{16384, 88.7}, {65536, 230.1}, {262144, 784.0}}),
+      // One exchange of two ranks: all_to_all among 2 with half the bytes.
+      curve(kPermute, 2, {{8192, 58.4}, {32768, 139.9}, {131072, 480.0}}),
+  };
+  LinkModel& network = model.links[kNetwork];
+  network.start = 20e-6;     // assumed
+  network.latency = 8e-6;    // assumed
+  network.bandwidth = 45e9;  // assumed: 90 % of 400 Gbit/s a GPU
+
+  model.device.flops = {{1, 1350e12}, {2, 790e12}, {4, 48e12}, {8, 60e12}};
+  model.device.flops_hot = 0.89;  // 705 of 790 Tflop/s for products of 2 Tflop
+  model.device.memory = 3.9e12;
+  model.device.processors = 132;
+  model.device.kernel = 5e-6;
+  model.device.tiles = true;
+  model.overlap = {.contention = 0.03, .chunk = 5e-6, .start = 12e-6, .least_gain = 0.03};
+  return model;
+}
+
+}  // namespace torch_overlap::mesh

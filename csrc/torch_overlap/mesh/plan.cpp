@@ -1,0 +1,195 @@
+#include "torch_overlap/mesh/plan.h"
+
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/mesh/reshard.h"
+
+namespace torch_overlap::mesh {
+namespace {
+
+constexpr std::array<std::pair<StepKind, std::string_view>, 8> kStepNames{{
+    {StepKind::kSlice, "slice"},
+    {StepKind::kAllGather, "all_gather"},
+    {StepKind::kAllReduce, "all_reduce"},
+    {StepKind::kReduceScatter, "reduce_scatter"},
+    {StepKind::kAllToAll, "all_to_all"},
+    {StepKind::kPermute, "permute"},
+    {StepKind::kMakePartial, "make_partial"},
+    {StepKind::kCast, "cast"},
+}};
+
+std::string joined_names(const Mesh& mesh, const AxisList& axes) {
+  std::string out;
+  for (const AxisRef& ref : axes) {
+    if (!out.empty()) out += ',';
+    out += mesh.name(ref);
+  }
+  return out;
+}
+
+void check(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size) {
+  TORCH_OVERLAP_CHECK(from.mesh() == to.mesh(), kValue,
+                      "plan_reshard: expected two layouts of one mesh, got ", from.mesh().str(),
+                      " and ", to.mesh().str());
+  check_shape("plan_reshard", from, shape);
+  check_shape("plan_reshard", to, shape);
+  TORCH_OVERLAP_CHECK(element_size >= 1, kValue,
+                      "plan_reshard: expected an element size of at least 1, got ", element_size);
+}
+
+using Walk = std::vector<Edge> (*)(const Reshard&);
+
+std::vector<Edge> best_walk(const Reshard& reshard) {
+  if (auto walk = cheapest_walk(reshard)) return *std::move(walk);
+  return greedy_walk(reshard);
+}
+
+Plan plan_by(Walk walk, const Layout& from, const Layout& to, const Shape& shape,
+             int64_t element_size, const CostModel& cost) {
+  Plan plan{from, to, shape, element_size, {}};
+  const Split split = split_refs(from, to, shape);
+  if (split.meet) {
+    plan.steps = plan_by(walk, from, *split.meet, shape, element_size, cost).steps;
+    for (Step& step : plan_by(walk, *split.meet, to, shape, element_size, cost).steps) {
+      plan.steps.push_back(std::move(step));
+    }
+    return plan;
+  }
+  const Reshard reshard(split.layouts->first, split.layouts->second, shape, element_size, cost);
+  plan.steps = reshard.steps(walk(reshard));
+  if (!plan.steps.empty()) {
+    plan.steps.front().before = from;
+    plan.steps.back().after = to;
+  }
+  return plan;
+}
+
+}  // namespace
+
+std::string_view to_string(StepKind kind) {
+  for (const auto& [value, name] : kStepNames) {
+    if (value == kind) return name;
+  }
+  fail(ErrorKind::kValue, "StepKind: expected one of them, got ", static_cast<int>(kind));
+}
+
+bool Step::sends() const noexcept {
+  return kind != StepKind::kSlice && kind != StepKind::kMakePartial && kind != StepKind::kCast;
+}
+
+std::string Step::str() const {
+  const std::string over = joined_names(before.mesh(), axes);
+  switch (kind) {
+    case StepKind::kAllReduce:
+    case StepKind::kMakePartial:
+      return concat(to_string(kind), " ", to_string(reduce), " over [", over, "]");
+    case StepKind::kReduceScatter:
+      return concat(to_string(kind), " ", to_string(reduce), " to dim ", dim, " over [", over, "]");
+    case StepKind::kAllToAll:
+      return concat(to_string(kind), " dim ", from_dim, " to dim ", dim, " over [", over, "]");
+    case StepKind::kPermute:
+      return concat(to_string(kind), " [", joined_names(before.mesh(), sources), "] from [", over,
+                    "]");
+    case StepKind::kCast: {
+      const bool becomes_invariant = after.invariant().size() > before.invariant().size();
+      return concat(to_string(kind), " [", over, "] to ",
+                    becomes_invariant ? "invariant" : "replicated");
+    }
+    default:
+      return concat(to_string(kind), " dim ", dim, " over [", over, "]");
+  }
+}
+
+double Plan::seconds() const noexcept {
+  double sum = 0;
+  for (const Step& step : steps) sum += step.seconds;
+  return sum;
+}
+
+double Plan::wire_bytes() const noexcept {
+  double sum = 0;
+  for (const Step& step : steps) sum += step.wire_bytes;
+  return sum;
+}
+
+int64_t Plan::num_sends() const noexcept {
+  int64_t count = 0;
+  for (const Step& step : steps) count += static_cast<int64_t>(step.sends());
+  return count;
+}
+
+std::string Plan::explain() const {
+  std::string out = concat(list_string(shape), " ", from.str(), " -> ", to.str(), " on ",
+                           from.mesh().str(), ": ");
+  if (steps.empty()) return out + "nothing to do\n";
+  out += concat(num_sends(), num_sends() == 1 ? " collective, " : " collectives, ",
+                show_bytes(wire_bytes()), " a rank, ", show_seconds(seconds()), "\n");
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const Step& step = steps[i];
+    out += concat("  ", i + 1, ". ", step.str());
+    if (step.sends()) {
+      out += concat(": ", step.ranks, " ranks, sends ", show_bytes(step.wire_bytes), ", ",
+                    show_seconds(step.seconds));
+    }
+    out += concat(" -> ", step.after.str(), "\n");
+  }
+  return out;
+}
+
+Plan plan_reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
+                  const CostModel& cost) {
+  check(from, to, shape, element_size);
+  Plan plan = plan_by(best_walk, from, to, shape, element_size, cost);
+  // A search that stopped halfway, on the way over a layout where parts meet, may lose to it.
+  Plan greedy = plan_by(greedy_walk, from, to, shape, element_size, cost);
+  return plan.seconds() <= greedy.seconds() ? plan : greedy;
+}
+
+double reshard_seconds(const Layout& from, const Layout& to, const Shape& shape,
+                       int64_t element_size, const CostModel& cost) {
+  check(from, to, shape, element_size);
+  const Split split = split_refs(from, to, shape);
+  if (split.meet) return plan_reshard(from, to, shape, element_size, cost).seconds();
+  const Reshard reshard(split.layouts->first, split.layouts->second, shape, element_size, cost);
+  return reshard.seconds(best_walk(reshard));
+}
+
+Plan greedy_reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
+                    const CostModel& cost) {
+  check(from, to, shape, element_size);
+  return plan_by(greedy_walk, from, to, shape, element_size, cost);
+}
+
+namespace {
+
+std::string scaled(double value, const char* const* units, double factor, int count) {
+  int unit = 0;
+  while (unit + 1 < count && value >= factor) {
+    value /= factor;
+    ++unit;
+  }
+  char text[64];
+  std::snprintf(text, sizeof text,
+                value < 10    ? "%.2f %s"
+                : value < 100 ? "%.1f %s"
+                              : "%.0f %s",
+                value, units[unit]);
+  return text;
+}
+
+}  // namespace
+
+std::string show_bytes(double bytes) {
+  constexpr const char* kUnits[] = {"B", "KB", "MB", "GB", "TB", "PB"};
+  return scaled(bytes, kUnits, 1000, 6);
+}
+
+std::string show_seconds(double seconds) {
+  constexpr const char* kUnits[] = {"us", "ms", "s"};
+  return scaled(seconds * 1e6, kUnits, 1000, 3);
+}
+
+}  // namespace torch_overlap::mesh

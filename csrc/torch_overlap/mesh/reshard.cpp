@@ -1,0 +1,385 @@
+#include "torch_overlap/mesh/reshard.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::mesh {
+namespace {
+
+std::vector<AxisList> without_ones(const Layout& layout) {
+  std::vector<AxisList> dims = layout.dims();
+  for (AxisList& axes : dims) std::erase_if(axes, [](const AxisRef& ref) { return ref.size == 1; });
+  return dims;
+}
+
+std::vector<Partial> partial_without_ones(const Layout& layout) {
+  std::vector<Partial> partial = layout.partial();
+  std::erase_if(partial, [](const Partial& p) { return p.axis.size == 1; });
+  return partial;
+}
+
+bool contains(const AxisList& list, const AxisRef& ref) {
+  return std::find(list.begin(), list.end(), ref) != list.end();
+}
+
+// Parts of one axis that follow each other are that axis again, where only the group matters.
+AxisList merged(const AxisList& axes) {
+  AxisList out;
+  for (const AxisRef& ref : axes) {
+    if (!out.empty() && out.back().axis == ref.axis &&
+        out.back().pre * out.back().size == ref.pre) {
+      out.back().size *= ref.size;
+    } else {
+      out.push_back(ref);
+    }
+  }
+  return out;
+}
+
+Collective collective_of(StepKind kind) {
+  switch (kind) {
+    case StepKind::kAllGather:
+      return Collective::kAllGather;
+    case StepKind::kAllReduce:
+      return Collective::kAllReduce;
+    case StepKind::kReduceScatter:
+      return Collective::kReduceScatter;
+    case StepKind::kAllToAll:
+      return Collective::kAllToAll;
+    default:
+      return Collective::kPermute;
+  }
+}
+
+}  // namespace
+
+Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
+                 const CostModel& cost)
+    : from_(from), to_(to), cost_(cost), element_size_(static_cast<double>(element_size)) {
+  const std::vector<AxisList> from_dims = without_ones(from);
+  const std::vector<AxisList> to_dims = without_ones(to);
+  const std::vector<Partial> from_partial = partial_without_ones(from);
+  const std::vector<Partial> to_partial = partial_without_ones(to);
+  const auto in = [](const std::vector<Partial>& list, const Partial& item) {
+    return std::find(list.begin(), list.end(), item) != list.end();
+  };
+  for (const Partial& p : to_partial) {
+    (in(from_partial, p) ? frozen_partial_ : new_partial_).push_back(p);
+  }
+  const auto id = [&](const AxisRef& ref) {
+    const auto found = std::find(atoms_.begin(), atoms_.end(), ref);
+    if (found != atoms_.end()) return static_cast<size_t>(found - atoms_.begin());
+    TORCH_OVERLAP_CHECK(atoms_.size() < kMaxAtoms, kUnsupported, "plan_reshard: expected at most ",
+                        kMaxAtoms, " axes that change places, got more from ", from_.str(), " to ",
+                        to_.str());
+    atoms_.push_back(ref);
+    reduces_.push_back(ReduceKind::kSum);
+    return atoms_.size() - 1;
+  };
+  start_.place.fill(State::kReplicated);
+  goal_.place.fill(State::kReplicated);
+  frozen_.resize(shape.size());
+  for (size_t d = 0; d < shape.size(); ++d) {
+    const AxisList& a = from_dims[d];
+    const AxisList& b = to_dims[d];
+    size_t same = 0;
+    while (same < a.size() && same < b.size() && a[same] == b[same]) ++same;
+    frozen_[d].assign(a.begin(), a.begin() + static_cast<int64_t>(same));
+    base_.push_back(largest_chunk(shape[d], frozen_[d]));
+    const auto put = [&](State& state, const AxisList& list) {
+      for (size_t i = same; i < list.size(); ++i) {
+        const size_t atom = id(list[i]);
+        state.place[atom] = static_cast<int8_t>(d);
+        state.order[atom] = static_cast<int8_t>(i - same);
+      }
+    };
+    put(start_, a);
+    put(goal_, b);
+  }
+  for (const Partial& p : from_partial) {
+    if (in(frozen_partial_, p)) continue;
+    const size_t atom = id(p.axis);
+    start_.place[atom] = State::kPending;
+    reduces_[atom] = p.kind;
+  }
+}
+
+bool Reshard::is_goal(const State& state) const noexcept {
+  for (size_t i = 0; i < atoms_.size(); ++i) {
+    if (state.place[i] != goal_.place[i]) return false;
+    if (state.place[i] >= 0 && state.order[i] != goal_.order[i]) return false;
+  }
+  return true;
+}
+
+AtomList Reshard::in_dim(const State& state, size_t dim) const noexcept {
+  AtomList out;
+  for (size_t i = 0; i < atoms_.size(); ++i) {
+    if (state.place[i] == static_cast<int8_t>(dim)) ++out.count;
+  }
+  for (size_t i = 0; i < atoms_.size(); ++i) {
+    if (state.place[i] == static_cast<int8_t>(dim)) {
+      out.ids[static_cast<size_t>(state.order[i])] = static_cast<uint8_t>(i);
+    }
+  }
+  return out;
+}
+
+double Reshard::bytes(const State& state) const noexcept {
+  double out = element_size_;
+  for (size_t d = 0; d < base_.size(); ++d) {
+    int64_t size = base_[d];
+    for (const uint8_t atom : in_dim(state, d))
+      size = (size + atoms_[atom].size - 1) / atoms_[atom].size;
+    out *= static_cast<double>(size);
+  }
+  return out;
+}
+
+State Reshard::apply(const State& state, const Edge& edge) const noexcept {
+  State next = state;
+  if (edge.kind == StepKind::kPermute) {
+    for (uint8_t i = 0; i < edge.atoms.count; ++i) {
+      next.place[edge.sources.ids[i]] = state.place[edge.atoms.ids[i]];
+      next.order[edge.sources.ids[i]] = state.order[edge.atoms.ids[i]];
+    }
+    return next;
+  }
+  const bool leaves = edge.kind == StepKind::kAllGather || edge.kind == StepKind::kAllReduce;
+  int8_t at =
+      leaves ? int8_t{0} : static_cast<int8_t>(in_dim(state, static_cast<size_t>(edge.dim)).count);
+  for (const uint8_t atom : edge.atoms) {
+    next.place[atom] = leaves ? State::kReplicated : edge.dim;
+    next.order[atom] = leaves ? int8_t{0} : at++;
+  }
+  return next;
+}
+
+const std::vector<LinkLevel>& Reshard::links(const AtomList& atoms) const {
+  uint64_t mask = 0;
+  for (const uint8_t atom : atoms) mask |= uint64_t{1} << atom;
+  const auto found = links_.find(mask);
+  if (found != links_.end()) return found->second;
+  AxisList axes;
+  for (const uint8_t atom : atoms) axes.push_back(atoms_[atom]);
+  return links_.emplace(mask, from_.mesh().links(axes)).first->second;
+}
+
+double Reshard::charged_bytes(const Edge& edge, const State& before,
+                              const State& after) const noexcept {
+  double ranks = 1;
+  for (const uint8_t atom : edge.atoms) ranks *= static_cast<double>(atoms_[atom].size);
+  switch (edge.kind) {
+    case StepKind::kAllGather:
+      return bytes(before) * ranks;
+    case StepKind::kReduceScatter:
+      return bytes(after) * ranks;
+    default:
+      return bytes(before);
+  }
+}
+
+double Reshard::seconds(const Edge& edge, const State& before, const State& after) const {
+  if (edge.kind == StepKind::kSlice) return 0;
+  return cost_.collective(collective_of(edge.kind), links(edge.atoms),
+                          charged_bytes(edge, before, after));
+}
+
+double Reshard::seconds(const std::vector<Edge>& walk) const {
+  double sum = 0;
+  State state = start_;
+  for (const Edge& edge : walk) {
+    const State next = apply(state, edge);
+    sum += seconds(edge, state, next);
+    state = next;
+  }
+  return sum;
+}
+
+Layout Reshard::layout(const State& state, bool is_last) const {
+  std::vector<AxisList> dims = frozen_;
+  std::vector<Partial> partial = frozen_partial_;
+  for (size_t d = 0; d < dims.size(); ++d) {
+    for (const uint8_t atom : in_dim(state, d)) dims[d].push_back(atoms_[atom]);
+  }
+  for (size_t i = 0; i < atoms_.size(); ++i) {
+    if (state.place[i] == State::kPending) partial.push_back({atoms_[i], reduces_[i]});
+  }
+  // An axis is invariant as long as it was so at the start and is replicated; where it becomes
+  // replicated on the way, it is what the target says.
+  const Layout plain(from_.mesh(), dims, partial);
+  AxisList invariant;
+  for (const AxisRef& ref : from_.invariant()) {
+    if (!plain.uses(ref) && (!is_last || !to_.uses(ref))) invariant.push_back(ref);
+  }
+  for (const AxisRef& ref : to_.invariant()) {
+    const auto shares = [&](const AxisRef& other) { return overlap(ref, other); };
+    if (from_.uses(ref) && !plain.uses(ref) &&
+        std::none_of(invariant.begin(), invariant.end(), shares)) {
+      invariant.push_back(ref);
+    }
+  }
+  return plain.with_invariant(std::move(invariant));
+}
+
+Step Reshard::step(const Edge& edge, const State& before, const State& after, bool is_last) const {
+  Step out{.kind = edge.kind,
+           .dim = edge.dim,
+           .from_dim = edge.from_dim,
+           .before = layout(before, false),
+           .after = layout(after, is_last)};
+  for (const uint8_t atom : edge.atoms) out.axes.push_back(atoms_[atom]);
+  for (const uint8_t atom : edge.sources) out.sources.push_back(atoms_[atom]);
+  for (const uint8_t atom : edge.atoms) out.reduce = reduces_[atom];
+  out.ranks = size_of(out.axes);
+  if (edge.kind != StepKind::kPermute) out.axes = merged(out.axes);
+  out.bytes = charged_bytes(edge, before, after);
+  if (edge.kind != StepKind::kSlice) {
+    out.wire_bytes = mesh::wire_bytes(collective_of(edge.kind), out.ranks, out.bytes);
+  }
+  out.seconds = seconds(edge, before, after);
+  return out;
+}
+
+std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
+  std::vector<Step> out;
+  State state = start_;
+  for (const Edge& edge : walk) {
+    const State next = apply(state, edge);
+    out.push_back(step(edge, state, next, false));
+    state = next;
+  }
+  Layout last = layout(state, false);
+  if (!new_partial_.empty()) {
+    std::vector<Partial> partial = last.partial();
+    AxisList invariant = last.invariant();
+    AxisList axes;
+    for (const Partial& p : new_partial_) {
+      partial.push_back(p);
+      axes.push_back(p.axis);
+      std::erase_if(invariant, [&](const AxisRef& ref) { return overlap(ref, p.axis); });
+    }
+    const Layout after(last.mesh(), last.dims(), partial, invariant);
+    out.push_back({.kind = StepKind::kMakePartial,
+                   .axes = merged(axes),
+                   .reduce = new_partial_.front().kind,
+                   .before = last,
+                   .after = after,
+                   .ranks = size_of(axes),
+                   .bytes = bytes(state)});
+    last = after;
+  }
+  if (last.invariant() != to_.invariant()) {
+    AxisList changed;
+    for (const AxisRef& ref : last.invariant()) {
+      if (!contains(to_.invariant(), ref)) changed.push_back(ref);
+    }
+    for (const AxisRef& ref : to_.invariant()) {
+      if (!contains(last.invariant(), ref)) changed.push_back(ref);
+    }
+    out.push_back({.kind = StepKind::kCast,
+                   .axes = changed,
+                   .before = last,
+                   .after = last.with_invariant(to_.invariant()),
+                   .ranks = size_of(changed),
+                   .bytes = bytes(state)});
+  }
+  if (!out.empty()) out.back().after = to_;
+  return out;
+}
+
+// --- Parts of axes ------------------------------------------------------------------------------
+
+namespace {
+
+// Where an axis is cut, per axis of the mesh; rising, each divides the next where they fit.
+using Cuts = std::vector<std::vector<int32_t>>;
+
+Cuts cuts_of(const Layout& from, const Layout& to) {
+  Cuts cuts(from.mesh().axes().size());
+  const auto add = [&](const AxisRef& ref) {
+    auto& at = cuts[static_cast<size_t>(ref.axis)];
+    at.push_back(ref.pre);
+    at.push_back(ref.pre * ref.size);
+  };
+  for (const Layout* layout : {&from, &to}) {
+    for (const AxisList& axes : layout->dims()) std::for_each(axes.begin(), axes.end(), add);
+    for (const Partial& p : layout->partial()) add(p.axis);
+  }
+  for (auto& at : cuts) {
+    std::sort(at.begin(), at.end());
+    at.erase(std::unique(at.begin(), at.end()), at.end());
+  }
+  return cuts;
+}
+
+bool fits(const std::vector<int32_t>& cuts) {
+  for (size_t i = 1; i < cuts.size(); ++i) {
+    if (cuts[i] % cuts[i - 1] != 0) return false;
+  }
+  return true;
+}
+
+AxisList pieces(const AxisRef& ref, const Cuts& cuts) {
+  AxisList out;
+  int32_t begin = ref.pre;
+  for (const int32_t cut : cuts[static_cast<size_t>(ref.axis)]) {
+    if (cut <= begin || cut > ref.pre * ref.size) continue;
+    out.push_back({ref.axis, begin, cut / begin});
+    begin = cut;
+  }
+  if (out.empty()) out.push_back(ref);  // of size 1
+  return out;
+}
+
+// The layout up to the first axis in each dimension that cannot be cut as needed; the same layout
+// where all can.
+Layout up_to_misfits(const Layout& layout, const Cuts& cuts, const Shape& shape) {
+  std::vector<AxisList> dims = layout.dims();
+  std::vector<Partial> partial = layout.partial();
+  const auto misfit = [&](const AxisRef& ref) {
+    return !fits(cuts[static_cast<size_t>(ref.axis)]);
+  };
+  for (size_t d = 0; d < dims.size(); ++d) {
+    const bool even = is_even(shape[d], dims[d]);
+    const auto bad = std::find_if(dims[d].begin(), dims[d].end(), [&](const AxisRef& ref) {
+      return misfit(ref) || (!even && pieces(ref, cuts).size() > 1);
+    });
+    dims[d].erase(bad, dims[d].end());
+  }
+  std::erase_if(partial, [&](const Partial& p) { return misfit(p.axis); });
+  return Layout(layout.mesh(), std::move(dims), std::move(partial));
+}
+
+Layout in_pieces(const Layout& layout, const Cuts& cuts) {
+  std::vector<AxisList> dims(layout.num_dims());
+  std::vector<Partial> partial;
+  for (size_t d = 0; d < dims.size(); ++d) {
+    for (const AxisRef& ref : layout.dims()[d]) {
+      for (const AxisRef& piece : pieces(ref, cuts)) dims[d].push_back(piece);
+    }
+  }
+  for (const Partial& p : layout.partial()) {
+    for (const AxisRef& piece : pieces(p.axis, cuts)) partial.push_back({piece, p.kind});
+  }
+  return Layout(layout.mesh(), std::move(dims), std::move(partial), layout.invariant());
+}
+
+}  // namespace
+
+Split split_refs(const Layout& from, const Layout& to, const Shape& shape) {
+  const Cuts cuts = cuts_of(from, to);
+  Split out;
+  for (const Layout* end : {&from, &to}) {
+    const Layout kept = up_to_misfits(*end, cuts, shape);
+    if (kept.dims() == end->dims() && kept.partial() == end->partial()) continue;
+    out.meet = kept;
+    return out;
+  }
+  out.layouts.emplace(in_pieces(from, cuts), in_pieces(to, cuts));
+  return out;
+}
+
+}  // namespace torch_overlap::mesh

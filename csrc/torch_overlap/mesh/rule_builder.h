@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/mesh/rule.h"
+
+namespace torch_overlap::mesh {
+
+// Puts a rule together. Inside the planner only: see rule.h for what a rule means.
+class RuleBuilder {
+ public:
+  explicit RuleBuilder(std::string op) { rule_.op = std::move(op); }
+
+  OpRule& rule() noexcept { return rule_; }
+  int32_t factor(std::string name, int64_t size, FactorKind kind = FactorKind::kParallel,
+                 ReduceKind reduce = ReduceKind::kSum);
+  // The factors of a dimension that is one factor: none where its size is 1.
+  std::vector<int32_t> dim(std::string name, int64_t size, FactorKind kind = FactorKind::kParallel,
+                           ReduceKind reduce = ReduceKind::kSum);
+  void input(Shape shape, std::vector<std::vector<int32_t>> dims) {
+    rule_.inputs.push_back({std::move(shape), std::move(dims)});
+  }
+  void output(Shape shape, std::vector<std::vector<int32_t>> dims) {
+    rule_.outputs.push_back({std::move(shape), std::move(dims)});
+  }
+  void pattern(uint64_t inputs, uint32_t kinds) { rule_.patterns.push_back({inputs, kinds}); }
+  OpRule take() { return std::move(rule_); }
+
+ private:
+  OpRule rule_;
+};
+
+// d, or d + rank where it is negative. Errors: out of range.
+size_t normal_dim(std::string_view op, int64_t dim, size_t rank);
+// "a", "b", ... for the dimensions of a shape.
+std::string dim_name(size_t dim);
+// torch's broadcasting. Errors: sizes that are neither equal nor 1.
+Shape broadcast_shape(std::string_view op, const std::vector<Shape>& shapes);
+
+}  // namespace torch_overlap::mesh

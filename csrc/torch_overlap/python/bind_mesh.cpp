@@ -1,0 +1,250 @@
+#include "torch_overlap/python/bind_mesh.h"
+
+#include <pybind11/native_enum.h>
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::python {
+namespace {
+
+using mesh::Axis;
+using mesh::AxisList;
+using mesh::AxisRef;
+using mesh::Extent;
+using mesh::Layout;
+using mesh::Mesh;
+using mesh::Partial;
+using mesh::ReduceKind;
+using mesh::Shape;
+
+std::string type_name(py::handle value) {
+  return py::type::of(value).attr("__name__").cast<std::string>();
+}
+
+Mesh make_mesh(const py::dict& axes, const std::optional<std::vector<int64_t>>& ranks,
+               int64_t ranks_per_host, const std::map<std::string, std::string>& links) {
+  std::vector<Axis> list;
+  for (const auto& [name, size] : axes) {
+    Axis axis{name.cast<std::string>(), size.cast<int64_t>(), ""};
+    if (const auto found = links.find(axis.name); found != links.end()) axis.link = found->second;
+    list.push_back(std::move(axis));
+  }
+  for (const auto& [name, link] : links) {
+    TORCH_OVERLAP_CHECK(axes.contains(name.c_str()), kValue,
+                        "Mesh: expected links of its own axes, got one of '", name, "'");
+  }
+  TORCH_OVERLAP_CHECK(!ranks || !ranks->empty(), kValue,
+                      "Mesh: expected ranks, or None for 0, 1, 2 ..., got an empty list");
+  return Mesh(std::move(list), ranks.value_or(std::vector<int64_t>()), ranks_per_host);
+}
+
+py::dict sizes(const Mesh& mesh) {
+  py::dict out;
+  for (const Axis& axis : mesh.axes()) out[axis.name.c_str()] = axis.size;
+  return out;
+}
+
+Layout make_layout(const Mesh& mesh, const py::sequence& dims, const py::object& partial,
+                   const py::object& invariant) {
+  std::vector<AxisList> lists;
+  for (const py::handle dim : dims) lists.push_back(to_axes(mesh, dim));
+  return Layout(mesh, std::move(lists), to_partial(mesh, partial), to_axes(mesh, invariant));
+}
+
+py::tuple dims_of(const Layout& layout) {
+  py::tuple out(layout.num_dims());
+  for (size_t d = 0; d < layout.num_dims(); ++d)
+    out[d] = axis_names(layout.mesh(), layout.dims()[d]);
+  return out;
+}
+
+py::dict partial_of(const Layout& layout) {
+  py::dict out;
+  for (const Partial& p : layout.partial()) {
+    out[layout.mesh().name(p.axis).c_str()] = std::string(to_string(p.kind));
+  }
+  return out;
+}
+
+py::tuple offsets(const Layout& layout, const Shape& shape, int64_t rank) {
+  const std::vector<Extent> extents = mesh::extents(layout, shape, rank);
+  py::tuple out(extents.size());
+  for (size_t d = 0; d < extents.size(); ++d) out[d] = extents[d].offset;
+  return out;
+}
+
+}  // namespace
+
+py::tuple axis_names(const Mesh& mesh, const AxisList& axes) {
+  py::tuple out(axes.size());
+  for (size_t i = 0; i < axes.size(); ++i) out[i] = mesh.name(axes[i]);
+  return out;
+}
+
+AxisRef to_axis(const Mesh& mesh, py::handle value) {
+  if (py::isinstance<py::str>(value)) return mesh.axis(value.cast<std::string>());
+  TORCH_OVERLAP_CHECK(py::isinstance<AxisRef>(value), kType,
+                      "Layout: expected the name of an axis, got ", type_name(value));
+  const auto ref = value.cast<AxisRef>();
+  mesh.check(ref);
+  return ref;
+}
+
+AxisList to_axes(const Mesh& mesh, py::handle value) {
+  if (value.is_none()) return {};
+  if (py::isinstance<py::str>(value) || py::isinstance<AxisRef>(value)) {
+    return {to_axis(mesh, value)};
+  }
+  TORCH_OVERLAP_CHECK(py::isinstance<py::iterable>(value), kType,
+                      "Layout: expected None, an axis or some axes, got ", type_name(value));
+  AxisList out;
+  for (const py::handle item : py::reinterpret_borrow<py::iterable>(value)) {
+    out.push_back(to_axis(mesh, item));
+  }
+  return out;
+}
+
+std::vector<Partial> to_partial(const Mesh& mesh, py::handle value) {
+  std::vector<Partial> out;
+  if (py::isinstance<py::dict>(value)) {
+    for (const auto& [axis, kind] : py::reinterpret_borrow<py::dict>(value)) {
+      TORCH_OVERLAP_CHECK(py::isinstance<py::str>(kind), kType,
+                          "Layout: expected the name of a reduction, got ", type_name(kind));
+      out.push_back({to_axis(mesh, axis), mesh::parse_reduce_kind(kind.cast<std::string>())});
+    }
+    return out;
+  }
+  for (const AxisRef& axis : to_axes(mesh, value)) out.push_back({axis, ReduceKind::kSum});
+  return out;
+}
+
+void register_mesh_values(py::module_& module) {
+  py::class_<AxisRef>(module, "AxisRef", "A whole axis of a mesh, or the part `axis:(pre)size`.")
+      .def_readonly("axis", &AxisRef::axis, "Which axis of the mesh.")
+      .def_readonly("pre", &AxisRef::pre, "How many coordinates are taken before this part.")
+      .def_readonly("size", &AxisRef::size, "How many it has itself.")
+      .def(py::self == py::self)
+      .def("__hash__", [](const AxisRef& ref) {
+        return py::hash(py::make_tuple(ref.axis, ref.pre, ref.size));
+      });
+
+  py::class_<Mesh>(module, "Mesh",
+                   R"(Named axes over ranks, the first axis major. Immutable, hashable.
+
+An index is a place in the mesh, row by row; ranks[index] is the rank of the job that is there.)")
+      .def(py::init(&make_mesh), py::arg("axes"), py::arg("ranks") = py::none(),
+           py::arg("ranks_per_host") = 0, py::arg("links") = std::map<std::string, std::string>(),
+           "Sizes by name; the rank at each index (default 0, 1, 2, ...); how many ranks share a "
+           "host (0: all "
+           "do); the class of link of single axes (default: nvlink inside a host, network between "
+           "them).")
+      .def_static("parse", &Mesh::parse, py::arg("text"), py::arg("ranks_per_host") = 0,
+                  "From \"dp=2,tp=4\".")
+      .def_property_readonly("axes", &sizes, "Sizes by name.")
+      .def_property_readonly("size", &Mesh::size, "How many ranks.")
+      .def_property_readonly("ranks", &Mesh::ranks, "The rank at each index.")
+      .def_property_readonly("ranks_per_host", &Mesh::ranks_per_host, "0: all share one.")
+      .def("axis", &Mesh::axis, py::arg("name"), "The axis \"x\", or its part \"x:(pre)size\".")
+      .def(
+          "coordinate",
+          [](const Mesh& self, int64_t rank, const py::object& axis) {
+            return self.coordinate(rank, to_axis(self, axis));
+          },
+          py::arg("rank"), py::arg("axis"), "Where a rank is along an axis.")
+      .def(
+          "group",
+          [](const Mesh& self, int64_t rank, const py::object& axes) {
+            return self.group(rank, to_axes(self, axes));
+          },
+          py::arg("rank"), py::arg("axes"),
+          "The ranks that differ from this one along `axes` only, the first axis major.")
+      .def(
+          "links",
+          [](const Mesh& self, const py::object& axes) {
+            py::dict out;
+            for (const auto& level : self.links(to_axes(self, axes))) {
+              out[level.link.c_str()] = level.size;
+            }
+            return out;
+          },
+          py::arg("axes"), "How many ranks of a group over `axes` each class of link joins.")
+      .def(py::self == py::self)
+      .def("__hash__", &Mesh::hash)
+      .def("__repr__", &Mesh::str);
+
+  py::class_<Layout>(module, "Layout",
+                     R"(Where the parts of a tensor lie on a mesh. Immutable, hashable.
+
+Along an axis a tensor is sharded (in one dimension), partial (its values on the ranks, reduced, are the tensor),
+invariant (the same everywhere, and so is its gradient) or replicated (the same everywhere, its gradient is partial).)")
+      .def(py::init(&make_layout), py::arg("mesh"), py::arg("dims"),
+           py::arg("partial") = py::none(), py::arg("invariant") = py::none(),
+           "`dims`: for each dimension None, an axis, or axes from major to minor. `partial`: axes "
+           "that are pending "
+           "sums, or the reduction by axis. `invariant`: axes.")
+      .def_static("parse", &Layout::parse, py::arg("mesh"), py::arg("text"),
+                  "From what str() gives: \"[dp],[tp] P{x:max} I{y}\".")
+      .def_static("replicated", &Layout::replicated, py::arg("mesh"), py::arg("dims"),
+                  "The whole tensor of so many dimensions on every rank.")
+      .def_property_readonly("mesh", &Layout::mesh, "Its mesh.")
+      .def_property_readonly("dims", &dims_of, "Names of axes, per dimension.")
+      .def_property_readonly("partial", &partial_of, "The reduction by axis.")
+      .def_property_readonly(
+          "invariant", [](const Layout& self) { return axis_names(self.mesh(), self.invariant()); },
+          "Names of axes.")
+      .def_property_readonly("num_dims", &Layout::num_dims, "How many dimensions.")
+      .def(
+          "local_shape",
+          [](const Layout& self, const Shape& shape, int64_t rank) {
+            return py::tuple(py::cast(mesh::local_shape(self, shape, rank)));
+          },
+          py::arg("shape"), py::arg("rank"), "Of a tensor of this global shape, on a rank.")
+      .def("offsets", &offsets, py::arg("shape"), py::arg("rank"), "Where a rank's part begins.")
+      .def(
+          "global_shape",
+          [](const Layout& self, const std::vector<Shape>& locals) {
+            return py::tuple(py::cast(mesh::global_shape(self, locals)));
+          },
+          py::arg("local_shapes"), "From the local shapes of all ranks, by index.")
+      .def(
+          "with_dims",
+          [](const Layout& self, const py::sequence& dims) {
+            std::vector<AxisList> lists;
+            for (const py::handle dim : dims) lists.push_back(to_axes(self.mesh(), dim));
+            return self.with_dims(std::move(lists));
+          },
+          py::arg("dims"), "With other axes in its dimensions.")
+      .def(
+          "with_partial",
+          [](const Layout& self, const py::object& partial) {
+            return self.with_partial(to_partial(self.mesh(), partial));
+          },
+          py::arg("partial"), "With other pending axes.")
+      .def(
+          "with_invariant",
+          [](const Layout& self, const py::object& axes) {
+            return self.with_invariant(to_axes(self.mesh(), axes));
+          },
+          py::arg("axes"), "With other invariant axes.")
+      .def(py::self == py::self)
+      .def("__hash__", &Layout::hash)
+      .def("__str__", &Layout::str)
+      .def("__repr__", [](const Layout& self) { return "Layout(" + self.str() + ")"; });
+}
+
+void register_mesh(py::module_& module) {
+  auto own = module.def_submodule("_mesh", "The planner; see torch_overlap.mesh.");
+  register_mesh_values(own);
+  register_mesh_costs(own);
+  register_mesh_plans(own);
+  register_mesh_rules(own);
+  register_mesh_graphs(own);
+}
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,146 @@
+#include <pybind11/stl.h>
+
+#include "torch_overlap/mesh/cost.h"
+#include "torch_overlap/python/bind_mesh.h"
+
+namespace torch_overlap::python {
+namespace {
+
+using mesh::Collective;
+using mesh::CostModel;
+using mesh::Curve;
+using mesh::DeviceModel;
+using mesh::LinkLevel;
+using mesh::LinkModel;
+using mesh::OverlapModel;
+
+// The form of the JSON files: numbers in microseconds and GB/s, as people read them.
+py::dict to_dict(const CostModel& model) {
+  py::dict links;
+  for (const auto& [name, link] : model.links) {
+    py::list curves;
+    for (const Curve& curve : link.curves) {
+      py::list points;
+      for (const auto& point : curve.points) {
+        points.append(py::make_tuple(point.bytes, point.seconds * 1e6));
+      }
+      py::dict one;
+      one["collective"] = std::string(to_string(curve.collective));
+      one["ranks"] = curve.ranks;
+      one["bytes_us"] = points;
+      curves.append(one);
+    }
+    py::dict one;
+    one["start_us"] = link.start * 1e6;
+    one["latency_us"] = link.latency * 1e6;
+    one["bandwidth_gbps"] = link.bandwidth / 1e9;
+    one["curves"] = curves;
+    links[name.c_str()] = one;
+  }
+  py::dict tflops;
+  for (const auto& [size, flops] : model.device.flops) {
+    tflops[std::to_string(size).c_str()] = flops / 1e12;
+  }
+  py::dict device;
+  device["tflops"] = tflops;
+  device["flops_hot"] = model.device.flops_hot;
+  device["memory_gbps"] = model.device.memory / 1e9;
+  device["processors"] = model.device.processors;
+  device["kernel_us"] = model.device.kernel * 1e6;
+  device["tiles"] = model.device.tiles;
+  py::dict overlap;
+  overlap["contention"] = model.overlap.contention;
+  overlap["chunk_us"] = model.overlap.chunk * 1e6;
+  overlap["start_us"] = model.overlap.start * 1e6;
+  overlap["least_gain"] = model.overlap.least_gain;
+  py::dict out;
+  out["name"] = model.name;
+  out["links"] = links;
+  out["device"] = device;
+  out["overlap"] = overlap;
+  return out;
+}
+
+LinkModel to_link(const py::dict& from) {
+  LinkModel link{.start = from["start_us"].cast<double>() * 1e-6,
+                 .latency = from["latency_us"].cast<double>() * 1e-6,
+                 .bandwidth = from["bandwidth_gbps"].cast<double>() * 1e9};
+  for (const py::handle item : from["curves"]) {
+    Curve curve{mesh::parse_collective(item["collective"].cast<std::string>()),
+                item["ranks"].cast<int64_t>(),
+                {}};
+    for (const py::handle point : item["bytes_us"]) {
+      const auto [bytes, us] = point.cast<std::pair<double, double>>();
+      curve.points.push_back({bytes, us * 1e-6});
+    }
+    link.curves.push_back(std::move(curve));
+  }
+  return link;
+}
+
+CostModel from_dict(const py::dict& from) {
+  CostModel model;
+  model.name = from["name"].cast<std::string>();
+  for (const auto& [name, link] : from["links"].cast<py::dict>()) {
+    model.links[name.cast<std::string>()] = to_link(link.cast<py::dict>());
+  }
+  const auto device = from["device"].cast<py::dict>();
+  for (const auto& [size, tflops] : device["tflops"].cast<py::dict>()) {
+    model.device.flops[std::stoll(size.cast<std::string>())] = tflops.cast<double>() * 1e12;
+  }
+  model.device.flops_hot = device["flops_hot"].cast<double>();
+  model.device.memory = device["memory_gbps"].cast<double>() * 1e9;
+  model.device.processors = device["processors"].cast<int64_t>();
+  model.device.kernel = device["kernel_us"].cast<double>() * 1e-6;
+  model.device.tiles = device["tiles"].cast<bool>();
+  const auto overlap = from["overlap"].cast<py::dict>();
+  model.overlap = OverlapModel{.contention = overlap["contention"].cast<double>(),
+                               .chunk = overlap["chunk_us"].cast<double>() * 1e-6,
+                               .start = overlap["start_us"].cast<double>() * 1e-6,
+                               .least_gain = overlap["least_gain"].cast<double>()};
+  model.check();
+  return model;
+}
+
+}  // namespace
+
+void register_mesh_costs(py::module_& module) {
+  py::class_<CostModel>(module, "CostModel",
+                        R"(What collectives, products and copies cost, in seconds. Immutable.
+
+h200() was measured; bandwidth_only() counts the bytes of the specification's formulas.)")
+      .def_static("h200", &CostModel::h200,
+                  "H200s with NVLink, measured; the network between hosts is assumed.")
+      .def_static("bandwidth_only", &CostModel::bandwidth_only, py::arg("bandwidth") = 1.0,
+                  "Bytes on the wire over bandwidth, nothing else.")
+      .def_static("from_dict", &from_dict, py::arg("values"), "From what to_dict() gives.")
+      .def("to_dict", &to_dict, "Plain numbers, ready for JSON.")
+      .def_readonly("name", &CostModel::name, "What it describes.")
+      .def(
+          "collective",
+          [](const CostModel& self, const std::string& what,
+             const std::map<std::string, int64_t>& links, double bytes) {
+            std::vector<LinkLevel> levels;
+            for (const auto& [link, size] : links) {
+              if (size > 1) levels.push_back({link, size});
+            }
+            return self.collective(mesh::parse_collective(what), levels, bytes);
+          },
+          py::arg("collective"), py::arg("links"), py::arg("bytes"),
+          "One collective over a group of Mesh.links().")
+      .def("matmul", &CostModel::matmul, py::arg("m"), py::arg("n"), py::arg("k"),
+           py::arg("element_size"), "[m, k] x [k, n].")
+      .def("elementwise", &CostModel::elementwise, py::arg("bytes"), "A kernel that moves bytes.")
+      .def("overlapped", &CostModel::overlapped, py::arg("collective_seconds"),
+           py::arg("matmul_seconds"), py::arg("chunks"), "Both cut into chunks, side by side.")
+      .def("__repr__", [](const CostModel& self) { return "CostModel('" + self.name + "')"; });
+  module.def(
+      "wire_bytes",
+      [](const std::string& what, int64_t ranks, double bytes) {
+        return mesh::wire_bytes(mesh::parse_collective(what), ranks, bytes);
+      },
+      py::arg("collective"), py::arg("ranks"), py::arg("bytes"),
+      "What a rank sends for a collective on `bytes`: the larger of its input and its output.");
+}
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,123 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "torch_overlap/mesh/plan.h"
+#include "torch_overlap/mesh/simulate.h"
+#include "torch_overlap/python/bind_mesh.h"
+
+namespace torch_overlap::python {
+namespace {
+
+using mesh::Array;
+using mesh::CostModel;
+using mesh::Layout;
+using mesh::Locals;
+using mesh::Plan;
+using mesh::Shape;
+using mesh::Step;
+
+using NumpyArray = py::array_t<double, py::array::c_style | py::array::forcecast>;
+
+Array to_array(const NumpyArray& from) {
+  Array out;
+  for (py::ssize_t d = 0; d < from.ndim(); ++d) out.shape.push_back(from.shape(d));
+  out.data.assign(from.data(), from.data() + from.size());
+  return out;
+}
+
+NumpyArray from_array(const Array& from) {
+  NumpyArray out(std::vector<py::ssize_t>(from.shape.begin(), from.shape.end()));
+  std::copy(from.data.begin(), from.data.end(), out.mutable_data());
+  return out;
+}
+
+Locals to_locals(const std::vector<NumpyArray>& from) {
+  Locals out;
+  for (const NumpyArray& one : from) out.push_back(to_array(one));
+  return out;
+}
+
+py::list from_locals(const Locals& from) {
+  py::list out;
+  for (const Array& one : from) out.append(from_array(one));
+  return out;
+}
+
+}  // namespace
+
+void register_mesh_plans(py::module_& module) {
+  py::class_<Step>(module, "Step", "One operation of a plan, on every rank's local tensor.")
+      .def_property_readonly(
+          "kind", [](const Step& self) { return std::string(to_string(self.kind)); },
+          "slice, all_gather, all_reduce, reduce_scatter, all_to_all, permute, make_partial or "
+          "cast.")
+      .def_property_readonly(
+          "axes", [](const Step& self) { return axis_names(self.before.mesh(), self.axes); },
+          "The group: Mesh.group(rank, axes).")
+      .def_property_readonly(
+          "sources", [](const Step& self) { return axis_names(self.before.mesh(), self.sources); },
+          "permute: a rank gets the tensor of the rank whose coordinate along axes[i] is its own "
+          "along sources[i].")
+      .def_readonly("dim", &Step::dim,
+                    "The dimension that is cut, or joined by all_gather; -1: none.")
+      .def_readonly("from_dim", &Step::from_dim, "all_to_all: the dimension that is joined.")
+      .def_property_readonly(
+          "reduce", [](const Step& self) { return std::string(to_string(self.reduce)); },
+          "The reduction.")
+      .def_readonly("before", &Step::before, "The layout before it.")
+      .def_readonly("after", &Step::after, "The layout after it.")
+      .def_readonly("ranks", &Step::ranks, "In a group.")
+      .def_readonly("bytes", &Step::bytes, "Of the larger of a rank's input and output.")
+      .def_readonly("wire_bytes", &Step::wire_bytes, "What a rank sends.")
+      .def_readonly("seconds", &Step::seconds, "What it takes by the cost model.")
+      .def_property_readonly("sends", &Step::sends, "Does it communicate?")
+      .def("__repr__", &Step::str);
+
+  py::class_<Plan>(module, "Plan", "How a tensor comes from one layout to another. Immutable.")
+      .def_readonly("from_layout", &Plan::from, "Where it begins.")
+      .def_readonly("to_layout", &Plan::to, "Where it ends.")
+      .def_property_readonly(
+          "shape", [](const Plan& self) { return py::tuple(py::cast(self.shape)); },
+          "The global shape.")
+      .def_readonly("element_size", &Plan::element_size, "Bytes of an element.")
+      .def_readonly("steps", &Plan::steps, "In order.")
+      .def_property_readonly("seconds", &Plan::seconds, "What it takes by the cost model.")
+      .def_property_readonly("wire_bytes", &Plan::wire_bytes, "What a rank sends.")
+      .def_property_readonly("num_sends", &Plan::num_sends, "How many steps communicate.")
+      .def("explain", &Plan::explain, "A line a step: what, over which axes, bytes, time.")
+      .def("__repr__", [](const Plan& self) {
+        return "Plan(" + self.from.str() + " -> " + self.to.str() + ", " +
+               std::to_string(self.steps.size()) + " steps)";
+      });
+
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  module.def("plan_reshard", &mesh::plan_reshard, py::arg("from_layout"), py::arg("to_layout"),
+             py::arg("shape"), py::arg("element_size"), py::arg("cost"), no_gil,
+             "The cheapest way from one layout to another; the same on every rank.");
+  module.def("greedy_reshard", &mesh::greedy_reshard, py::arg("from_layout"), py::arg("to_layout"),
+             py::arg("shape"), py::arg("element_size"), py::arg("cost"), no_gil,
+             "What one would do by hand: the baseline that plan_reshard is never worse than.");
+  module.def(
+      "distribute",
+      [](const NumpyArray& array, const Layout& layout) {
+        return from_locals(mesh::distribute(to_array(array), layout));
+      },
+      py::arg("array"), py::arg("layout"), "The local arrays of all ranks, by index.");
+  module.def(
+      "collect",
+      [](const std::vector<NumpyArray>& locals, const Layout& layout, const Shape& shape) {
+        return from_array(mesh::collect(to_locals(locals), layout, shape));
+      },
+      py::arg("locals"), py::arg("layout"), py::arg("shape"),
+      "The global array; raises where copies differ.");
+  module.def(
+      "simulate",
+      [](const Plan& plan, const std::vector<NumpyArray>& locals) {
+        return from_locals(mesh::simulate(plan, to_locals(locals)));
+      },
+      py::arg("plan"), py::arg("locals"), "Runs a plan on the local arrays of all ranks.");
+}
+
+}  // namespace torch_overlap::python

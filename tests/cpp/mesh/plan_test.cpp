@@ -1,0 +1,237 @@
+#include "torch_overlap/mesh/plan.h"
+
+#include <numeric>
+
+#include "mesh/draws.h"
+#include "torch_overlap/mesh/simulate.h"
+
+namespace torch_overlap::mesh {
+namespace {
+
+using testing::h200;
+
+Array counted(const Shape& shape) {
+  Array out{shape, std::vector<double>(static_cast<size_t>(num_elements(shape)))};
+  std::iota(out.data.begin(), out.data.end(), 1);
+  return out;
+}
+
+struct Reshape {
+  std::string mesh;
+  std::string from;
+  std::string to;
+  Shape shape;
+};
+
+// 1 us and 1 GB/s: what a plan does then does not hang on one machine's times of small tensors.
+const CostModel& plain() {
+  static const CostModel model = [] {
+    CostModel out = CostModel::bandwidth_only(1e9);
+    out.links[kNvlink].start = 1e-6;
+    return out;
+  }();
+  return model;
+}
+
+Plan plan(const Reshape& c) {
+  const Mesh mesh = Mesh::parse(c.mesh);
+  return plan_reshard(Layout::parse(mesh, c.from), Layout::parse(mesh, c.to), c.shape, 4, plain());
+}
+
+std::string kinds(const Plan& plan) {
+  std::string out;
+  for (const Step& step : plan.steps) {
+    if (!out.empty()) out += ' ';
+    out += to_string(step.kind);
+  }
+  return out;
+}
+
+// The plan, run on numbers, gives what slicing the whole array gives.
+void expect_right(const Plan& plan) {
+  const Array global = counted(plan.shape);
+  const Locals after = simulate(plan, distribute(global, plan.from));
+  EXPECT_EQ(collect(after, plan.to, plan.shape), global) << plan.explain();
+}
+
+TEST(Plan, KnownCases) {
+  const struct {
+    Reshape reshard;
+    std::string steps;
+  } cases[] = {
+      {{"x=4", "[x],[]", "[x],[]", {8, 4}}, ""},                           // T22
+      {{"x=2,y=2", "[],[]", "[x],[y]", {8, 8}}, "slice slice"},            // T23
+      {{"x=2,y=2", "[x],[y]", "[],[]", {8, 8}}, "all_gather all_gather"},  // T24, T14
+      {{"dp=4,tp=2", "[dp],[]", "[],[tp]", {8, 8}}, "slice all_gather"},   // T25
+      {{"x=2,y=2", "[x],[y]", "[y],[x]", {4, 4}}, "permute"},              // T26
+      {{"x=2,y=2", "[x,y]", "[y,x]", {8}}, "permute"},                     // B4
+      {{"x=2,y=2", "[x]", "[y]", {8}}, "permute"},
+      {{"x=2,y=2", "[x]", "[x,y]", {8}}, "slice"},                       // B3
+      {{"x=2,y=2", "[x],[]", "[x],[y]", {8, 8}}, "slice"},               // B3
+      {{"dp=4", "[dp],[]", "[],[]", {8, 4}}, "all_gather"},              // T5
+      {{"dp=2,tp=4", "[dp],[tp]", "[],[tp]", {8, 16}}, "all_gather"},    // T6
+      {{"dp=4,tp=2", "[dp],[tp]", "[dp],[]", {8, 16}}, "all_gather"},    // T7
+      {{"dp=2,tp=2", "[dp,tp]", "[]", {8}}, "all_gather"},               // B1: once
+      {{"dp=4", "[],[] P{dp}", "[dp],[]", {8, 4}}, "reduce_scatter"},    // T8
+      {{"dp=4", "[dp],[]", "[],[dp]", {8, 4}}, "all_to_all"},            // T10
+      {{"dp=2,tp=4", "[dp],[]", "[],[dp]", {8, 8}}, "all_to_all"},       // B5
+      {{"x=2,y=2", "[],[] P{y}", "[y],[]", {8, 4}}, "reduce_scatter"},   // B6
+      {{"x=2,y=2", "[x],[] P{y}", "[],[] P{y}", {4, 4}}, "all_gather"},  // B8
+      {{"x=2,y=2", "[],[] P{x,y}", "[],[]", {4, 4}}, "all_reduce"},      // B9: once
+      {{"x=2,y=2", "[] P{x,y}", "[x,y]", {8}}, "reduce_scatter"},        // PP -> SS
+      {{"x=2,y=2", "[] P{x}", "[x]", {1 << 20}}, "reduce_scatter"},
+      {{"x=4", "[x:(1)2],[]", "[],[]", {8, 4}}, "all_gather"},  // B2
+      {{"x=4", "[] P{x:(1)2}", "[]", {8}}, "all_reduce"},       // B2
+      {{"x=4", "[x]", "[x:(1)2]", {8}}, "all_gather"},
+      {{"x=4", "[x:(1)2],[x:(2)2]", "[x],[]", {8, 4}}, "all_to_all"},
+      {{"x=2", "[]", "[] P{x}", {8}}, "make_partial"},
+      {{"x=2", "[] P{x:max}", "[] P{x}", {8}}, "all_reduce make_partial"},
+      {{"x=2,y=2", "[] I{x}", "[] I{y}", {8}}, "cast"},
+      {{"x=1,y=2", "[x],[y]", "[],[y] P{x}", {8, 8}}, ""},  // nobody else
+  };
+  for (const auto& c : cases) {
+    const Plan made = plan(c.reshard);
+    EXPECT_EQ(kinds(made), c.steps) << made.explain();
+    expect_right(made);
+  }
+}
+
+// T26: device 1 of a 2x2 mesh ends with rows 2:4 and columns 0:2.
+TEST(Plan, ASwapGivesEachRankItsPart) {
+  const Plan made = plan({"x=2,y=2", "[x],[y]", "[y],[x]", {4, 4}});
+  const Array global = counted({4, 4});
+  const Locals after = simulate(made, distribute(global, made.from));
+  EXPECT_EQ(after[1], part(global, {{2, 2}, {0, 2}}));
+  EXPECT_DOUBLE_EQ(made.wire_bytes(), 4 * 4);  // its own part, once
+}
+
+// T52-T55: what the specification counts.
+TEST(Plan, BytesAreThoseOfTheFormulas) {
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllReduce, 4, 1000), 1500);
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllReduce, 8, 1000), 1750);
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllGather, 4, 1000), 750);
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kReduceScatter, 4, 1000), 750);
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllToAll, 4, 1000), 750);
+  EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllGather, 1, 1000), 0);
+  const CostModel unit = CostModel::bandwidth_only();
+  const CostModel twice = CostModel::bandwidth_only(2);
+  const Mesh mesh = Mesh::parse("x=4,y=2");
+  const auto time = [&](const CostModel& model, const char* from, const char* to,
+                        int64_t element_size, Shape shape) {
+    return plan_reshard(Layout::parse(mesh, from), Layout::parse(mesh, to), shape, element_size,
+                        model)
+        .seconds();
+  };
+  EXPECT_DOUBLE_EQ(time(unit, "[x]", "[]", 4, {250}), 0.75 * 4 * 252);  // parts of 63
+  EXPECT_DOUBLE_EQ(time(unit, "[x]", "[]", 2, {256}), 0.75 * 512);      // by dtype
+  EXPECT_DOUBLE_EQ(time(unit, "[x]", "[]", 2, {512}), 2 * time(unit, "[x]", "[]", 2, {256}));
+  EXPECT_DOUBLE_EQ(time(twice, "[x]", "[]", 2, {256}), 0.75 * 256);
+  EXPECT_DOUBLE_EQ(time(unit, "[] P{x}", "[]", 4, {250}), 1500);  // pending costs, unlike upstream
+  EXPECT_DOUBLE_EQ(time(unit, "[] P{x,y}", "[]", 4, {250}), 1750);
+  EXPECT_EQ(time(unit, "[]", "[x]", 4, {250}), 0);
+  EXPECT_EQ(time(unit, "[]", "[]", 4, {250}), 0);
+  EXPECT_GT(time(unit, "[x,y]", "[]", 4, {256}), time(unit, "[x]", "[]", 4, {256}));
+  EXPECT_GT(time(unit, "[x,y]", "[]", 4, {256}), time(unit, "[y]", "[]", 4, {256}));
+}
+
+TEST(Plan, IsRightAndNeverWorseThanTheGreedyOne) {
+  testing::Draw draw(1);
+  int better = 0;
+  for (int i = 0; i < testing::draws(); ++i) {
+    const Mesh mesh = draw.mesh(draw.chance(0.1) ? 5 : 3);
+    const auto dims = static_cast<size_t>(draw.number(1, 3));
+    const Layout from = draw.layout(mesh, dims);
+    const Layout to = draw.layout(mesh, dims, draw.chance(0.2));
+    const Shape shape = draw.shape(dims);
+    const Array global = counted(shape);
+    for (const CostModel& cost : {h200(), CostModel::bandwidth_only()}) {
+      const Plan best = plan_reshard(from, to, shape, 4, cost);
+      const Plan greedy = greedy_reshard(from, to, shape, 4, cost);
+      ASSERT_LE(best.seconds(), greedy.seconds()) << best.explain() << greedy.explain();
+      better += static_cast<int>(best.seconds() < greedy.seconds());
+      for (const Plan* one : {&best, &greedy}) {
+        Locals locals;
+        ASSERT_NO_THROW(locals = simulate(*one, distribute(global, from)))
+            << one->explain() << "seed " << testing::seed();
+        const Array back = collect(locals, to, shape);
+        ASSERT_EQ(back, global) << one->explain() << "seed " << testing::seed();
+        ASSERT_EQ(locals.size(), static_cast<size_t>(mesh.size()));
+        if (!to.is_partial()) {
+          ASSERT_EQ(locals, distribute(global, to)) << one->explain();
+        }
+      }
+    }
+  }
+  EXPECT_GT(better, 0);
+}
+
+// Pending values that differ on every rank, so that one reduction too many or too few shows.
+TEST(Plan, PendingValuesAreReducedOnce) {
+  testing::Draw draw(2);
+  for (int i = 0; i < testing::draws() / 5; ++i) {
+    const Mesh mesh = draw.mesh();
+    const Layout from = draw.layout(mesh, 2);
+    const Layout to = draw.layout(mesh, 2, false);
+    const Shape shape = draw.shape(2);
+    // Copies along the axes that are not pending are equal.
+    const Array global = counted(shape);
+    Locals locals = distribute(global, from);
+    for (int64_t index = 0; index < mesh.size(); ++index) {
+      double factor = 1;
+      for (const Partial& p : from.partial()) {
+        factor = factor * 5 + static_cast<double>(mesh.coordinate_at(index, p.axis));
+      }
+      locals[static_cast<size_t>(index)] = part(global, extents_at(from, shape, index));
+      for (double& value : locals[static_cast<size_t>(index)].data) value *= factor;
+    }
+    const Array expected = collect(locals, from, shape);
+    const Plan made = plan_reshard(from, to, shape, 8, h200());
+    EXPECT_EQ(collect(simulate(made, locals), to, shape), expected) << made.explain();
+  }
+}
+
+TEST(Plan, PartsOfAxesMeetWhereTheyDoNotFit) {
+  for (const auto& c :
+       {Reshape{"x=4", "[x]", "[x:(1)2,x:(2)2]", {10}},  // uneven: 3 3 3 1, 3 2 3 2
+        Reshape{"x=4", "[x:(1)2]", "[x]", {5}}, Reshape{"x=6", "[x:(1)2]", "[x:(1)3]", {12}},
+        Reshape{"x=12", "[x:(1)4],[x:(4)3]", "[],[x:(1)6]", {24, 12}},
+        Reshape{"x=4,y=2", "[x,y],[]", "[y,x:(2)2],[x:(1)2]", {16, 5}}}) {
+    expect_right(plan(c));
+  }
+}
+
+TEST(Plan, ThousandsOfRanks) {
+  const Mesh mesh = Mesh::parse("pp=4,dp=32,tp=8", 8);
+  const Layout from = Layout::parse(mesh, "[dp],[tp]");
+  const Layout to = Layout::parse(mesh, "[tp,dp],[]");
+  const Plan made = plan_reshard(from, to, {512, 64}, 2, h200());
+  const Array global = counted({512, 64});
+  EXPECT_EQ(simulate(made, distribute(global, from)), distribute(global, to)) << made.explain();
+}
+
+TEST(Plan, SaysWhatItDoes) {
+  const Plan made = plan({"dp=2,tp=4", "[dp],[] P{tp}", "[],[tp]", {1024, 1024}});
+  const std::string text = made.explain();
+  EXPECT_NE(text.find("[1024, 1024] [dp],[] P{tp} -> [],[tp] on Mesh(dp=2, tp=4): 2 collectives"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("1. reduce_scatter sum to dim 1 over [tp]: 4 ranks, sends 1.57 MB"),
+            std::string::npos)
+      << text;
+  EXPECT_EQ(plan({"x=2", "[]", "[]", {4}}).explain(), "[4] [] -> [] on Mesh(x=2): nothing to do\n");
+}
+
+TEST(Plan, RefusesWhatDoesNotFit) {
+  const Mesh mesh = Mesh::parse("x=2");
+  const Layout one = Layout::parse(mesh, "[x]");
+  EXPECT_ERROR(plan_reshard(one, Layout::parse(Mesh::parse("y=2"), "[y]"), {4}, 4, h200()), kValue,
+               "two layouts of one mesh");
+  EXPECT_ERROR(plan_reshard(one, one, {4, 4}, 4, h200()), kValue, "a shape of 1 dimensions");
+  EXPECT_ERROR(plan_reshard(one, one, {4}, 0, h200()), kValue, "element size of at least 1");
+  const Mesh odd({{"x", 2, "carrier_pigeon"}});
+  EXPECT_ERROR(plan_reshard(Layout::parse(odd, "[x]"), Layout::parse(odd, "[]"), {4}, 4, h200()),
+               kValue, "expected a link of [network, nvlink], got 'carrier_pigeon'");
+}
+
+}  // namespace
+}  // namespace torch_overlap::mesh

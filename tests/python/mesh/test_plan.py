@@ -1,0 +1,129 @@
+"""Plans: by the cost of each, run on numpy arrays; cost models as numbers and as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torch_overlap.mesh import (
+    CostModel,
+    Layout,
+    Mesh,
+    collect,
+    distribute,
+    greedy_reshard,
+    load_cost_model,
+    plan_reshard,
+    save_cost_model,
+    simulate,
+    wire_bytes,
+)
+
+H200 = CostModel.h200()
+
+
+@pytest.mark.smoke
+def test_a_plan_moves_what_it_says() -> None:
+    mesh = Mesh({"x": 2, "y": 2}, ranks=[3, 1, 0, 2])
+    before, after = Layout.parse(mesh, "[x],[y]"), Layout.parse(mesh, "[y],[x]")
+    data = np.random.default_rng().standard_normal((6, 5))
+    plan = plan_reshard(before, after, data.shape, 8, H200)
+    assert [step.kind for step in plan.steps] == ["permute"]
+    locals_ = simulate(plan, distribute(data, before))
+    np.testing.assert_array_equal(collect(locals_, after, data.shape), data)
+    for index, rank in enumerate(mesh.ranks):
+        offsets, shape = after.offsets(data.shape, rank), after.local_shape(data.shape, rank)
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        np.testing.assert_array_equal(locals_[index], data[box])
+    assert plan.seconds <= greedy_reshard(before, after, data.shape, 8, H200).seconds
+    assert "-> [y],[x] on Mesh(x=2, y=2)" in plan.explain()
+
+
+def test_steps_name_their_groups() -> None:
+    mesh = Mesh({"dp": 2, "tp": 4})
+    plan = plan_reshard(Layout.parse(mesh, "[dp],[] P{tp}"), Layout.parse(mesh, "[dp,tp],[] "), (4096, 4096), 2, H200)
+    (step,) = plan.steps
+    assert (step.kind, step.axes, step.dim, step.reduce, step.ranks) == ("reduce_scatter", ("tp",), 0, "sum", 4)
+    assert step.bytes == 2048 * 4096 * 2
+    assert step.wire_bytes == plan.wire_bytes == wire_bytes("reduce_scatter", 4, step.bytes)
+    assert str(step.after) == "[dp,tp],[]"
+    assert mesh.group(5, step.axes) == [4, 5, 6, 7]
+
+
+def test_collecting_copies_that_differ_is_an_error() -> None:
+    layout = Layout.replicated(Mesh({"x": 2}), 1)
+    with pytest.raises(ValueError, match="expected equal copies"):
+        collect([np.zeros(3), np.ones(3)], layout, (3,))
+    with pytest.raises(ValueError, match="expected shape"):
+        collect([np.zeros(2), np.zeros(2)], layout, (3,))
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "mib", "us"),
+    [("all_reduce", 2, 64, 255.8), ("all_gather", 4, 256, 662.3), ("reduce_scatter", 4, 64, 194.7),
+     ("all_to_all", 2, 64, 139.9), ("all_reduce", 4, 16, 97.6)],
+)  # fmt: skip
+def test_h200_gives_back_what_was_measured(collective: str, ranks: int, mib: int, us: float) -> None:
+    assert H200.collective(collective, {"nvlink": ranks}, mib << 20) == pytest.approx(us * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us"),
+    [(8192, 7168, 4096, 668), (8192, 14336, 8192, 2865), (8192, 2560, 8192, 484), (2048, 3584, 4096, 85.6),
+     (8192, 8192, 2048, 380), (8192, 4096, 3584, 355), (8192, 8192, 7168, 1470), (2048, 4096, 3584, 82)],
+)  # fmt: skip
+def test_h200_products_are_near_what_was_measured(m: int, n: int, k: int, us: float) -> None:
+    assert H200.matmul(m, n, k, 2) == pytest.approx(us * 1e-6, rel=0.15)
+
+
+def test_times_grow_with_bytes_and_ranks() -> None:
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast"):
+        assert H200.collective(collective, {"nvlink": 1}, 1 << 20) == 0
+        times = [H200.collective(collective, {"nvlink": 4}, 1 << n) for n in range(8, 31)]
+        assert times == sorted(times)
+        far = H200.collective(collective, {"nvlink": 8, "network": 4}, 1 << 28)
+        assert far > H200.collective(collective, {"nvlink": 8}, 1 << 28)
+
+
+def test_models_are_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    save_cost_model(H200, path)
+    again = load_cost_model(path)
+    assert again.name == "h200"
+    for collective in ("all_reduce", "all_to_all"):
+        for size in (1000, 1 << 20, 1 << 27):
+            links = {"nvlink": 4}
+            assert again.collective(collective, links, size) == pytest.approx(H200.collective(collective, links, size))
+    assert again.matmul(4096, 4096, 4096, 2) == pytest.approx(H200.matmul(4096, 4096, 4096, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.pop("device"), "expected the keys"),
+        (lambda v: v["device"].update(memory_gbps="fast"), "expected float at .*: device: memory_gbps, got 'fast'"),
+        (lambda v: v["device"].update(memory_gbps=0), "expected memory above 0, got 0"),
+        (lambda v: v["links"]["nvlink"].update(bandwidth_gbps=-1), "bandwidth of 'nvlink' above 0"),
+        (lambda v: v["links"]["nvlink"].update(speed=1), "expected the keys"),
+        (lambda v: v["links"]["nvlink"]["curves"][0].update(collective="gossip"), "got 'gossip'"),
+        (lambda v: v["links"]["nvlink"]["curves"][0].update(bytes_us=[[2, 9], [1, 10]]), "expected rising bytes"),
+        (lambda v: v["links"]["nvlink"]["curves"][0].update(ranks=1), "for 2 ranks or more"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, change: object, message: str) -> None:
+    values = H200.to_dict()
+    change(values)  # type: ignore[operator]
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message):
+        load_cost_model(path)
+
+
+def test_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="expected JSON"):
+        load_cost_model(path)

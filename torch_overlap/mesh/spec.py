@@ -1,0 +1,96 @@
+"""Ways to write a layout: `P("dp", None)`, and `ShardingSpec` of one `DimSpec` a dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_overlap.mesh._core import Layout, Mesh
+
+__all__ = ["DimSpec", "P", "ShardingSpec", "to_layout"]
+
+Entry = None | str | tuple[str, ...]
+
+
+class P(tuple[Entry, ...]):
+    """One entry a dimension: None, an axis, or a tuple of axes from major to minor.
+
+    Dimensions without an entry are not sharded: `P("dp")` is the batch of any tensor, `P()` a replicated one.
+    """
+
+    def __new__(cls, *entries: Entry | Iterable[str]) -> P:
+        return super().__new__(cls, [e if e is None or isinstance(e, str) else tuple(e) for e in entries])
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self))})"
+
+
+@dataclass(frozen=True)
+class DimSpec:
+    """The axes of one dimension, from major to minor, and what propagation through a graph may do with it.
+
+    An open dimension may be sharded further. Priority 0 is the strongest; a dimension that says nothing has none.
+    """
+
+    axes: tuple[str, ...] = ()
+    is_open: bool = False
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        axes: Any = self.axes  # "dp" is ("dp",)
+        object.__setattr__(self, "axes", (axes,) if isinstance(axes, str) else tuple(axes))
+        if self.priority < 0:
+            raise ValueError(f"DimSpec: expected a priority of at least 0, got {self.priority}")
+        if not self.axes and not self.is_open and self.priority != 0:
+            raise ValueError(
+                f"DimSpec: expected priority 0 for a closed dimension without axes, got {self.priority}; "
+                "open it, or leave the priority out"
+            )
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """A layout with what propagation may do to it: which dimensions are open, which axes must stay replicated."""
+
+    mesh: Mesh
+    dim_specs: tuple[DimSpec, ...]
+    replicated_axes: frozenset[str] = field(default_factory=frozenset)
+    partial_sum_axes: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim_specs", tuple(self.dim_specs))
+        object.__setattr__(self, "replicated_axes", frozenset(self.replicated_axes))
+        object.__setattr__(self, "partial_sum_axes", frozenset(self.partial_sum_axes))
+        # An axis that must stay replicated may appear nowhere else: as an invariant one.
+        Layout(self.mesh, [s.axes for s in self.dim_specs], sorted(self.partial_sum_axes), sorted(self.replicated_axes))
+
+    @property
+    def layout(self) -> Layout:
+        """Where the tensor lies now."""
+        return Layout(self.mesh, [s.axes for s in self.dim_specs], sorted(self.partial_sum_axes))
+
+
+def to_layout(spec: Any, mesh: Mesh, num_dims: int) -> Layout:
+    """The layout of a tensor of `num_dims` dimensions, from any way to write it.
+
+    `spec`: a Layout, a ShardingSpec, P(...), the text of a layout, a sequence with an entry a dimension, or None.
+
+    Raises:
+        ValueError: more entries than dimensions, another mesh, or no valid layout.
+    """
+    if isinstance(spec, ShardingSpec):
+        spec = spec.layout
+    if isinstance(spec, str):
+        spec = Layout.parse(mesh, spec)
+    if isinstance(spec, Layout):
+        if spec.mesh != mesh:
+            raise ValueError(f"to_layout: expected a layout on {mesh}, got one on {spec.mesh}")
+        if spec.num_dims != num_dims:
+            raise ValueError(f"to_layout: expected a layout of {num_dims} dimensions, got {spec}")
+        return spec
+    entries = [] if spec is None else list(spec)
+    if len(entries) > num_dims:
+        raise ValueError(f"to_layout: expected at most {num_dims} entries, one a dimension, got {spec!r}")
+    entries = [e.axes if isinstance(e, DimSpec) else e for e in entries]
+    return Layout(mesh, entries + [None] * (num_dims - len(entries)))

@@ -1,0 +1,174 @@
+"""A module or function as a graph of the planner: traced by torch.export, one rule an operator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+
+from torch_overlap.mesh._core import Graph, Layout, Mesh, OpRule
+from torch_overlap.mesh.rules import rule_of
+from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
+
+__all__ = ["Traced", "trace"]
+
+Shape = tuple[int, ...]
+
+
+class Traced:
+    """A graph and what its values are called.
+
+    Attributes:
+        graph: The operators.
+        inputs: The number of each input by its name: arguments, parameters and buffers.
+        outputs: The numbers of the results.
+        unknown: Operators without a rule; they run on whole tensors.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.graph = Graph(mesh)
+        self.inputs: dict[str, int] = {}
+        self.outputs: list[int] = []
+        self.unknown: list[str] = []
+
+
+def trace(
+    target: nn.Module | Callable[..., Any],
+    args: Sequence[Any],
+    mesh: Mesh,
+    layouts: Mapping[str, Any] | None = None,
+    out_layouts: Sequence[Any] | None = None,
+) -> Traced:
+    """Traces `target(*args)`; no value is computed, meta tensors do.
+
+    `layouts`: what is known of inputs, by name (an argument's, or a parameter's as in state_dict); any spelling of a
+    layout, or a ShardingSpec whose open dimensions may be sharded further. The rest is free. `out_layouts`: the same
+    for the results, None where they are free.
+
+    Raises:
+        ValueError: a layout for an input that is not there, or another number of results.
+    """
+    module = target if isinstance(target, nn.Module) else _Function(target)
+    program = torch.export.export(module, tuple(args), strict=False)
+    traced = Traced(mesh)
+    builder = _Builder(traced)
+    kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    wanted = dict(layouts or {})
+    user_names = iter(_argument_names(target, args))
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = kinds[node.name]
+            is_input = spec.kind is InputKind.USER_INPUT
+            name = next(user_names, node.name) if is_input else str(spec.target or node.name)
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                layout = wanted.pop(name, None)
+                traced.inputs[name] = builder.value(node, name, layout, is_parameter=spec.kind is InputKind.PARAMETER)
+        elif node.op == "call_function":
+            builder.call(node)
+        elif node.op == "output":
+            results = [n for n in _flat(node.args) if isinstance(n, fx.Node) and n in builder.numbers]
+            traced.outputs = [builder.numbers[n] for n in results]
+    if wanted:
+        raise ValueError(f"trace: expected layouts of {sorted(traced.inputs)}, got some of {sorted(wanted)}")
+    if out_layouts is not None:
+        if len(out_layouts) != len(traced.outputs):
+            raise ValueError(f"trace: expected {len(traced.outputs)} out_layouts, got {len(out_layouts)}")
+        for number, layout in zip(traced.outputs, out_layouts, strict=True):
+            if layout is not None:
+                traced.graph.constrain(number, _constraint(layout, mesh, traced.graph.values[number][1]))
+    return traced
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def _argument_names(target: Any, args: Sequence[Any]) -> list[str]:
+    function = target.forward if isinstance(target, nn.Module) else target
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names += [f"arg{i}" for i in range(len(names), len(args))]
+    return [name for name, arg in zip(names, args, strict=False) if isinstance(arg, torch.Tensor)]
+
+
+def _constraint(layout: Any, mesh: Mesh, shape: Shape) -> Any:
+    dims = layout.dim_specs if isinstance(layout, ShardingSpec) else layout
+    if isinstance(dims, tuple | list) and any(isinstance(d, DimSpec) and d.is_open for d in dims):
+        full = [d if isinstance(d, DimSpec) else DimSpec(d or ()) for d in dims]
+        full += [DimSpec(is_open=True)] * (len(shape) - len(full))
+        return [(d.axes, d.is_open, d.priority) for d in full]
+    return to_layout(layout, mesh, len(shape))
+
+
+def _flat(args: Any) -> list[Any]:
+    if isinstance(args, list | tuple):
+        return [item for arg in args for item in _flat(arg)]
+    return [args]
+
+
+def _shape(node: fx.Node) -> Shape:
+    return tuple(int(n) for n in node.meta["val"].shape)
+
+
+class _Builder:
+    """Adds nodes of torch's graph to the planner's."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.graph = traced, traced.graph
+        self.numbers: dict[fx.Node, int] = {}
+        self.parts: dict[fx.Node, list[int]] = {}  # of operators with several results
+
+    def value(self, node: fx.Node, name: str, layout: Any = None, *, is_parameter: bool = False) -> int:
+        shape = _shape(node)
+        constraint = None if layout is None else _constraint(layout, self.graph.mesh, shape)
+        size = node.meta["val"].dtype.itemsize
+        self.numbers[node] = self.graph.add_value(name, shape, size, constraint, is_parameter)
+        return self.numbers[node]
+
+    def call(self, node: fx.Node) -> None:
+        name = str(node.target).removeprefix("aten.").split(".")[0]
+        if name == "<built-in function getitem>":
+            source, index = node.args
+            self.numbers[node] = self.parts[source][int(index)]  # type: ignore[index, arg-type]
+            return
+        results = node.meta.get("val")
+        outputs = [r for r in _flat(results if isinstance(results, list | tuple) else [results])
+                   if isinstance(r, torch.Tensor)]  # fmt: skip
+        if not outputs:
+            return
+        tensors = [a for a in _flat(node.args) + _flat(list(node.kwargs.values()))
+                   if isinstance(a, fx.Node) and a in self.numbers]  # fmt: skip
+        if not tensors:  # arange, zeros: the same everywhere
+            for_all = Layout.replicated(self.graph.mesh, len(_shape(node)))
+            self.value(node, node.name, for_all)
+            return
+        inputs = [self.numbers[t] for t in tensors]
+        shapes = [_shape(t) for t in tensors]
+        out_shapes = [tuple(int(n) for n in r.shape) for r in outputs]
+        size = outputs[0].dtype.itemsize
+        if name in ("addmm", "baddbmm") and not node.kwargs:
+            inputs, shapes = self._product(node, inputs, shapes, size), [shapes[0], out_shapes[0]]
+            rule: OpRule | None = OpRule.elementwise("add", shapes, "add")
+        else:
+            rule = rule_of(name, node, tensors, shapes, out_shapes)
+        if rule is None or rule.outputs != out_shapes or rule.inputs != shapes:
+            self.traced.unknown.append(name)
+            rule = OpRule.opaque(name, shapes, out_shapes)
+        names = [node.name if len(outputs) == 1 else f"{node.name}.{i}" for i in range(len(outputs))]
+        made = self.graph.add_node(rule, inputs, names, size)
+        if isinstance(results, list | tuple):
+            self.parts[node] = made
+        else:
+            self.numbers[node] = made[0]
+
+    def _product(self, node: fx.Node, inputs: list[int], shapes: list[Shape], size: int) -> list[int]:
+        product = self.graph.add_node(OpRule.matmul(shapes[1], shapes[2]), inputs[1:], [f"{node.name}.mm"], size)
+        return [inputs[0], product[0]]
