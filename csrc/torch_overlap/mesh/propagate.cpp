@@ -12,6 +12,8 @@ void check(const OpRule& rule, const std::vector<Layout>& inputs,
            const std::vector<int64_t>& element_sizes, const PropagateOptions& options) {
   TORCH_OVERLAP_CHECK(!inputs.empty() && inputs.size() == rule.inputs.size(), kValue, rule.op,
                       ": expected ", rule.inputs.size(), " input layouts, got ", inputs.size());
+  TORCH_OVERLAP_CHECK(inputs.size() <= 64, kUnsupported, rule.op,
+                      ": expected at most 64 inputs, got ", inputs.size());
   TORCH_OVERLAP_CHECK(element_sizes.size() == rule.inputs.size() + rule.outputs.size(), kValue,
                       rule.op, ": expected ", rule.inputs.size() + rule.outputs.size(),
                       " element sizes, inputs first, got ", element_sizes.size());

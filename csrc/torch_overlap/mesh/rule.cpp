@@ -33,6 +33,8 @@ std::string operand_string(const OpRule& rule, const Operand& operand) {
 
 // --- The text of an equation --------------------------------------------------------------------
 
+constexpr int64_t kUnknown = -1;  // the size of a factor that no shape has given yet
+
 struct Name {
   std::string text;
   bool is_whole = false;
@@ -105,8 +107,8 @@ OpRule einsum_rule(std::string_view op, std::string_view equation,
   const auto id = [&](const Name& name) {
     const auto found = ids.find(name.text);
     if (found != ids.end()) return found->second;
-    const int32_t made =
-        builder.factor(name.text, 0, name.is_whole ? FactorKind::kWhole : FactorKind::kReduced);
+    const int32_t made = builder.factor(name.text, kUnknown,
+                                        name.is_whole ? FactorKind::kWhole : FactorKind::kReduced);
     return ids.emplace(name.text, made).first->second;
   };
   const auto read_side = [&](std::string_view text, std::vector<Operand>& operands,
@@ -138,7 +140,7 @@ OpRule einsum_rule(std::string_view op, std::string_view equation,
     for (size_t d = 0; d < operand.dims.size(); ++d) {
       if (operand.dims[d].size() != 1) continue;
       Factor& factor = rule.factors[static_cast<size_t>(operand.dims[d][0])];
-      TORCH_OVERLAP_CHECK(factor.size == 0 || factor.size == inputs[i][d], kValue, op,
+      TORCH_OVERLAP_CHECK(factor.size == kUnknown || factor.size == inputs[i][d], kValue, op,
                           ": expected size ", factor.size, " for '", factor.name, "', got ",
                           list_string(inputs[i]), " as input ", i);
       factor.size = inputs[i][d];
@@ -150,7 +152,7 @@ OpRule einsum_rule(std::string_view op, std::string_view equation,
       Factor* unknown = nullptr;
       for (const int32_t f : rule.inputs[i].dims[d]) {
         Factor& factor = rule.factors[static_cast<size_t>(f)];
-        if (factor.size == 0) {
+        if (factor.size == kUnknown) {
           TORCH_OVERLAP_CHECK(unknown == nullptr, kValue, op,
                               ": expected at most one unknown size ", "in dimension ", d,
                               " of input ", i, ", got two in '", equation, "'");
@@ -159,8 +161,10 @@ OpRule einsum_rule(std::string_view op, std::string_view equation,
           product *= factor.size;
         }
       }
-      if (unknown != nullptr && product > 0) unknown->size = inputs[i][d] / product;
-      if (unknown != nullptr) product *= unknown->size;
+      if (unknown != nullptr) {
+        unknown->size = product > 0 ? inputs[i][d] / product : 0;
+        product *= unknown->size;
+      }
       TORCH_OVERLAP_CHECK(product == inputs[i][d], kValue, op, ": expected size ", product,
                           " in dimension ", d, " of input ", i, " for '", equation, "', got ",
                           list_string(inputs[i]));
@@ -171,7 +175,7 @@ OpRule einsum_rule(std::string_view op, std::string_view equation,
       int64_t product = 1;
       for (const int32_t f : dim) {
         const Factor& factor = rule.factors[static_cast<size_t>(f)];
-        TORCH_OVERLAP_CHECK(factor.size > 0, kValue, op, ": expected '", factor.name,
+        TORCH_OVERLAP_CHECK(factor.size != kUnknown, kValue, op, ": expected '", factor.name,
                             "' in an input of '", equation, "'");
         product *= factor.size;
       }

@@ -12,6 +12,7 @@ TEST(Rule, EquationsAreRead) {
   const OpRule heads = einsum_rule("heads", "s (h d), h -> h s d!", {{3, 8}, {4}});
   EXPECT_EQ(heads.str(), "heads: s (h d!), h -> h s d!");
   EXPECT_EQ(heads.outputs[0].shape, (Shape{4, 3, 2}));
+  EXPECT_EQ(einsum_rule("mm", "m k, k n -> m n", {{0, 4}, {4, 5}}).outputs[0].shape, (Shape{0, 5}));
   EXPECT_ERROR(einsum_rule("x", "m k, k n", {{1, 2}, {2, 3}}), kValue, "m k, k n -> m n");
   EXPECT_ERROR(einsum_rule("x", "m k, k n -> m n", {{1, 2}}), kValue, "expected 2 inputs");
   EXPECT_ERROR(einsum_rule("x", "m k, k n -> m n", {{1, 2}, {3, 3}}), kValue,
