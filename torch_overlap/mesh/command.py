@@ -155,9 +155,12 @@ def draw(model: Transformer, found: Sequence[Prediction], scaling: Sequence[Pred
     axes.legend()
     if scaling:
         axes = panels[0][1]
-        axes.plot([p.mesh.size for p in scaling], [p.flops_per_second / 1e12 for p in scaling], "o-", color="#2b6cb0")
+        speeds = [p.flops_per_second / 1e12 for p in scaling]
+        axes.plot([p.mesh.size for p in scaling], speeds, "o-", color="#2b6cb0")
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="ranks", ylabel="Tflop/s a rank", ylim=(0, None), title="best mesh, same work a rank")
+        axes.set(
+            xlabel="ranks", ylabel="Tflop/s a rank", ylim=(0, 1.1 * max(speeds)), title="best mesh, same work a rank"
+        )
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)

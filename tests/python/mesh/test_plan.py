@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,33 @@ def test_a_plan_moves_what_it_says() -> None:
         np.testing.assert_array_equal(locals_[index], data[box])
     assert plan.seconds <= greedy_reshard(before, after, data.shape, 8, H200).seconds
     assert "-> [y],[x] on Mesh(x=2, y=2)" in plan.explain()
+
+
+@pytest.mark.stress
+def test_any_plan_agrees_with_slicing(seed: int) -> None:
+    """Random meshes, ranks, layouts and shapes; TORCH_OVERLAP_STRESS times 500."""
+    rng, generator = random.Random(seed), np.random.default_rng(seed)
+    for _ in range(500 * int(os.environ.get("TORCH_OVERLAP_STRESS", "1"))):
+        sizes = [rng.choice((1, 2, 2, 3, 4)) for _ in range(rng.randint(1, 3))]
+        ranks = list(range(math.prod(sizes)))
+        rng.shuffle(ranks)
+        mesh = Mesh({f"m{i}": size for i, size in enumerate(sizes)}, ranks)
+        shape = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
+        ends = []
+        for _end in range(2):
+            dims: list[list[str]] = [[] for _ in shape]
+            for axis in rng.sample(list(mesh.axes), len(mesh.axes)):
+                place = rng.randrange(len(shape) + 1)
+                if place < len(shape):
+                    dims[place].append(axis)
+            ends.append(Layout(mesh, dims))
+        data = generator.standard_normal(shape)
+        plan = plan_reshard(*ends, shape, 8, H200)
+        assert plan.seconds <= greedy_reshard(*ends, shape, 8, H200).seconds, plan.explain()
+        for index, local in enumerate(simulate(plan, distribute(data, ends[0]))):
+            offsets, local_shape = (f(shape, mesh.ranks[index]) for f in (ends[1].offsets, ends[1].local_shape))
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, local_shape, strict=True))
+            np.testing.assert_array_equal(local, data[box], err_msg=plan.explain())
 
 
 def test_steps_name_their_groups() -> None:
