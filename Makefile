@@ -127,14 +127,15 @@ sanitize-quick: build
 	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
-# The GPU tests in one process under compute-sanitizer (of the CUDA toolkit). GPU_TESTS='-k all_reduce' runs some;
-# TOOL=racecheck or synccheck looks for other mistakes.
+# Tests of our kernels on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one kernel at a time:
+# a test whose kernels wait for later ones of the same rank cannot pass. TOOL=racecheck or synccheck looks for other mistakes.
 TOOL ?= memcheck
+GPU_TESTS ?= tests/python/gpu/test_windows.py -k 'values or ring or pool or others_as_tensors'
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: build
-	RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 --no-python \
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --error-exitcode 9 \
-	  $(PY) -m pytest tests/python/gpu -x $(GPU_TESTS)
+	  $(PY) -m pytest -x $(GPU_TESTS)
 
 # The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it.
 stress: export TORCH_OVERLAP_STRESS ?= 20

@@ -57,12 +57,15 @@ def ratio(samples: dict[str, list[float]], ours: str, baseline: str) -> tuple[fl
 
 
 def _git_commit() -> str:
+    """TORCH_OVERLAP_COMMIT, for a copy of the tree without its history; else git's."""
+    if commit := os.environ.get("TORCH_OVERLAP_COMMIT"):
+        return commit
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TORCH_OVERLAP_COMMIT", "unknown")
+        return "unknown"
 
 
 def _driver() -> str:
