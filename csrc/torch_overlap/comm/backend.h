@@ -96,6 +96,9 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
 
   // Whether its communicators have windows: launch() then takes put, signal and wait_signal.
   virtual bool has_windows() const { return false; }
+  // Before a tensor is registered: makes what the operations on windows need, so that none of them
+  // has to wait for the device.
+  virtual void prepare_windows() {}
 
   // Local. The tensor's memory will be in many operations: a library that gains from knowing
   // prepares it. TorchComm sees to it that a range is registered once, and deregistered.

@@ -60,6 +60,7 @@ void TorchCommWindow::tensor_register(const Tensor& tensor, bool owning) {
     if (members->context.store) {
       symmetric_allocator("tensor_register", device().type()).refuse_capture("tensor_register");
     }
+    comm_->membership()->backend->prepare_windows();
   } catch (...) {
     fault = Fault::current();
   }
@@ -138,23 +139,37 @@ void TorchCommWindow::tensor_deregister() {
 }
 
 void TorchCommWindow::drain(Milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::deque<WorkPtr> works;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    TORCH_OVERLAP_CHECK(issued_.wait_until(lock, deadline, [this] { return issuing_ == 0; }),
+                        kTimeout, "tensor_deregister: expected the calls on '", name_,
+                        "' of other threads to return within ", timeout.count(),
+                        " ms, got one that did not");
     works.swap(in_flight_);
   }
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  for (const auto& work : works) {
-    // Captured: it runs at replays, which are the caller's.
-    if (work->status() == WorkStatus::NOT_STARTED) continue;
-    const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
-    try {
-      work->wait_blocking(std::max(left, Milliseconds(1)));
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout || work->is_completed()) throw;
-      fail(ErrorKind::kTimeout, "tensor_deregister: expected the operations of '", name_,
-           "' to end within ", timeout.count(), " ms, got one that did not: ", error.what());
-    }
+  try {
+    for (const auto& work : works) wait_for(*work, deadline, timeout);
+  } catch (...) {
+    // Still in flight, for the next try.
+    const std::lock_guard lock(mutex_);
+    in_flight_.insert(in_flight_.begin(), works.begin(), works.end());
+    throw;
+  }
+}
+
+void TorchCommWindow::wait_for(TorchWork& work, std::chrono::steady_clock::time_point deadline,
+                               Milliseconds timeout) const {
+  // Captured: it runs at replays, which are the caller's.
+  if (work.status() == WorkStatus::NOT_STARTED) return;
+  const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
+  try {
+    work.wait_blocking(std::max(left, Milliseconds(1)));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout || work.is_completed()) throw;
+    fail(ErrorKind::kTimeout, "tensor_deregister: expected the operations of '", name_,
+         "' to end within ", timeout.count(), " ms, got one that did not: ", error.what());
   }
 }
 
@@ -176,6 +191,22 @@ Checker TorchCommWindow::checker(const Registration& registered, std::string_vie
 
 WorkPtr TorchCommWindow::issue(const Checker& check, Call call, bool async_op,
                                const OpOptions& options) {
+  // From here until it is among in_flight_, a deregistration in another thread waits for it.
+  struct Issuing {
+    explicit Issuing(TorchCommWindow& window, const Call& call) : window(window) {
+      const std::lock_guard lock(window.mutex_);
+      TORCH_OVERLAP_CHECK(window.registration_ && window.registration_->memory == call.window,
+                          kState, to_string(call.name), ": expected a window with a tensor, got '",
+                          window.name_, "', whose tensor another thread deregistered");
+      ++window.issuing_;
+    }
+    ~Issuing() {
+      const std::lock_guard lock(window.mutex_);
+      if (--window.issuing_ == 0) window.issued_.notify_all();
+    }
+    TorchCommWindow& window;
+  };
+  const Issuing issuing(*this, call);
   auto work = comm_->issue(check, std::move(call), async_op, options);
   const std::lock_guard lock(mutex_);
   in_flight_.push_back(work);

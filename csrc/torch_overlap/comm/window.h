@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -44,8 +46,12 @@ enum class WinAccessType : uint8_t { WIN_ACCESS_TYPE_UNIFIED, WIN_ACCESS_TYPE_SE
 // call or wait on the host.
 //
 // CUDA graphs. put, signal and wait_signal become nodes; counts are kept in device memory, so that
-// replays and eager calls mix. The graph keeps the memory of the window, but does not count as work
-// in flight for tensor_deregister(): let replays end before.
+// replays and eager calls mix. The order above holds among eager calls and within one graph;
+// between a replay and anything else it is that of the streams: wait() for asynchronous works
+// before a replay, and replay and call on one stream, or order the two by an event. Issue what a
+// peer needs before the wait for its signal, and keep CUDA_DEVICE_MAX_CONNECTIONS above 1. The
+// graph keeps the memory of the window, but does not count as work in flight for
+// tensor_deregister(): let replays end before.
 //
 // Life. TorchComm::new_window makes it; it keeps the communicator. reconfigure() ends what is
 // registered: the new members register again. The memory of other ranks stays
@@ -126,12 +132,16 @@ class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<To
   WorkPtr issue(const Checker& check, Call call, bool async_op, const OpOptions& options);
   // Waits until all that was issued has ended.
   void drain(Milliseconds timeout);
+  void wait_for(TorchWork& work, std::chrono::steady_clock::time_point deadline,
+                Milliseconds timeout) const;
 
   const std::shared_ptr<TorchComm> comm_;
   const std::string name_;
   mutable std::mutex mutex_;
   RegistrationPtr registration_;
   std::deque<WorkPtr> in_flight_;
+  int issuing_ = 0;                 // calls between their check and in_flight_
+  std::condition_variable issued_;  // issuing_ is 0
 };
 
 // The live window of that name that this rank made; a kValue error lists those that exist. As

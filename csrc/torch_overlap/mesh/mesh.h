@@ -108,7 +108,7 @@ int64_t size_of(const AxisList& axes) noexcept;  // the product of their sizes
 
 // Do two parts of one axis share coordinates? Parts that cannot be told apart (neither begins at a
 // multiple of the other's end) count as sharing.
-bool overlap(const AxisRef& a, const AxisRef& b) noexcept;
+TORCH_OVERLAP_API bool overlap(const AxisRef& a, const AxisRef& b) noexcept;
 
 inline constexpr char kNvlink[] = "nvlink";
 inline constexpr char kNetwork[] = "network";

@@ -151,6 +151,57 @@ def test_replays_and_eager_calls_mix(comm, ring, async_op, count):
     case.close()
 
 
+def test_captured_waits_take_the_signals_in_order(comm, ring):
+    """Two pieces, two signals, two waits that are joined late: each reader has its own piece."""
+    rank, right, left = ring
+    inbox = to.symmetric_empty(2 * COUNT, torch.float32, comm)
+    window = comm.new_window(inbox)
+    pieces, seen = torch.zeros(2, COUNT, device="cuda"), torch.zeros(2, COUNT, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        waits = [window.wait_signal(left, async_op=True) for _ in range(2)]
+        for i in range(2):
+            window.put(pieces[i], right, i * COUNT, async_op=True)
+            window.signal(right, async_op=True)
+        for i in range(2):
+            waits[i].wait()
+            seen[i].copy_(inbox[i * COUNT : (i + 1) * COUNT])
+    for step in range(200):
+        for i in range(2):
+            pieces[i].copy_(data(COUNT, torch.float32, 16 * step + 8 * i + rank))
+        if rank == step % comm.get_size():
+            torch.cuda._sleep(200_000)
+        graph.replay()
+        for i in range(2):
+            assert torch.equal(seen[i], data(COUNT, torch.float32, 16 * step + 8 * i + left)), (step, i)
+        comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    del graph
+    window.tensor_deregister()
+
+
+def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
+    """What an aborted operation should have made is not announced to a rank whose communicator is well."""
+    rank, right, left = ring
+    broken = make_comm("aborted_before_its_signal", timeout=timedelta(seconds=20))
+    window = broken.new_window(to.symmetric_empty(8, torch.float32, broken))
+    if rank == 0:
+        window.wait_signal(right, async_op=False)  # never comes
+        window.signal(right, async_op=False)
+        time.sleep(0.5)
+        broken.abort()
+        torch.cuda.synchronize()
+    comm.barrier(async_op=True).wait_blocking()
+    if rank == 1:
+        work = window.wait_signal(0, async_op=True, timeout=timedelta(seconds=1))
+        with pytest.raises(to.OperationTimeoutError, match="expected signal 1 of rank 0 .* got 0"):
+            work.wait_blocking()
+    if rank != 0:
+        broken.abort()
+    comm.barrier(async_op=True).wait_blocking()
+
+
 def test_replays_with_a_late_rank(comm, ring):
     case = Ring(comm, ring)
     graph = case.capture()

@@ -64,6 +64,7 @@ class CudaAllocator final : public SymmetricAllocator {
     {
       // Zero before anybody is told of it.
       const c10::cuda::CUDAGuard guard(placed);
+      const cuda::RelaxedCapture relaxed;
       const cuda::OwnedStream stream(placed.index(), /*high_priority=*/false);
       cuda::check(cudaMemsetAsync(pointer, 0, mapping->bytes(), stream.get().stream()),
                   "cudaMemsetAsync");
@@ -122,6 +123,7 @@ class CudaAllocator final : public SymmetricAllocator {
     shared.device = uuid_of(tensor.device().index());
     shared.keeper = std::move(range.keeper);
     // What this rank wrote to it before is there before another rank writes.
+    const cuda::RelaxedCapture relaxed;
     c10::cuda::getCurrentCUDAStream(tensor.device().index()).synchronize();
     return shared;
   }

@@ -63,7 +63,11 @@ WaitBoard::Block take_block(c10::DeviceIndex device) {
 
 }  // namespace
 
-WaitBoard::WaitBoard(c10::DeviceIndex device) : device_(device), block_(take_block(device)) {}
+WaitBoard::WaitBoard(c10::DeviceIndex device) : device_(device), block_(take_block(device)) {
+  const c10::cuda::CUDAGuard guard(device);
+  const RelaxedCapture relaxed;
+  check(load_window_kernels(), "windows: loading kernels");
+}
 
 WaitBoard::~WaitBoard() {
   try {
@@ -74,7 +78,7 @@ WaitBoard::~WaitBoard() {
 }
 
 void WaitBoard::signal(SymmetricMemory& window, int dst, cudaStream_t stream) const {
-  check(launch_signal(window.signals().to(dst), block_.failed, stream), "signal");
+  check(launch_signal(window.signals().to(dst), block_.failed, block_.record, stream), "signal");
 }
 
 void WaitBoard::wait(SymmetricMemory& window, int src, std::chrono::milliseconds timeout,

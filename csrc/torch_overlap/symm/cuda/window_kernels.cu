@@ -62,8 +62,15 @@ cudaError_t launch_put_of(void* to, const void* from, size_t bytes, cudaStream_t
   return cudaGetLastError();
 }
 
-__global__ void signal_kernel(uint64_t* count, const volatile uint32_t* failed) {
-  if (*failed != 0) return;
+// What `failed` holds: nothing has gone wrong, somebody writes down what has, it is written.
+constexpr uint32_t kFine = 0;
+constexpr uint32_t kWriting = 1;
+constexpr uint32_t kFailed = 2;
+
+__global__ void signal_kernel(uint64_t* count, const volatile uint32_t* failed,
+                              const WaitRecord* record) {
+  // The host's word too: the data may come from an operation that an abort has ended.
+  if (*failed != kFine || *static_cast<const volatile uint32_t*>(&record->stopped) != 0) return;
   // The kernels and copies before this one on the stream have ended, and what they wrote is in the
   // memory of the peer or on its way there: the fence orders it before the count.
   __threadfence_system();
@@ -80,14 +87,17 @@ __global__ void wait_kernel(WaitParams p) {
   uint64_t seen = load_acquire(p.arrived);
   unsigned int nap = 32;
   while (seen < expected) {
-    if (*failed != 0) return;
+    if (*failed == kFailed) return;
     const uint64_t now = now_ns();
     if (now >= look_at_host) {
-      if (*stopped != 0) return;
+      if (*stopped != 0) {
+        atomicCAS(p.failed, kFine, kFailed);  // what comes behind this wait must not be signalled
+        return;
+      }
       look_at_host = now + Config::kLookAtHostNs;
     }
     if (now - begin >= p.timeout_ns) {
-      if (atomicExch(p.failed, 1U) == 0) {
+      if (atomicCAS(p.failed, kFine, kWriting) == kFine) {
         volatile WaitRecord* record = p.record;
         record->window = p.window;
         record->peer = p.peer;
@@ -96,6 +106,11 @@ __global__ void wait_kernel(WaitParams p) {
         record->timeout_ns = p.timeout_ns;
         __threadfence_system();
         record->expired = 1;
+        // The host must see that before it sees another wait end.
+        __threadfence_system();
+        atomicExch(p.failed, kFailed);
+      } else {
+        while (*failed == kWriting) __nanosleep(64);  // until the few words above are written
       }
       return;
     }
@@ -116,9 +131,26 @@ cudaError_t launch_put(void* to, const void* from, size_t bytes, cudaStream_t st
   return launch_put_of<uint8_t>(to, from, bytes, stream);
 }
 
-cudaError_t launch_signal(uint64_t* count, const uint32_t* failed, cudaStream_t stream) {
-  signal_kernel<<<1, 1, 0, stream>>>(count, failed);
+cudaError_t launch_signal(uint64_t* count, const uint32_t* failed, const WaitRecord* record,
+                          cudaStream_t stream) {
+  signal_kernel<<<1, 1, 0, stream>>>(count, failed, record);
   return cudaGetLastError();
+}
+
+cudaError_t load_window_kernels() {
+  const void* const kernels[] = {reinterpret_cast<const void*>(put_kernel<uint4>),
+                                 reinterpret_cast<const void*>(put_kernel<uint2>),
+                                 reinterpret_cast<const void*>(put_kernel<uint32_t>),
+                                 reinterpret_cast<const void*>(put_kernel<uint16_t>),
+                                 reinterpret_cast<const void*>(put_kernel<uint8_t>),
+                                 reinterpret_cast<const void*>(signal_kernel),
+                                 reinterpret_cast<const void*>(wait_kernel)};
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes attributes;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t launch_wait(const WaitParams& params, cudaStream_t stream) {

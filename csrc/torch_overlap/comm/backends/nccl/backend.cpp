@@ -152,6 +152,15 @@ NcclBackend::Lock NcclBackend::lock_unless_failed() const {
   return lock;
 }
 
+void NcclBackend::prepare_windows() {
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  const Lock lock = lock_unless_failed();
+  runtime_->waits();
+  for (const Lane which : {Lane::one_sided, Lane::waits}) {
+    runtime_->stream(which, context_.options.is_high_priority_stream, /*capturing=*/false);
+  }
+}
+
 WorkPtr NcclBackend::launch(Call call) {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
@@ -201,9 +210,17 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     stream_waits(stream, work->ready());
     if (capture) leaf.emplace(stream, current);
   }
+  // A wait on the current stream holds up no other.
+  const bool is_ordered = which != Lane::waits || call.async_op;
   // In a capture also on the same stream: the operation before was left as a leaf.
-  if (previous && (capture || previous->stream != stream)) {
+  if (is_ordered && previous && (capture || previous->stream != stream)) {
     stream_waits(stream, previous->work->end());
+  }
+  // Nothing else orders the branches of a graph: what was captured before a wait, which the peer
+  // may need before it signals, is not put behind it.
+  if (const auto& put = lane(Lane::one_sided).previous_captured;
+      capture && which == Lane::waits && put) {
+    stream_waits(stream, put->work->end());
   }
   // A window's memory must stay mapped, on whatever stream the operation runs.
   const bool is_held = call.async_op || call.window != nullptr;
@@ -238,7 +255,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     }
     throw;
   }
-  if (which != Lane::waits) previous.emplace(work, stream);
+  if (is_ordered) previous.emplace(work, stream);
 }
 
 void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {

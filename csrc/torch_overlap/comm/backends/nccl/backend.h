@@ -59,6 +59,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }
+  void prepare_windows() override;
   void register_memory(const at::Tensor& tensor) override;
   void deregister_memory(const at::Tensor& tensor) override;
 

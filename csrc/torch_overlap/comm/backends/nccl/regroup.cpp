@@ -69,6 +69,7 @@ std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest
       WorkStatus::ERROR,
       std::make_exception_ptr(Error(
           ErrorKind::kState, concat("communicator '", runtime_->name, "' was reconfigured"))));
+  runtime_->stop_waits();  // else they would hold up the streams of the next generation
   RegroupRequest request = meet();
   const auto& context = request.context;
   const auto deadline = Clock::now() + context.options.timeout;

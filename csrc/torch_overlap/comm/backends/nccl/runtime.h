@@ -39,11 +39,12 @@ struct CommRuntime {
     return slot->get();
   }
 
-  // Of the communicator's windows, made when first needed. Under the launch lock.
+  // Of the communicator's windows, made with the first of them. Under the launch lock.
   cuda::WaitBoard& waits() {
     if (owned_waits_ == nullptr) {
       owned_waits_ = std::make_unique<cuda::WaitBoard>(device);
-      waits_.store(owned_waits_.get(), std::memory_order_release);
+      waits_.store(owned_waits_.get(), std::memory_order_seq_cst);
+      if (failure.is_set()) owned_waits_->stop();  // stop_waits() may have come just before
     }
     return *owned_waits_;
   }
@@ -58,7 +59,7 @@ struct CommRuntime {
     }
   }
   void stop_waits() noexcept {
-    if (auto* board = waits_.load(std::memory_order_acquire)) board->stop();
+    if (auto* board = waits_.load(std::memory_order_seq_cst)) board->stop();
   }
 
  private:
