@@ -183,7 +183,7 @@ def test_captured_waits_take_the_signals_in_order(comm, ring):
 
 def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
     """What an aborted operation should have made is not announced to a rank whose communicator is well."""
-    rank, right, left = ring
+    rank, right, _ = ring
     broken = make_comm("aborted_before_its_signal", timeout=timedelta(seconds=20))
     window = broken.new_window(to.symmetric_empty(8, torch.float32, broken))
     if rank == 0:
@@ -195,7 +195,7 @@ def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
     comm.barrier(async_op=True).wait_blocking()
     if rank == 1:
         work = window.wait_signal(0, async_op=True, timeout=timedelta(seconds=1))
-        with pytest.raises(to.OperationTimeoutError, match="expected signal 1 of rank 0 .* got 0"):
+        with pytest.raises(to.OperationTimeoutError, match=r"expected signal 1 of rank 0 .* got 0"):
             work.wait_blocking()
     if rank != 0:
         broken.abort()
