@@ -127,8 +127,9 @@ sanitize-quick: build
 	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
-# Tests of our kernels on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one kernel at a time:
-# a test whose kernels wait for later ones of the same rank cannot pass. NCCL's own probing calls are not errors. TOOL=racecheck or synccheck looks for other mistakes.
+# Tests of our kernels on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one kernel at a
+# time: a test whose kernels wait for later ones of the same rank cannot pass. NCCL's own probing calls are not errors.
+# TOOL=racecheck or synccheck looks for other mistakes.
 TOOL ?= memcheck
 GPU_TESTS ?= tests/python/gpu/test_windows.py -k 'values or ring or pool or others_as_tensors'
 sanitize-gpu: export FORCE_CUDA = 1

@@ -14,27 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
+from harness import interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
 
 MIB = 1 << 20
-
-
-def timed(call: Callable[[], object], repeats: int) -> Callable[[], float]:
-    """Microseconds of one call, over `repeats` in a row between two events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def sample() -> float:
-        dist.barrier()
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1000 / repeats
-
-    return sample
 
 
 def cases(comm: to.TorchComm, megabytes: int) -> dict[str, dict[str, Callable[[], object]]]:
@@ -81,7 +65,7 @@ def main() -> None:
     rows = []
     for megabytes in args.mebibytes:
         for op, variants in cases(comm, megabytes).items():
-            samplers = {name: timed(call, repeats=4) for name, call in variants.items()}
+            samplers = {name: timed(call, 4, dist.barrier) for name, call in variants.items()}
             samples = slowest_rank(interleave(samplers, args.rounds), comm)
             bandwidth_ratio, spread = ratio(samples, "torch.distributed", "ours")
             us, iqr = median_and_iqr(samples["ours"])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
+from harness import in_graph, interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
 
@@ -22,21 +22,9 @@ CALLS = 20
 
 def replay_time(comm: to.TorchComm, x: torch.Tensor, async_op: bool) -> Callable[[], float]:
     """Microseconds of one all_reduce in a replayed graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            comm.all_reduce(x, to.ReduceOp.MAX, async_op=async_op).wait()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def sample() -> float:
-        graph.replay()  # the ranks meet
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e3 / CALLS
-
-    return sample
+    replay = in_graph(lambda: comm.all_reduce(x, to.ReduceOp.MAX, async_op=async_op).wait(), CALLS)
+    sample = timed(replay, 1, meet=replay)
+    return lambda: sample() / CALLS
 
 
 def main() -> None:

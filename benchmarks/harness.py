@@ -29,6 +29,32 @@ def median_and_iqr(samples: Sequence[float]) -> tuple[float, float]:
     return statistics.median(samples), high - low
 
 
+def timed(call: Callable[[], object], repeats: int, meet: Callable[[], object]) -> Callable[[], float]:
+    """Microseconds of one call, over `repeats` in a row between two events; before them the ranks meet on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        meet()
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000 / repeats
+
+    return sample
+
+
+def in_graph(call: Callable[[], object], count: int) -> Callable[[], object]:
+    """A graph of `count` calls."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
+
+
 def interleave(variants: dict[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Calls every variant once a round, in an order that rotates; each returns its own sample."""
     names = list(variants)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
+from harness import in_graph, interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
 
@@ -26,32 +27,6 @@ LATENCY_SIZES = [8, KIB, 64 * KIB, 1024 * KIB]
 TURNS = 20
 
 
-def timed(call: Callable[[], object], repeats: int, comm: to.TorchComm) -> Callable[[], float]:
-    """Microseconds of one call, over `repeats` between two events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def sample() -> float:
-        comm.barrier(async_op=False)
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1000 / repeats
-
-    return sample
-
-
-def in_graph(call: Callable[[], object], count: int) -> Callable[[], object]:
-    """A graph of `count` calls."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    return graph.replay
-
-
 def row(op: str, size: int, mode: str, comm: to.TorchComm, us: float, iqr: float, **more: Any) -> dict[str, Any]:
     found = {"op": op, "shape": size, "dtype": "uint8", "tp": comm.get_size(), "mode": mode, "algorithm": "window"}
     return {**found, "us": us, "iqr_us": iqr, **more}
@@ -59,6 +34,7 @@ def row(op: str, size: int, mode: str, comm: to.TorchComm, us: float, iqr: float
 
 def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
     rows = []
+    meet = partial(comm.barrier, async_op=False)
     writes = comm.get_rank() == 0
     for size in SIZES:
         window = comm.new_window(to.symmetric_empty(size, torch.uint8, comm))
@@ -76,7 +52,7 @@ def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
         many = max(2, min(50, (64 << 20) // size))
         calls = {"eager": (put, copy, many), "graph": (in_graph(put, many), in_graph(copy, many), 1)}
         for mode, (ours, theirs, repeats) in calls.items():
-            variants = {"ours": timed(ours, repeats, comm), "copy": timed(theirs, repeats, comm)}
+            variants = {"ours": timed(ours, repeats, meet), "copy": timed(theirs, repeats, meet)}
             samples = slowest_rank(interleave(variants, rounds), comm)
             if mode == "graph":
                 samples = {name: [value / many for value in values] for name, values in samples.items()}
@@ -96,6 +72,7 @@ def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
 
 def latency_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
     rows = []
+    meet = partial(comm.barrier, async_op=False)
     rank = comm.get_rank()
     for size in LATENCY_SIZES:
         window = comm.new_window(to.symmetric_empty(size, torch.uint8, comm))
@@ -112,7 +89,7 @@ def latency_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
                 window.wait_signal(1, async_op=False)
 
         for mode, (call, repeats) in {"eager": (turn, TURNS), "graph": (in_graph(turn, TURNS), 1)}.items():
-            samples = slowest_rank(interleave({"ours": timed(call, repeats, comm)}, rounds), comm)
+            samples = slowest_rank(interleave({"ours": timed(call, repeats, meet)}, rounds), comm)
             turns = TURNS if mode == "graph" else 1
             us, iqr = median_and_iqr([value / turns / 2 for value in samples["ours"]])
             rows.append(row("put+signal", size, mode, comm, us, iqr, peers={}))

@@ -33,9 +33,17 @@ constexpr std::array<std::string_view, kOpNames> kNames{"send",
                                                         "signal",
                                                         "wait_signal"};
 
+constexpr std::array<std::string_view, 13> kPrimitiveNames{
+    "send/recv", "broadcast", "all_reduce", "reduce", "all_gather", "reduce_scatter", "all_to_all",
+    "barrier",   "scatter",   "gather",     "put",    "signal",     "wait_signal"};
+
 }  // namespace
 
 std::string_view to_string(OpName name) { return kNames.at(static_cast<size_t>(name)); }
+
+std::string_view to_string(Primitive primitive) {
+  return kPrimitiveNames.at(static_cast<size_t>(primitive));
+}
 
 at::Tensor Blocks::part(int rank, int size) const {
   if (!parts.empty()) return parts.at(rank);

@@ -45,7 +45,7 @@ enum class OpName : uint8_t {
   wait_signal,
 };
 
-inline constexpr size_t kOpNames = 25;
+inline constexpr size_t kOpNames = static_cast<size_t>(OpName::wait_signal) + 1;
 
 TORCH_OVERLAP_API std::string_view to_string(OpName name);
 
@@ -90,6 +90,9 @@ enum class Primitive : uint8_t {
   signal,          // window, root
   wait_signal,     // window, root: the rank whose signal is waited for, ticket
 };
+
+// As errors name it: "send/recv" for p2p.
+TORCH_OVERLAP_API std::string_view to_string(Primitive primitive);
 
 // One validated operation: the whole problem in one value. Tensors are contiguous (a flat one, or
 // each part), on the communicator's device, and of one dtype; sizes fit; ranks are in range.

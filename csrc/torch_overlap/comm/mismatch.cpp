@@ -1,7 +1,6 @@
 #include "torch_overlap/comm/mismatch.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <optional>
 #include <vector>
@@ -18,11 +17,6 @@ constexpr Milliseconds kCompareSlice{200};
 constexpr const char* kPlace = "check_mismatch";
 // How many halves that came late are looked for at each send or receive.
 constexpr size_t kCleaned = 2;
-
-// In the order of Primitive.
-constexpr std::array<std::string_view, 10> kComparedNames{
-    "p2p",        "broadcast", "all_reduce", "reduce", "all_gather", "reduce_scatter",
-    "all_to_all", "barrier",   "scatter",    "gather"};
 
 // What one rank is about to do.
 struct Facts {
@@ -96,7 +90,7 @@ Facts facts_of(const Call& call, int rank, int size) {
     case Primitive::wait_signal:
       break;
   }
-  facts.common = concat(kComparedNames.at(static_cast<size_t>(call.primitive)), " ", common_size);
+  facts.common = concat(to_string(call.primitive), " ", common_size);
   facts.shown = concat(to_string(call.name), "(");
   if (has_dtype) {
     const auto dtype = c10::toString(dtype_of(call));

@@ -30,8 +30,7 @@ namespace torch_overlap {
 //
 // The store is used, and nothing of the backend: so it works with operations queued, and in a graph
 // capture (once, when it captures). Cost: as many round trips to the store as there are ranks, and
-// the ranks go in step: about 0.1 ms and up an operation, on the host. For finding a bug, not for
-// production.
+// the ranks go in step, on the host. For finding a bug, not for production.
 //
 // Threads: any. Collectives take turns: the lock that compare() returns is held until the operation
 // is issued, so that the order of comparing is the order of issue.

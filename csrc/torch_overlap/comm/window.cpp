@@ -219,6 +219,16 @@ WorkPtr TorchCommWindow::issue(const Checker& check, Call call, bool async_op,
   return work;
 }
 
+Call TorchCommWindow::one_sided(OpName name, Primitive primitive, const Registration& registered,
+                                int rank) {
+  Call call;
+  call.name = name;
+  call.primitive = primitive;
+  call.root = rank;
+  call.window = registered.memory;
+  return call;
+}
+
 WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
                              const OpOptions& options) {
   const auto registered = require("put");
@@ -238,12 +248,8 @@ WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset,
         registered->memory->view(dst_rank, tensor.sizes(), registered->dtype, offset * item);
     check.apart(tensor, target, /*same_is_fine=*/true, "a part of the own window");
   }
-  Call call;
-  call.name = OpName::put;
-  call.primitive = Primitive::put;
+  Call call = one_sided(OpName::put, Primitive::put, *registered, dst_rank);
   call.tensor = tensor;
-  call.root = dst_rank;
-  call.window = registered->memory;
   call.offset = offset * item;
   return issue(check, std::move(call), async_op, options);
 }
@@ -252,24 +258,17 @@ WorkPtr TorchCommWindow::signal(int dst_rank, bool async_op, const OpOptions& op
   const auto registered = require("signal");
   const Checker check = checker(*registered, "signal");
   check.rank_in_range(dst_rank, "dst_rank");
-  Call call;
-  call.name = OpName::signal;
-  call.primitive = Primitive::signal;
-  call.root = dst_rank;
-  call.window = registered->memory;
-  return issue(check, std::move(call), async_op, options);
+  return issue(check, one_sided(OpName::signal, Primitive::signal, *registered, dst_rank), async_op,
+               options);
 }
 
 WorkPtr TorchCommWindow::wait_signal(int peer_rank, bool async_op, const OpOptions& options) {
   const auto registered = require("wait_signal");
   const Checker check = checker(*registered, "wait_signal");
   check.rank_in_range(peer_rank, "peer_rank");
-  Call call;
-  call.name = OpName::wait_signal;
-  call.primitive = Primitive::wait_signal;
-  call.root = peer_rank;
-  call.window = registered->memory;
-  return issue(check, std::move(call), async_op, options);
+  return issue(check,
+               one_sided(OpName::wait_signal, Primitive::wait_signal, *registered, peer_rank),
+               async_op, options);
 }
 
 at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {

@@ -129,6 +129,7 @@ class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<To
   RegistrationPtr require(std::string_view op) const;
   // Of the members that registered, who must be the present ones.
   Checker checker(const Registration& registered, std::string_view op) const;
+  static Call one_sided(OpName name, Primitive primitive, const Registration& registered, int rank);
   WorkPtr issue(const Checker& check, Call call, bool async_op, const OpOptions& options);
   // Waits until all that was issued has ended.
   void drain(Milliseconds timeout);

@@ -164,13 +164,7 @@ void register_comm(py::module_& module) {
       .def("is_aborted", &TorchComm::is_aborted)
       .def("is_finalized", &TorchComm::is_finalized)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def(
-          "__deepcopy__",
-          [](const py::object& self, const py::dict& memo) {
-            memo[py::cast(reinterpret_cast<std::uintptr_t>(self.ptr()))] = self;
-            return self;
-          },
-          py::arg("memo"))
+      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__",
            [](TorchComm& self, const py::object& type, const py::object&, const py::object&) {

@@ -159,13 +159,7 @@ void register_window(py::module_& module) {
                              })
       .def_property_readonly("device", &TorchCommWindow::device)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def(
-          "__deepcopy__",
-          [](const py::object& self, const py::dict& memo) {
-            memo[py::cast(reinterpret_cast<std::uintptr_t>(self.ptr()))] = self;
-            return self;
-          },
-          py::arg("memo"))
+      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def(
           "__eq__", [](const py::handle& self, const py::handle& other) { return self.is(other); },
           py::is_operator())

@@ -21,6 +21,11 @@ py::object borrow(const SharedObject& object) {
   return py::reinterpret_borrow<py::object>(object.get());
 }
 
+py::object deep_copy_is_itself(const py::object& self, const py::dict& memo) {
+  memo[py::cast(reinterpret_cast<std::uintptr_t>(self.ptr()))] = self;
+  return self;
+}
+
 std::string describe(py::handle value) {
   return concat(std::string(py::repr(value)), " (", Py_TYPE(value.ptr())->tp_name, ")");
 }

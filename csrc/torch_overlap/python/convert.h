@@ -25,6 +25,9 @@ using SharedObject = std::shared_ptr<PyObject>;
 SharedObject share(py::object object);
 py::object borrow(const SharedObject& object);
 
+// __deepcopy__ of an object that has no copies: itself.
+py::object deep_copy_is_itself(const py::object& self, const py::dict& memo);
+
 // "5 (int)": how errors show a value.
 std::string describe(py::handle value);
 

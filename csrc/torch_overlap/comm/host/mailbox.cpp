@@ -1,7 +1,6 @@
 #include "torch_overlap/comm/host/mailbox.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "torch_overlap/base/errors.h"
@@ -13,14 +12,9 @@ std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
   return std::make_exception_ptr(Error(kind, message));
 }
 
-// In the order of Primitive.
-constexpr std::array<const char*, 10> kPrimitives{
-    "send/recv",      "broadcast",  "all_reduce", "reduce",  "all_gather",
-    "reduce_scatter", "all_to_all", "barrier",    "scatter", "gather"};  // what sends messages
-
 std::string describe(const Message& message, int rank) {
-  return concat(kPrimitives.at(static_cast<size_t>(message.primitive)), " with ",
-                message.bytes.size(), " bytes on rank ", rank);
+  return concat(to_string(message.primitive), " with ", message.bytes.size(), " bytes on rank ",
+                rank);
 }
 
 std::string left_message(int rank, const std::string& reason) {

@@ -7,7 +7,7 @@ namespace {
 
 struct Config {
   static constexpr int kThreads = 512;
-  // 8 blocks of this kind fill 80 % of an NVLink, 32 all of it.
+  // Enough for the sizes that a kernel moves; more would take SMs from what runs beside it.
   static constexpr int kMostBlocks = 32;
   static constexpr int kUnroll = 4;
   // How often a wait looks at host memory, which takes a trip over PCIe.

@@ -25,9 +25,10 @@ namespace torch_overlap {
 // own stream of the asked priority, after an event on the current one. Every operation waits on the
 // device for the one before it when that ran on another stream, so all run in the order of issue.
 //
-// Windows. Puts and signals are a lane beside the collectives, in order among themselves, with a
-// stream of their own; waits for signals are a third, whose operations nothing waits for, and only
-// those with async_op = true are in order, by their stream.
+// Windows. Puts and signals are a lane beside the collectives, in order among themselves, with
+// streams of their own; waits for signals are a third, of which those with async_op = true are in
+// order. No lane waits for another, but that a captured wait comes behind the puts and signals that
+// were captured before it.
 //
 // Captures. The same happens; events and waits become edges. An async operation is then left as a
 // leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/gemm/scaling.h"
+
+// Matrix products with all that a linear layer and its gradients need around them, in one value.
+// The product is written row-major, as torch's tensors lie:
+//
+//   out [m, n] = epilogue( op(lhs) [m, k] * op(rhs) [k, n] )          op: as it is, or transposed
+//
+//                      lhs                    rhs
+//   forward   y  =     x  [tokens, in]        w  [out, in]   transposed
+//   gradient  dx =     dy [tokens, out]       w  [out, in]
+//   gradient  dw =     dy [tokens, out] tr.   x  [tokens, in]
+namespace torch_overlap {
+
+// A matrix of 2 dimensions whose rows are contiguous (stride(1) == 1); rows may be part of longer
+// ones.
+struct GemmOperand {
+  at::Tensor data;
+  bool transposed = false;  // op(X) = data^T
+  ScalingMode scaling = ScalingMode::NO_SCALING;
+  // fp32 of one element; for MXFP8 and blocks see quantize.h. Undefined without scaling.
+  at::Tensor scale_inv;
+  // MXFP8: whether scale_inv is in the order that the tensor cores read.
+  bool swizzled = false;
+  // The same matrix in the other orientation: data^T, contiguous, quantized along its own rows.
+  // Hopper multiplies 8-bit operands only along contiguous k; this is read where `data` is not so.
+  at::Tensor columnwise_data;
+  at::Tensor columnwise_scale_inv;
+};
+
+struct GemmEpilogue {
+  // [n], added to the product.
+  at::Tensor bias;
+  // GELU (tanh form) of product + bias; pre_gelu_out [m, n], if defined, becomes what went in.
+  bool gelu = false;
+  at::Tensor pre_gelu_out;
+  // [m, n]: the product is multiplied with the derivative of GELU there.
+  at::Tensor gelu_input;
+  // Becomes the gradient of a bias: with gelu_input [n], the sum of the rows of out; else [m], the
+  // sum of op(lhs) over k, which for dw = dy^T x is that of dy over tokens.
+  at::Tensor bias_grad;
+};
+
+struct GemmArgs {
+  GemmOperand lhs;
+  GemmOperand rhs;
+  at::Tensor out;  // [m, n], stride(1) == 1; a view of anything, a communication buffer too
+  GemmEpilogue epilogue;
+  // out += instead of out =; not for 8-bit out.
+  bool accumulate = false;
+  // 8-bit operands on Hopper: partial sums are promoted to fp32 as they grow. Slower, more exact.
+  bool use_split_accumulator = false;
+  // 8-bit out = value * out_scale, rounded; out_amax becomes the largest |value|. fp32, one element
+  // each.
+  at::Tensor out_scale;
+  at::Tensor out_amax;
+  // How many SMs the product is made for; 0: all.
+  int sm_target = 0;
+  // Bytes for the library to work in, 256-byte aligned where it begins or after that; undefined: a
+  // cached one of the device and stream.
+  at::Tensor workspace;
+};
+
+// Checks `args` and computes, on the current stream. Capture-safe. Throws before anything is
+// computed: messages begin with `op`. Nothing to do where m or n is 0; k = 0 makes the product 0.
+TORCH_OVERLAP_API void gemm(std::string_view op, const GemmArgs& args);
+
+// The same problem for the rows [begin, begin + length) of out (and so of op(lhs)), or for its
+// columns (of op(rhs) and the bias). They are views: nothing is copied. Throws where the scales of
+// the operand cannot be cut there (MXFP8, blocks: multiples of 128).
+TORCH_OVERLAP_API GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, int64_t begin,
+                                     int64_t length);
+TORCH_OVERLAP_API GemmArgs gemm_columns(std::string_view op, const GemmArgs& args, int64_t begin,
+                                        int64_t length);
+
+// Of a problem: what the shapes say.
+struct GemmShape {
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+};
+TORCH_OVERLAP_API GemmShape gemm_shape(const GemmArgs& args);
+
+}  // namespace torch_overlap

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// How the 8-bit values of an operand are scaled: value = data * scale_inv. The numbers are those of
+// Transformer Engine's JAX extension; the block modes, which it does not have, follow.
+enum class ScalingMode : int64_t {
+  NO_SCALING = 0,              // 16-, 32- or 64-bit floats
+  DELAYED_TENSOR_SCALING = 1,  // one fp32 factor, from the largest values of earlier steps
+  MXFP8_1D_SCALING = 2,        // a power of two (E8M0) for each 32 elements along k
+  CURRENT_TENSOR_SCALING = 3,  // one fp32 factor, from this tensor
+  BLOCK_1D_SCALING = 4,        // an fp32 factor for each 1 x 128 elements along k
+  BLOCK_2D_SCALING = 5,        // an fp32 factor for each 128 x 128 elements
+};
+
+TORCH_OVERLAP_API std::string_view to_string(ScalingMode mode);
+// A kValue error that lists the modes for a number that is none.
+TORCH_OVERLAP_API ScalingMode scaling_mode(std::string_view op, int64_t value);
+
+constexpr bool is_tensor_scaling(ScalingMode mode) {
+  return mode == ScalingMode::DELAYED_TENSOR_SCALING || mode == ScalingMode::CURRENT_TENSOR_SCALING;
+}
+
+}  // namespace torch_overlap
