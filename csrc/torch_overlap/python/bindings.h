@@ -24,5 +24,6 @@ void register_backends(pybind11::module_& module);     // built_backends, backen
 void register_gloo(pybind11::module_& module);         // who makes torch's gloo
 void register_c10d(pybind11::module_& module);         // the torch.distributed backend
 void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
+void register_overlap(pybind11::module_& module);      // CommOverlap classes and their registry
 
 }  // namespace torch_overlap::python

@@ -23,4 +23,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_gloo(module);
   register_c10d(module);
   register_mesh(module);
+  register_overlap(module);
 }

@@ -2,6 +2,8 @@
 
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
+#include <limits>
 #include <mutex>
 #include <vector>
 
@@ -11,13 +13,18 @@
 namespace torch_overlap::cuda {
 namespace {
 
-cudaStream_t make_stream(bool high_priority) {
+// One that the device has.
+int to_priority(c10::DeviceIndex device, int wish) {
+  const c10::cuda::CUDAGuard guard(device);
   int least = 0;
   int greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  return std::clamp(wish, greatest, least);
+}
+
+cudaStream_t make_stream(int priority) {
   cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
-                                     high_priority ? greatest : least),
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
         "cudaStreamCreateWithPriority");
   return stream;
 }
@@ -31,10 +38,10 @@ class RetiredStreams {
   }
 
   // One that is idle; null for none. The device is current.
-  cudaStream_t take(c10::DeviceIndex device, bool high_priority) {
+  cudaStream_t take(c10::DeviceIndex device, int priority) {
     const std::lock_guard lock(mutex_);
     for (auto it = retired_.begin(); it != retired_.end(); ++it) {
-      if (it->device != device || it->high_priority != high_priority || !is_idle(it->stream)) {
+      if (it->device != device || it->priority != priority || !is_idle(it->stream)) {
         continue;
       }
       const cudaStream_t stream = it->stream;
@@ -44,10 +51,10 @@ class RetiredStreams {
     return nullptr;
   }
 
-  void give(c10::DeviceIndex device, bool high_priority, cudaStream_t stream) noexcept {
+  void give(c10::DeviceIndex device, int priority, cudaStream_t stream) noexcept {
     try {
       const std::lock_guard lock(mutex_);
-      retired_.push_back({device, high_priority, stream});
+      retired_.push_back({device, priority, stream});
     } catch (const std::bad_alloc&) {  // then it is lost
     }
   }
@@ -55,7 +62,7 @@ class RetiredStreams {
  private:
   struct Retired {
     c10::DeviceIndex device;
-    bool high_priority;
+    int priority;
     cudaStream_t stream;
   };
 
@@ -73,21 +80,24 @@ class RetiredStreams {
   std::vector<Retired> retired_;
 };
 
-cudaStream_t take_stream(c10::DeviceIndex device, bool high_priority) {
+cudaStream_t take_stream(c10::DeviceIndex device, int priority) {
   const c10::cuda::CUDAGuard guard(device);
   const RelaxedCapture relaxed;
-  const cudaStream_t retired = RetiredStreams::instance().take(device, high_priority);
-  return retired != nullptr ? retired : make_stream(high_priority);
+  const cudaStream_t retired = RetiredStreams::instance().take(device, priority);
+  return retired != nullptr ? retired : make_stream(priority);
 }
 
 }  // namespace
 
 OwnedStream::OwnedStream(c10::DeviceIndex device, bool high_priority)
-    : high_priority_(high_priority),
-      stream_(c10::cuda::getStreamFromExternal(take_stream(device, high_priority), device)) {}
+    : OwnedStream(device, Priority{high_priority ? std::numeric_limits<int>::min() : 0}) {}
+
+OwnedStream::OwnedStream(c10::DeviceIndex device, Priority priority)
+    : priority_(to_priority(device, priority.value)),
+      stream_(c10::cuda::getStreamFromExternal(take_stream(device, priority_), device)) {}
 
 OwnedStream::~OwnedStream() {
-  RetiredStreams::instance().give(stream_.device_index(), high_priority_, stream_.stream());
+  RetiredStreams::instance().give(stream_.device_index(), priority_, stream_.stream());
 }
 
 }  // namespace torch_overlap::cuda

@@ -10,8 +10,14 @@ namespace torch_overlap::cuda {
 // allocator knows free memory by the stream that used it.
 class OwnedStream {
  public:
-  // `high_priority`: the greatest priority that the device has. Legal during a capture.
+  // As CUDA counts them: 0 is the least, -1 and below are more urgent. Out of the device's range:
+  // the nearest that it has.
+  struct Priority {
+    int value = 0;
+  };
+  // Both are legal during a capture. `high_priority`: the greatest that the device has.
   OwnedStream(c10::DeviceIndex device, bool high_priority);
+  OwnedStream(c10::DeviceIndex device, Priority priority);
   ~OwnedStream();
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;
@@ -19,7 +25,7 @@ class OwnedStream {
   c10::cuda::CUDAStream get() const { return stream_; }
 
  private:
-  const bool high_priority_;
+  const int priority_;
   c10::cuda::CUDAStream stream_;
 };
 

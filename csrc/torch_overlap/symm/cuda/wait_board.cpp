@@ -78,24 +78,31 @@ WaitBoard::~WaitBoard() {
 }
 
 void WaitBoard::signal(SymmetricMemory& window, int dst, cudaStream_t stream) const {
-  check(launch_signal(window.signals().to(dst), block_.failed, block_.record, stream), "signal");
+  check(launch_signal(window.signals().to(dst),
+                      {.failed = block_.failed, .record = block_.record, .timeout_ns = 0}, stream),
+        "signal");
 }
 
 void WaitBoard::wait(SymmetricMemory& window, int src, std::chrono::milliseconds timeout,
                      cudaStream_t stream) {
-  {
-    const std::lock_guard lock(mutex_);
-    names_.try_emplace(window.id(), window.name());
-  }
-  const auto limit = std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
   const WaitParams params{.arrived = window.signals().arrived(src),
                           .consumed = window.signals().consumed(src),
-                          .failed = block_.failed,
-                          .record = block_.record,
-                          .timeout_ns = static_cast<uint64_t>(limit.count()),
+                          .control = control(window.id(), window.name(), timeout),
                           .window = window.id(),
                           .peer = src};
   check(launch_wait(params, stream), "wait_signal");
+}
+
+WaitControl WaitBoard::control(uint64_t id, const std::string& name,
+                               std::chrono::milliseconds timeout) {
+  {
+    const std::lock_guard lock(mutex_);
+    names_.try_emplace(id, name);
+  }
+  const auto limit = std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
+  return {.failed = block_.failed,
+          .record = block_.record,
+          .timeout_ns = static_cast<uint64_t>(limit.count())};
 }
 
 void WaitBoard::stop() noexcept {
@@ -108,10 +115,23 @@ std::optional<std::string> WaitBoard::expired() const {
     return std::nullopt;
   }
   const std::lock_guard lock(mutex_);
-  const auto name = names_.find(record.window);
+  const auto found = names_.find(record.window);
+  const std::string name = found == names_.end() ? "unknown" : found->second;
+  const auto within = concat(" within ", record.timeout_ns / 1'000'000, " ms, got ");
+  switch (record.kind) {
+    case WaitKind::end:
+      return concat(name, ": expected the end of operation ", record.expected, " on rank ",
+                    record.peer, within, "that of operation ", record.seen,
+                    "; do all ranks make the same calls?");
+    case WaitKind::chunk:
+      return concat(name, ": expected chunk ", record.peer, " of operation ", record.expected,
+                    within, "that of operation ", record.seen,
+                    "; do all ranks make the same calls?");
+    case WaitKind::signal:
+      break;
+  }
   return concat("wait_signal: expected signal ", record.expected, " of rank ", record.peer,
-                " in window '", name == names_.end() ? "unknown" : name->second, "' within ",
-                record.timeout_ns / 1'000'000, " ms, got ", record.seen, "; look at what rank ",
+                " in window '", name, "'", within, record.seen, "; look at what rank ",
                 record.peer, " does");
 }
 

@@ -33,6 +33,10 @@ class WaitBoard {
   void wait(SymmetricMemory& window, int src, std::chrono::milliseconds timeout,
             cudaStream_t stream);
 
+  // For kernels that wait in another way, for something in the memory that `id` stands for and
+  // `name` names in errors.
+  WaitControl control(uint64_t id, const std::string& name, std::chrono::milliseconds timeout);
+
   void stop() noexcept;
   // What the first wait that expired was waiting for; empty if none has.
   std::optional<std::string> expired() const;

@@ -4,6 +4,21 @@
 
 namespace torch_overlap::cuda {
 
+// What a wait was for; `window`, `peer`, `expected` and `seen` mean another thing in each.
+enum class WaitKind : uint32_t {
+  signal,  // of rank `peer` in the window
+  end,     // of operation `expected` of an overlap buffer, on rank `peer`
+  chunk,   // number `peer` of operation `expected` of an overlap buffer
+};
+
+// What a kernel needs to wait; of one communicator, or of one that has none.
+struct WaitRecord;
+struct WaitControl {
+  uint32_t* failed;    // device memory; not 0: a wait expired or was stopped
+  WaitRecord* record;  // mapped host memory
+  uint64_t timeout_ns;
+};
+
 // What a communicator's waits on the device and its host tell each other: in mapped host memory, so
 // that a write of either side is seen by the other while kernels run.
 struct WaitRecord {
@@ -11,6 +26,7 @@ struct WaitRecord {
   uint32_t stopped;
   // Device to host: 1 once the rest is written. Only the first wait that expires writes.
   uint32_t expired;
+  WaitKind kind;
   uint64_t window;  // SymmetricMemory::id()
   int32_t peer;
   uint64_t expected;

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "torch_overlap/symm/cuda/wait_device.h"
 #include "torch_overlap/symm/cuda/window_kernels.h"
 
 namespace torch_overlap::cuda {
@@ -10,25 +11,7 @@ struct Config {
   // Enough for the sizes that a kernel moves; more would take SMs from what runs beside it.
   static constexpr int kMostBlocks = 32;
   static constexpr int kUnroll = 4;
-  // How often a wait looks at host memory, which takes a trip over PCIe.
-  static constexpr uint64_t kLookAtHostNs = 20'000;
 };
-
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void add_release(uint64_t* address, uint64_t value) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t value;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
-  return value;
-}
 
 template <typename Vector>
 __global__ void __launch_bounds__(Config::kThreads)
@@ -62,15 +45,9 @@ cudaError_t launch_put_of(void* to, const void* from, size_t bytes, cudaStream_t
   return cudaGetLastError();
 }
 
-// What `failed` holds: nothing has gone wrong, somebody writes down what has, it is written.
-constexpr uint32_t kFine = 0;
-constexpr uint32_t kWriting = 1;
-constexpr uint32_t kFailed = 2;
-
-__global__ void signal_kernel(uint64_t* count, const volatile uint32_t* failed,
-                              const WaitRecord* record) {
+__global__ void signal_kernel(uint64_t* count, WaitControl control) {
   // The host's word too: the data may come from an operation that an abort has ended.
-  if (*failed != kFine || *static_cast<const volatile uint32_t*>(&record->stopped) != 0) return;
+  if (has_failed(control)) return;
   // The kernels and copies before this one on the stream have ended, and what they wrote is in the
   // memory of the peer or on its way there: the fence orders it before the count.
   __threadfence_system();
@@ -80,44 +57,12 @@ __global__ void signal_kernel(uint64_t* count, const volatile uint32_t* failed,
 __global__ void wait_kernel(WaitParams p) {
   // Every wait takes another signal, also when two of them run at once, or one is replayed.
   const uint64_t expected = atomicAdd(reinterpret_cast<unsigned long long*>(p.consumed), 1ULL) + 1;
-  const volatile uint32_t* failed = p.failed;
-  const volatile uint32_t* stopped = &p.record->stopped;
-  const uint64_t begin = now_ns();
-  uint64_t look_at_host = begin + Config::kLookAtHostNs;
-  uint64_t seen = load_acquire(p.arrived);
-  unsigned int nap = 32;
-  while (seen < expected) {
-    if (*failed == kFailed) return;
-    const uint64_t now = now_ns();
-    if (now >= look_at_host) {
-      if (*stopped != 0) {
-        atomicCAS(p.failed, kFine, kFailed);  // what comes behind this wait must not be signalled
-        return;
-      }
-      look_at_host = now + Config::kLookAtHostNs;
-    }
-    if (now - begin >= p.timeout_ns) {
-      if (atomicCAS(p.failed, kFine, kWriting) == kFine) {
-        volatile WaitRecord* record = p.record;
-        record->window = p.window;
-        record->peer = p.peer;
-        record->expected = expected;
-        record->seen = seen;
-        record->timeout_ns = p.timeout_ns;
-        __threadfence_system();
-        record->expired = 1;
-        // The host must see that before it sees another wait end.
-        __threadfence_system();
-        atomicExch(p.failed, kFailed);
-      } else {
-        while (*failed == kWriting) __nanosleep(64);  // until the few words above are written
-      }
-      return;
-    }
-    __nanosleep(nap);
-    nap = min(nap * 2, 256U);
-    seen = load_acquire(p.arrived);
-  }
+  WaitRecord what{};
+  what.kind = WaitKind::signal;
+  what.window = p.window;
+  what.peer = p.peer;
+  what.expected = expected;
+  wait_until(p.control, p.arrived, [expected](uint64_t seen) { return seen >= expected; }, what);
 }
 
 }  // namespace
@@ -131,9 +76,8 @@ cudaError_t launch_put(void* to, const void* from, size_t bytes, cudaStream_t st
   return launch_put_of<uint8_t>(to, from, bytes, stream);
 }
 
-cudaError_t launch_signal(uint64_t* count, const uint32_t* failed, const WaitRecord* record,
-                          cudaStream_t stream) {
-  signal_kernel<<<1, 1, 0, stream>>>(count, failed, record);
+cudaError_t launch_signal(uint64_t* count, const WaitControl& control, cudaStream_t stream) {
+  signal_kernel<<<1, 1, 0, stream>>>(count, control);
   return cudaGetLastError();
 }
 

@@ -14,10 +14,9 @@ namespace torch_overlap::cuda {
 cudaError_t launch_put(void* to, const void* from, size_t bytes, cudaStream_t stream);
 
 // Adds one to *count, in a peer's memory, after everything that was before it on the stream. Does
-// nothing once `failed` is set or the host has stopped the waits: what would be signalled need not
-// be right.
-cudaError_t launch_signal(uint64_t* count, const uint32_t* failed, const WaitRecord* record,
-                          cudaStream_t stream);
+// nothing once a wait has failed or the host has stopped them: what would be signalled need not be
+// right.
+cudaError_t launch_signal(uint64_t* count, const WaitControl& control, cudaStream_t stream);
 
 // Loads the code of all kernels onto the current device. CUDA loads a kernel at its first launch,
 // and may wait for all that runs: a wait that runs would hold up the put or signal that ends it.
@@ -26,9 +25,7 @@ cudaError_t load_window_kernels();
 struct WaitParams {
   const uint64_t* arrived;  // written by the peer
   uint64_t* consumed;
-  uint32_t* failed;    // device memory; not 0: a wait expired or was stopped
-  WaitRecord* record;  // mapped host memory
-  uint64_t timeout_ns;
+  WaitControl control;
   uint64_t window;
   int32_t peer;
 };

@@ -161,6 +161,11 @@ void NcclBackend::prepare_windows() {
   }
 }
 
+std::shared_ptr<cuda::WaitBoard> NcclBackend::wait_board() {
+  const Lock lock = lock_unless_failed();
+  return {runtime_, &runtime_->waits()};
+}
+
 WorkPtr NcclBackend::launch(Call call) {
   const c10::cuda::CUDAGuard device(runtime_->device);
   const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);

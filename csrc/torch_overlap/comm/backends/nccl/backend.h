@@ -61,6 +61,9 @@ class NcclBackend final : public Backend, public Watched, public Body {
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }
   void prepare_windows() override;
+  // Of this communicator's windows, and of whatever else waits on the device for its ranks: a wait
+  // that expires is the communicator's failure.
+  std::shared_ptr<cuda::WaitBoard> wait_board();
   void register_memory(const at::Tensor& tensor) override;
   void deregister_memory(const at::Tensor& tensor) override;
 

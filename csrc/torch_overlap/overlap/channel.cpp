@@ -1,0 +1,190 @@
+#include "torch_overlap/overlap/channel.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/store_bootstrap.h"
+#include "torch_overlap/overlap/comm_transport.h"
+
+namespace torch_overlap {
+namespace {
+
+std::atomic<int> pretending_unreachable{0};
+
+class CallbackBootstrap final : public Bootstrap {
+ public:
+  CallbackBootstrap(OverlapGroup::Callbacks callbacks, int rank, int size,
+                    std::chrono::milliseconds timeout)
+      : Bootstrap(rank, size, timeout), callbacks_(std::move(callbacks)) {}
+
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    auto all = callbacks_.all_gather(mine);
+    TORCH_OVERLAP_CHECK(static_cast<int>(all.size()) == size(), kValue,
+                        "all_gather: expected the callback to return what ", size(),
+                        " ranks gave, got ", all.size(), " entries");
+    return all;
+  }
+  void barrier() override { callbacks_.barrier(); }
+
+ private:
+  const OverlapGroup::Callbacks callbacks_;
+};
+
+}  // namespace
+
+PretendUnreachable::PretendUnreachable() { ++pretending_unreachable; }
+PretendUnreachable::~PretendUnreachable() { --pretending_unreachable; }
+
+std::shared_ptr<OverlapGroup> OverlapGroup::of(const std::shared_ptr<TorchComm>& comm) {
+  std::shared_ptr<OverlapGroup> group(new OverlapGroup);
+  group->comm_ = comm;
+  group->generation_ = comm->generation();
+  group->rank_ = comm->rank();
+  group->size_ = comm->size();
+  group->device_ = comm->device();
+  group->name_ = comm->name();
+  return group;
+}
+
+std::shared_ptr<OverlapGroup> OverlapGroup::of(Callbacks callbacks, int rank, int size,
+                                               c10::Device device, std::string name,
+                                               std::chrono::milliseconds timeout) {
+  TORCH_OVERLAP_CHECK(callbacks.all_gather && callbacks.barrier, kType,
+                      "OverlapGroup: expected two callbacks, all_gather and barrier");
+  TORCH_OVERLAP_CHECK(size > 0 && rank >= 0 && rank < size, kValue,
+                      "OverlapGroup: expected a rank in [0, ", size, "), got ", rank);
+  std::shared_ptr<OverlapGroup> group(new OverlapGroup);
+  group->callbacks_ = std::move(callbacks);
+  group->rank_ = rank;
+  group->size_ = size;
+  group->device_ = device;
+  group->name_ = std::move(name);
+  group->timeout_ = timeout;
+  return group;
+}
+
+std::chrono::milliseconds OverlapGroup::timeout() const {
+  return comm_ ? comm_->membership()->context.timeout() : timeout_;
+}
+
+std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) const {
+  if (!comm_) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
+  const auto members = comm_->membership();
+  if (!members->context.store) return nullptr;
+  return std::make_unique<StoreBootstrap>(members->context.store,
+                                          concat(what, " of '", name_, "'"), rank_, size_,
+                                          timeout());
+}
+
+void OverlapGroup::require_active(std::string_view op) const {
+  if (!comm_) return;
+  TORCH_OVERLAP_CHECK(!comm_->is_finalized(), kState, op, ": expected a live communicator, got '",
+                      name_, "', which is finalized");
+  TORCH_OVERLAP_CHECK(!comm_->is_aborted(), kState, op, ": expected a live communicator, got '",
+                      name_, "', which was aborted");
+  TORCH_OVERLAP_CHECK(comm_->generation() == generation_, kState, op,
+                      ": expected the members that the buffer was made for, got '", name_,
+                      "' after reconfigure(); make a new buffer");
+}
+
+bool OverlapGroup::may_be_direct() const { return pretending_unreachable == 0; }
+
+std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
+                                                       const Request& request) {
+  std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
+  channel->layout_ = {.bytes = request.bytes, .flags = request.flags, .size = group->size()};
+  const c10::Device device = group->device();
+  const auto bootstrap = group->bootstrap(request.name);
+  Fault fault = request.fault;
+  if (!fault) {
+    try {
+      group->require_active(request.op);
+      channel->device_ = &overlap_device(request.op, device.type());
+      TORCH_OVERLAP_CHECK(!channel->device_->is_capturing(), kState, request.op,
+                          ": expected a stream that is not capturing, got one that is; make "
+                          "buffers before the capture");
+      channel->part_ = symmetric_empty({channel->layout_.total()}, at::kByte, device);
+    } catch (...) {
+      fault = Fault::current();
+    }
+  }
+  if (!bootstrap) {
+    if (fault) throw Error(fault.kind, fault.text);
+    channel->obstacle_ = "the communicator has no peers";
+  } else {
+    agree(*bootstrap, request.op, fault);
+    const auto digests = bootstrap->all_gather(request.digest);
+    for (int rank = 1; rank < group->size(); ++rank) {
+      TORCH_OVERLAP_CHECK(digests[rank] == digests[0], kValue, request.op,
+                          ": expected the same on all ranks, got ", digests[0], " on rank 0 and ",
+                          digests[rank], " on rank ", rank);
+    }
+    if (!group->may_be_direct()) {
+      channel->obstacle_ = "ranks are told not to use each other's memory";
+    } else {
+      try {
+        channel->memory_ = SymmetricMemory::rendezvous(
+            *bootstrap, {.op = request.op, .name = request.name, .tensor = channel->part_,
+                         .digest = {}, .fault = {}});
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::kUnsupported) throw;
+        channel->obstacle_ = error.what();  // the same on all ranks
+      }
+    }
+    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap.get())) of_store->leave();
+  }
+  TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
+                      ": expected ranks that reach each other's memory, or a communicator; ",
+                      channel->obstacle_);
+  channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
+  if (channel->memory_) {
+    channel->transport_ = channel->device_->make_transport(
+        channel->memory_,
+        {.layout = channel->layout_,
+         .use_ce = request.use_ce,
+         .blocks = request.blocks,
+         .cluster = request.cluster,
+         .group = group});
+  } else {
+    channel->transport_ = std::make_unique<CommTransport>(group->comm());
+  }
+  channel->group_ = std::move(group);
+  return channel;
+}
+
+at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const {
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) bytes *= size;
+  return part_.narrow(0, at, bytes).view(dtype).view(sizes);
+}
+
+void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
+                             OverlapChannel* lender) {
+  const bool borrows = lender != nullptr && lender != this;
+  std::unique_lock lock(mutex_, std::defer_lock);
+  std::unique_lock lender_lock(borrows ? lender->mutex_ : mutex_, std::defer_lock);
+  borrows ? std::lock(lock, lender_lock) : lock.lock();
+  group_->require_active(op);
+  TORCH_OVERLAP_CHECK(broken_.empty(), kState, op, ": expected a usable buffer, got one of which ",
+                      "an operation ended half way: ", broken_, "; make a new one");
+  transport_->check();
+  Lanes& lanes = borrows ? *lender->lanes_ : *lanes_;
+  Session session{lanes, *transport_};
+  try {
+    lanes_->enter();
+    transport_->begin();
+    lanes.fork();
+    body(session);
+    lanes.join();
+    transport_->end();
+    lanes_->leave();
+  } catch (...) {
+    lanes.cancel();
+    broken_ = Fault::current().text;
+    throw;
+  }
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,137 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/overlap/device.h"
+#include "torch_overlap/symm/bootstrap.h"
+
+namespace torch_overlap {
+
+// Who takes part in overlapped operations: the ranks of a communicator, or of an outside framework
+// that lends two callbacks.
+class TORCH_OVERLAP_API OverlapGroup {
+ public:
+  // Of the communicator's ranks, on its device.
+  static std::shared_ptr<OverlapGroup> of(const std::shared_ptr<TorchComm>& comm);
+  // `all_gather`: everybody's bytes, by rank; `barrier` returns when all have called it. Both are
+  // called by the thread that makes a channel. Data then moves through memory that the ranks share
+  // only.
+  struct Callbacks {
+    std::function<std::vector<std::string>(const std::string&)> all_gather;
+    std::function<void()> barrier;
+  };
+  static std::shared_ptr<OverlapGroup> of(Callbacks callbacks, int rank, int size,
+                                          c10::Device device, std::string name,
+                                          std::chrono::milliseconds timeout);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  c10::Device device() const { return device_; }
+  const std::string& name() const { return name_; }
+  std::chrono::milliseconds timeout() const;
+  // Null for an outside framework's.
+  const std::shared_ptr<TorchComm>& comm() const { return comm_; }
+  // For something that is set up now: `what` is its own name in the group.
+  std::unique_ptr<Bootstrap> bootstrap(const std::string& what) const;
+  // Throws unless operations can begin: finalized, aborted, other members.
+  void require_active(std::string_view op) const;
+  // Whether ranks may use each other's memory. For tests: as if they could not.
+  bool may_be_direct() const;
+
+ private:
+  OverlapGroup() = default;
+  std::shared_ptr<TorchComm> comm_;
+  uint64_t generation_ = 0;
+  Callbacks callbacks_;
+  int rank_ = 0;
+  int size_ = 1;
+  c10::Device device_{c10::kCPU};
+  std::string name_;
+  std::chrono::milliseconds timeout_{0};
+};
+
+// For tests: channels that are made while it lives take the way of ranks that cannot reach each
+// other's memory. Of the whole process; equal on all ranks.
+class TORCH_OVERLAP_API PretendUnreachable {
+ public:
+  PretendUnreachable();
+  ~PretendUnreachable();
+  PretendUnreachable(const PretendUnreachable&) = delete;
+  PretendUnreachable& operator=(const PretendUnreachable&) = delete;
+};
+
+// What the ranks of a group share for overlapped operations: on each rank a piece of memory that
+// the others write to, lanes to work on, and a transport between. One operation at a time, in the
+// order of the calls, which is the same on all ranks; each comes after the one before it also when
+// the caller's stream is another. In CUDA graphs the order between a replay and anything else is
+// that of the streams.
+//
+// Life: create() makes it, collectively. Its end frees the own memory once no other rank has it
+// mapped; nobody is asked. Threads: any; operations are ordered by a lock.
+class TORCH_OVERLAP_API OverlapChannel {
+ public:
+  struct Request {
+    std::string_view op;  // for errors
+    std::string name;
+    std::string digest;  // must be equal on all ranks
+    int64_t bytes = 0;
+    int flags = 0;
+    LaneOptions lanes;
+    bool use_ce = false;
+    int blocks = 16;
+    int cluster = 1;
+    // Why this rank cannot: then no rank can, and all throw.
+    Fault fault;
+  };
+  // Collective. Where some pair of ranks cannot reach each other's memory, data goes through the
+  // communicator; without one that is an error.
+  static std::shared_ptr<OverlapChannel> create(std::shared_ptr<OverlapGroup> group,
+                                                const Request& request);
+
+  const OverlapGroup& group() const { return *group_; }
+  const std::shared_ptr<OverlapGroup>& shared_group() const { return group_; }
+  int64_t bytes() const { return layout_.bytes; }
+  // A tensor in this rank's part.
+  at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
+  OverlapDevice& device() const { return *device_; }
+  const Transport& transport() const { return *transport_; }
+  // Why data does not move directly; empty where it does.
+  const std::string& obstacle() const { return obstacle_; }
+
+  // One operation: between its begin and its end on the caller's stream `body` puts work on the
+  // lanes, which are this channel's, or those of `lender`.
+  struct Session {
+    Lanes& lanes;
+    Transport& transport;
+
+    void exchange(int lane, const Transport::Move& move) { transport.exchange(lanes, lane, move); }
+    void arrived(int lane, const std::vector<int>& flags) { transport.arrived(lanes, lane, flags); }
+    void post(int lane, int flag) { transport.post(lanes, lane, flag); }
+  };
+  void operate(std::string_view op, const std::function<void(Session&)>& body,
+               OverlapChannel* lender = nullptr);
+
+ private:
+  OverlapChannel() = default;
+
+  std::shared_ptr<OverlapGroup> group_;
+  OverlapDevice* device_ = nullptr;
+  ChannelLayout layout_;
+  at::Tensor part_;  // bytes
+  std::shared_ptr<SymmetricMemory> memory_;
+  std::string obstacle_;
+  std::unique_ptr<Lanes> lanes_;
+  std::unique_ptr<Transport> transport_;
+  std::mutex mutex_;
+  std::string broken_;  // what ended an operation half way; empty: nothing has
+};
+
+}  // namespace torch_overlap

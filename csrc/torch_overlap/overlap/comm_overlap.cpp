@@ -1,0 +1,408 @@
+#include "torch_overlap/overlap/comm_overlap.h"
+
+#include <algorithm>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/overlap/execute.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr std::string_view kCreate = "CommOverlap";
+
+bool receives_parts(const CommOverlapConfig& config) {
+  return config.method == CommOverlapMethod::RING_EXCHANGE &&
+         config.comm_type == CommOverlapType::RS;
+}
+
+int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Where the parts that other ranks send lie: behind the buffer.
+int64_t parts_at(const CommOverlapConfig& config) {
+  return align(static_cast<int64_t>(config.bytes()));
+}
+
+OverlapChannel::Request channel_request(const OverlapGroup& group,
+                                        const CommOverlapConfig& config) {
+  OverlapChannel::Request request{.op = std::string(kCreate),
+                                  .name = concat("overlap buffer"),
+                                  .digest = config.text()};
+  try {
+    config.validate(kCreate);
+    TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,
+                        ": expected tp_size to be the size of the group, ", group.size(), ", got ",
+                        config.tp_size, "; split the communicator first");
+  } catch (...) {
+    request.fault = Fault::current();
+    return request;
+  }
+  const RowShare rows{config.buffer_shape[0], config.tp_size};
+  const auto row = config.buffer_shape[1] * static_cast<int64_t>(config.bytes() / config.numel());
+  request.bytes = parts_at(config);
+  if (receives_parts(config)) request.bytes += config.tp_size * rows.largest() * row;
+  request.flags = config.tp_size * std::max(config.num_splits, 1);
+  const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
+  const int products = config.method == CommOverlapMethod::BULK ? 1
+                       : is_ring ? config.tp_size / (config.aggregate_ag ? 2 : 1)
+                                 : config.num_splits;
+  request.lanes = {.computes = std::max(1, std::min(config.num_max_streams, products)),
+                   .compute_priority = config.gemm_priority,
+                   .comm_priority = config.comm_priority};
+  request.use_ce = config.use_ce;
+  request.blocks = config.num_comm_sm;
+  request.cluster = config.comm_cga_size;
+  return request;
+}
+
+}  // namespace
+
+std::shared_ptr<CommOverlapCore> CommOverlapCore::create(std::shared_ptr<OverlapGroup> group,
+                                                         const CommOverlapConfig& config) {
+  if (config.method == CommOverlapMethod::RING_EXCHANGE) {
+    return std::make_shared<CommOverlapP2PBase>(std::move(group), config);
+  }
+  return std::make_shared<CommOverlapBase>(std::move(group), config);
+}
+
+CommOverlapCore::CommOverlapCore(std::shared_ptr<OverlapGroup> group,
+                                 const CommOverlapConfig& config)
+    : config_(config), tokens_(config.buffer_shape.empty() ? 0 : config.buffer_shape[0]) {
+  const auto request = channel_request(*group, config);
+  channel_ = OverlapChannel::create(std::move(group), request);
+  data_ = channel_->data(0, {config_.numel()}, config_.buffer_dtype);
+}
+
+std::string CommOverlapCore::last_path() const {
+  const std::lock_guard lock(path_mutex_);
+  return path_;
+}
+
+void CommOverlapCore::set_path(std::string_view op, const std::string& how) {
+  const std::lock_guard lock(path_mutex_);
+  path_ = concat(op, ": ", how);
+}
+
+std::string CommOverlapCore::describe(size_t products) const {
+  const std::string& obstacle = channel_->obstacle();
+  const int streams = std::min<int>(static_cast<int>(products), config_.num_max_streams);
+  return concat(channel_->transport().name(), ", ", products, " products on ", streams, " streams",
+                obstacle.empty() ? "" : concat(" (", obstacle, ")"));
+}
+
+GemmArgs CommOverlapCore::with_margin(GemmArgs args) const {
+  const int sms = channel_->device().sm_count(group().device());
+  if (config_.set_sm_margin && args.sm_target == 0 && sms > config_.num_comm_sm) {
+    args.sm_target = sms - config_.num_comm_sm;
+  }
+  return args;
+}
+
+// --- The buffer ------------------------------------------------------------------------------------
+
+void CommOverlapCore::set_active_tokens(int64_t tokens) {
+  TORCH_OVERLAP_CHECK(tokens >= 0 && tokens <= config_.buffer_shape[0], kValue,
+                      "set_active_tokens: expected at most the ", config_.buffer_shape[0],
+                      " tokens of the buffer, got ", tokens);
+  tokens_ = tokens;
+}
+
+at::Tensor CommOverlapCore::get_buffer(bool local_chunk) const {
+  const auto active = data_.narrow(0, 0, tokens_ * config_.buffer_shape[1])
+                          .view({tokens_, config_.buffer_shape[1]});
+  return local_chunk ? active.narrow(0, rows().begin(rank()), rows().length(rank())) : active;
+}
+
+at::Tensor CommOverlapCore::get_buffer_chunk_by_id(int chunk_id) const {
+  TORCH_OVERLAP_CHECK(chunk_id >= 0 && chunk_id < config_.tp_size, kValue,
+                      "get_buffer_chunk_by_id: expected a chunk in [0, ", config_.tp_size,
+                      "), got ", chunk_id);
+  return get_buffer().narrow(0, rows().begin(chunk_id), rows().length(chunk_id));
+}
+
+void CommOverlapCore::copy_into_buffer(const Tensor& input, bool local_chunk) {
+  const auto target = get_buffer(local_chunk);
+  TORCH_OVERLAP_CHECK(input.defined() && input.element_size() == target.element_size(), kType,
+                      "copy_into_buffer: expected elements of ", target.element_size(),
+                      " bytes, as the buffer's, got ",
+                      input.defined() ? concat(input.scalar_type()) : "no tensor");
+  TORCH_OVERLAP_CHECK(input.sizes() == target.sizes(), kValue,
+                      "copy_into_buffer: expected a tensor of shape ", target.sizes(), " for ",
+                      local_chunk ? "the rows of this rank" : "the whole buffer", ", got ",
+                      input.sizes());
+  TORCH_OVERLAP_CHECK(input.device() == target.device(), kType,
+                      "copy_into_buffer: expected a tensor on ", target.device(), ", got ",
+                      input.device());
+  target.copy_(input.scalar_type() == target.scalar_type() ? input
+                                                           : input.view(target.scalar_type()));
+}
+
+void CommOverlapCore::set_ubuf_scale_inv(const Tensor& scale_inv) {
+  TORCH_OVERLAP_CHECK(is_fp8_ubuf(), kType, "set_ubuf_scale_inv: expected a buffer of 8-bit "
+                      "elements, got one of ", config_.buffer_dtype);
+  TORCH_OVERLAP_CHECK(scale_inv.defined() && scale_inv.scalar_type() == at::kFloat &&
+                          scale_inv.numel() == 1 && scale_inv.device() == group().device(),
+                      kType, "set_ubuf_scale_inv: expected one float32 on ", group().device(),
+                      ", got ",
+                      scale_inv.defined() ? concat(scale_inv.sizes(), " ", scale_inv.scalar_type(),
+                                                   " on ", scale_inv.device())
+                                          : "no tensor");
+  scale_inv_ = scale_inv;
+}
+
+at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
+  if (!is_fp8_ubuf()) return {};
+  TORCH_OVERLAP_CHECK(scale_inv_.defined(), kState, op,
+                      ": Missing inverse scaling factor: expected set_ubuf_scale_inv() before the "
+                      "sum of an 8-bit buffer, got none");
+  return scale_inv_;
+}
+
+void CommOverlapCore::check_rs_output(std::string_view op, const Tensor& rs_output,
+                                      int64_t columns) const {
+  const std::vector<int64_t> expected{rows().length(rank()), columns};
+  TORCH_OVERLAP_CHECK(rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
+                          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
+                      kValue, op, ": GEMM->RS overlap output buffer is sized incorrectly: expected ",
+                      list_string(expected), " with contiguous rows, got ",
+                      rs_output.defined() ? concat(rs_output.sizes(), " of strides ",
+                                                   rs_output.strides())
+                                          : "no tensor");
+  TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op,
+                      ": expected rs_output on ", group().device(), ", got ", rs_output.device());
+  const bool fits = is_fp8_ubuf() ? c10::isReducedFloatingType(rs_output.scalar_type()) ||
+                                        rs_output.scalar_type() == at::kFloat
+                                  : rs_output.scalar_type() == config_.buffer_dtype;
+  TORCH_OVERLAP_CHECK(fits && !(is_fp8_ubuf() && rs_output.element_size() == 1), kType, op,
+                      ": expected rs_output of ",
+                      is_fp8_ubuf() ? "float32, float16 or bfloat16"
+                                    : concat(config_.buffer_dtype),
+                      ", got ", rs_output.scalar_type());
+}
+
+// --- Products --------------------------------------------------------------------------------------
+
+void CommOverlapCore::require_bulk(std::string_view op) const {
+  TORCH_OVERLAP_CHECK(has_bulk(), kUnsupported, op,
+                      ": Operation not supported. Expected a buffer of method BULK or PIPELINE, got ",
+                      to_string(config_.method));
+}
+
+void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, bool atomic) const {
+  TORCH_OVERLAP_CHECK(
+      has_split(type), kUnsupported, op, ": Operation not supported. Expected a buffer of ",
+      type == CommOverlapType::AG ? "method RING_EXCHANGE and type AG"
+                                  : "method PIPELINE or RING_EXCHANGE and type RS",
+      ", got ", to_string(config_.method), " and ", to_string(config_.comm_type));
+  TORCH_OVERLAP_CHECK(!atomic || config_.atomic_gemm, kState, op,
+                      ": expected a buffer made with atomic_gemm, got one without; use ",
+                      type == CommOverlapType::AG ? "split_overlap_ag" : "split_overlap_rs");
+}
+
+void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
+                                   const Tensor& rs_output) {
+  constexpr std::string_view kOp = "bulk_overlap";
+  require_bulk(kOp);
+  TORCH_OVERLAP_CHECK(type == CommOverlapType::AG || type == CommOverlapType::RS, kValue, kOp,
+                      ": invalid collective type: expected AG or RS, got ", to_string(type));
+  TORCH_OVERLAP_CHECK(
+      config_.comm_type == CommOverlapType::NONE || config_.comm_type == type, kValue, kOp,
+      ": invalid collective type: expected that of the buffer, ", to_string(config_.comm_type),
+      ", got ", to_string(type));
+  do_bulk(args, type, rs_output);
+}
+
+void CommOverlapCore::bulk_overlap_external_ag(CommOverlapCore& lender) {
+  require_bulk("bulk_overlap_external_ag");
+  do_external_ag(lender);
+}
+
+void CommOverlapCore::split_overlap_ag(const GemmArgs& args, const Tensor& gathered) {
+  constexpr std::string_view kOp = "split_overlap_ag";
+  require_split(kOp, CommOverlapType::AG, /*atomic=*/false);
+  do_ag(kOp, args, gathered);
+}
+
+void CommOverlapCore::split_overlap_rs(const GemmArgs& args, const Tensor& rs_output) {
+  constexpr std::string_view kOp = "split_overlap_rs";
+  require_split(kOp, CommOverlapType::RS, /*atomic=*/false);
+  do_rs(kOp, args, rs_output);
+}
+
+void CommOverlapCore::atomic_gemm_overlap_ag(const GemmArgs& args, const Tensor& gathered) {
+  constexpr std::string_view kOp = "atomic_gemm_overlap_ag";
+  require_split(kOp, CommOverlapType::AG, /*atomic=*/true);
+  do_ag(kOp, args, gathered);
+}
+
+void CommOverlapCore::atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor& rs_output) {
+  constexpr std::string_view kOp = "atomic_gemm_overlap_rs";
+  require_split(kOp, CommOverlapType::RS, /*atomic=*/true);
+  do_rs(kOp, args, rs_output);
+}
+
+GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& args,
+                                          const Tensor& rs_output) const {
+  const GemmEpilogue& epilogue = args.epilogue;
+  TORCH_OVERLAP_CHECK(!args.accumulate, kUnsupported, op,
+                      ": expected accumulate=False: partial products replace what the buffer holds");
+  TORCH_OVERLAP_CHECK(!epilogue.gelu && !epilogue.gelu_input.defined() &&
+                          !epilogue.bias_grad.defined(),
+                      kUnsupported, op,
+                      ": expected no GELU and no bias gradient with a reduce-scatter: they belong "
+                      "behind the sum");
+  GemmArgs product = args;
+  product.epilogue = {};
+  product.out = get_buffer();  // for the check; who runs it cuts it
+  const auto [m, n, k] = gemm_shape(product);
+  TORCH_OVERLAP_CHECK(m == tokens_, kValue, op, ": expected a product of the ", tokens_.load(),
+                      " tokens that are active, got ", m, " rows; call set_active_tokens() first");
+  TORCH_OVERLAP_CHECK(n == config_.buffer_shape[1], kValue, op, ": expected a product of the ",
+                      config_.buffer_shape[1], " features of the buffer, got ", n, " columns");
+  check_rs_output(op, rs_output, n);
+  (void)scale_of_sum(op);
+  check_gemm(op, product);
+  return with_margin(product);
+}
+
+// --- Collectives beside products -------------------------------------------------------------------
+
+CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
+                                 const CommOverlapConfig& config)
+    : CommOverlapCore(std::move(group), config) {
+  TORCH_OVERLAP_CHECK(config.method != CommOverlapMethod::RING_EXCHANGE, kValue,
+                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
+                      "CommOverlapP2PBase");
+}
+
+bool CommOverlapBase::has_split(CommOverlapType type) const {
+  return type == CommOverlapType::RS && config().method == CommOverlapMethod::PIPELINE;
+}
+
+void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output) {
+  constexpr std::string_view kOp = "bulk_overlap";
+  const bool gathers = type == CommOverlapType::AG;
+  check_gemm(kOp, args);
+  if (!gathers && rs_output.defined()) check_rs_output(kOp, rs_output, config().buffer_shape[1]);
+  TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
+                      ": expected rs_output for the sum of an 8-bit buffer, got none");
+  TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,
+                      ": expected no rs_output with AG, got one");
+  run_bulk_gemm(kOp, channel(),
+                {.gemms = {with_margin(args)},
+                 .rows = rows(),
+                 .columns = config().buffer_shape[1],
+                 .dtype = config().buffer_dtype,
+                 .at = 0,
+                 .gathers = gathers,
+                 .out = gathers ? Tensor() : rs_output.defined() ? rs_output : get_buffer(true),
+                 .scale_inv = gathers ? Tensor() : scale_of_sum(kOp),
+                 .blocks = config().num_comm_sm,
+                 .cluster = config().comm_cga_size});
+  set_path(kOp, describe(1));
+}
+
+void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
+  constexpr std::string_view kOp = "bulk_overlap_external_ag";
+  run_bulk_gemm(kOp, channel(),
+                {.gemms = {},
+                 .rows = rows(),
+                 .columns = config().buffer_shape[1],
+                 .dtype = config().buffer_dtype,
+                 .at = 0,
+                 .gathers = true,
+                 .out = {},
+                 .scale_inv = {},
+                 .blocks = config().num_comm_sm,
+                 .cluster = config().comm_cga_size,
+                 .lender = &channel_of(lender)});
+  set_path(kOp, describe(0));
+}
+
+void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
+  const GemmArgs product = partial_product(op, args, rs_output);
+  run_pipelined_gemm(op, channel(),
+                     {.gemm = product,
+                      .rows = rows(),
+                      .columns = config().buffer_shape[1],
+                      .dtype = config().buffer_dtype,
+                      .at = 0,
+                      .splits = config().num_splits,
+                      .overlap_first_gemm = config().rs_overlap_first_gemm,
+                      .out = rs_output,
+                      .scale_inv = scale_of_sum(op),
+                      .bias = args.epilogue.bias,
+                      .blocks = config().num_comm_sm,
+                      .cluster = config().comm_cga_size});
+  set_path(op, describe(config().num_splits));
+}
+
+// --- Chunks from rank to rank ----------------------------------------------------------------------
+
+CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
+                                       const CommOverlapConfig& config)
+    : CommOverlapCore(std::move(group), config) {
+  TORCH_OVERLAP_CHECK(config.method == CommOverlapMethod::RING_EXCHANGE, kValue,
+                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
+                      to_string(config.method), "; use CommOverlapBase");
+}
+
+void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const Tensor& gathered) {
+  const auto buffer = get_buffer();
+  const auto chunk = get_buffer(/*local_chunk=*/true);
+  GemmArgs whole = args;
+  TORCH_OVERLAP_CHECK(!args.lhs.transposed, kUnsupported, op,
+                      ": expected lhs as it is, [tokens, features], got it transposed");
+  TORCH_OVERLAP_CHECK(args.lhs.scaling == ScalingMode::NO_SCALING ||
+                          is_tensor_scaling(args.lhs.scaling),
+                      kUnsupported, op, ": expected lhs without scaling, or with one factor that all "
+                      "ranks share, got ", to_string(args.lhs.scaling));
+  Tensor own = chunk;
+  if (args.lhs.data.defined()) {
+    own = args.lhs.data;
+    TORCH_OVERLAP_CHECK(own.sizes() == chunk.sizes() && own.is_contiguous() &&
+                            own.element_size() == chunk.element_size(),
+                        kValue, op, ": expected lhs to be this rank's rows, contiguous, ",
+                        chunk.sizes(), " of ", config().buffer_dtype, ", got ", own.sizes(), " of ",
+                        own.scalar_type());
+    whole.lhs.data = buffer.view(own.scalar_type());
+  } else {
+    whole.lhs.data = buffer;
+  }
+  if (is_fp8_ubuf() && !whole.lhs.scale_inv.defined()) whole.lhs.scale_inv = ubuf_scale_inv();
+  if (gathered.defined()) {
+    TORCH_OVERLAP_CHECK(gathered.sizes() == buffer.sizes() &&
+                            gathered.element_size() == buffer.element_size(),
+                        kValue, op,
+                        ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
+                        buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(),
+                        " of ", gathered.scalar_type());
+  }
+  check_gemm(op, whole);
+  whole = with_margin(whole);
+  const auto order = config().aggregate_ag ? GatherOrder::pairs : GatherOrder::direct;
+  run_gather_gemm(op, channel(),
+                  {.gemms = {whole},
+                   .rows = rows(),
+                   .own = own,
+                   .gathered = whole.lhs.data,
+                   .at = 0,
+                   .copy = gathered.defined() ? gathered.view(own.scalar_type()) : gathered,
+                   .order = order});
+  set_path(op, describe(config().tp_size / (config().aggregate_ag ? 2 : 1)));
+}
+
+void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
+  const GemmArgs product = partial_product(op, args, rs_output);
+  run_scatter_gemm(op, channel(),
+                   {.gemm = product,
+                    .rows = rows(),
+                    .partial = get_buffer(),
+                    .at = parts_at(config()),
+                    .out = rs_output,
+                    .scale_inv = scale_of_sum(op),
+                    .factor = 1,
+                    .bias = args.epilogue.bias});
+  set_path(op, describe(config().tp_size));
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,35 @@
+#include "torch_overlap/overlap/comm_transport.h"
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+
+void CommTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+  auto started = std::make_shared<WorkPtr>();
+  arriving_.insert_or_assign(move.get_flag, started);
+  lanes.run(lane, "exchange", [comm = comm_, move, started] {
+    std::vector<P2POp> ops;
+    if (move.give.numel() > 0) ops.push_back({P2POp::Type::SEND, move.give, move.to});
+    if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});
+    if (!ops.empty()) *started = comm->batch_send_recv(std::move(ops), /*async_op=*/true);
+  });
+}
+
+void CommTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+  for (const int flag : flags) {
+    const auto found = arriving_.find(flag);
+    TORCH_OVERLAP_CHECK(found != arriving_.end(), kRuntime, "expected an exchange for flag ", flag,
+                        ", got none");
+    lanes.wait(lane, found->second);
+  }
+}
+
+void CommTransport::post(Lanes&, int, int) {
+  fail(ErrorKind::kUnsupported, "post: expected ranks that reach each other's memory");
+}
+
+at::Tensor CommTransport::peer(int, int64_t, c10::IntArrayRef, at::ScalarType) const {
+  fail(ErrorKind::kUnsupported, "peer: expected ranks that reach each other's memory");
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/overlap/transport.h"
+
+namespace torch_overlap {
+
+// Through a communicator: sends and receives, for ranks that cannot reach each other's memory.
+class CommTransport final : public Transport {
+ public:
+  explicit CommTransport(std::shared_ptr<TorchComm> comm) : comm_(std::move(comm)) {}
+
+  std::string_view name() const override { return "send and receive"; }
+  bool is_direct() const override { return false; }
+  // A receive begins when its rank is ready for it: nobody is overrun.
+  void begin() override { arriving_.clear(); }
+  void end() override { arriving_.clear(); }
+  void exchange(Lanes& lanes, int lane, const Move& move) override;
+  void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
+  void post(Lanes& lanes, int lane, int flag) override;
+  at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
+                  at::ScalarType dtype) const override;
+
+ private:
+  const std::shared_ptr<TorchComm> comm_;
+  // By flag: the operation that brings what it tells of. Made when the lane comes to it.
+  std::map<int, std::shared_ptr<WorkPtr>> arriving_;
+};
+
+}  // namespace torch_overlap

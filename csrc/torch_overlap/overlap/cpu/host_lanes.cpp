@@ -1,0 +1,103 @@
+#include "torch_overlap/overlap/cpu/host_lanes.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <thread>
+
+#include "torch_overlap/base/strings.h"
+
+namespace torch_overlap {
+namespace {
+
+std::atomic<uint64_t> interleaving_seed{0};
+std::atomic<uint64_t> interleaved_operations{0};
+
+// A mark: the lane, and how many items were put there before.
+constexpr int kLaneBits = 8;
+
+}  // namespace
+
+void set_interleaving(uint64_t seed) { interleaving_seed = seed; }
+
+HostLanes::HostLanes(int computes) : Lanes(computes), queues_(count()) {}
+
+void HostLanes::fork() {
+  const uint64_t seed = interleaving_seed;
+  shuffles_ = seed != 0;
+  if (shuffles_) random_.seed(seed + 0x9E3779B97F4A7C15ULL * ++interleaved_operations);
+}
+
+void HostLanes::put(int lane, Item item) {
+  Queue& queue = queues_.at(lane);
+  queue.items.push_back(std::move(item));
+  ++queue.put;
+}
+
+void HostLanes::run(int lane, std::string_view name, std::function<void()> work) {
+  put(lane, {.name = name, .is_ready = {}, .work = std::move(work)});
+}
+
+Lanes::Mark HostLanes::mark(int lane) {
+  return queues_.at(lane).put << kLaneBits | static_cast<Mark>(lane);
+}
+
+void HostLanes::after(int lane, Mark mark) {
+  const Queue& before = queues_.at(mark & ((1U << kLaneBits) - 1));
+  until(lane, [&before, count = mark >> kLaneBits] { return before.done >= count; });
+}
+
+void HostLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
+  until(lane, [work] { return !*work || (*work)->is_completed(); });
+  run(lane, "wait", [work] {
+    if (*work) (*work)->wait();  // throws what went wrong
+  });
+}
+
+void HostLanes::until(int lane, std::function<bool()> is_ready) {
+  put(lane, {.name = {}, .is_ready = std::move(is_ready), .work = {}});
+}
+
+bool HostLanes::advance(Queue& queue) {
+  if (queue.items.empty()) return false;
+  Item& first = queue.items.front();
+  if (first.is_ready && !first.is_ready()) return false;
+  const Item item = std::move(first);
+  queue.items.pop_front();
+  if (item.work) {
+    at::RecordFunction span(at::RecordScope::USER_SCOPE);
+    if (span.isActive()) span.before(concat("torch_overlap::", item.name));
+    item.work();
+  }
+  ++queue.done;
+  return true;
+}
+
+void HostLanes::join() {
+  // Communication first: what it starts goes on while products are computed.
+  std::vector<size_t> order(queues_.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  try {
+    while (std::any_of(queues_.begin(), queues_.end(),
+                       [](const Queue& queue) { return !queue.items.empty(); })) {
+      if (shuffles_) std::shuffle(order.begin(), order.end(), random_);
+      const bool advanced = std::any_of(order.begin(), order.end(),
+                                        [this](size_t i) { return advance(queues_[i]); });
+      if (!advanced) std::this_thread::yield();  // another rank's turn
+    }
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
+
+void HostLanes::cancel() noexcept {
+  for (Queue& queue : queues_) {
+    queue.items.clear();
+    queue.done = queue.put;
+  }
+}
+
+}  // namespace torch_overlap

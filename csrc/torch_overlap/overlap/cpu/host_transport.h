@@ -1,0 +1,37 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "torch_overlap/overlap/device.h"
+
+namespace torch_overlap {
+
+// Through memory that the ranks of a host share.
+class HostTransport final : public Transport {
+ public:
+  HostTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
+      : memory_(std::move(memory)), options_(std::move(options)) {}
+
+  std::string_view name() const override { return "shared memory"; }
+  bool is_direct() const override { return true; }
+  void begin() override;
+  void end() override;
+  void exchange(Lanes& lanes, int lane, const Move& move) override;
+  void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
+  void post(Lanes& lanes, int lane, int flag) override;
+  at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
+                  at::ScalarType dtype) const override;
+
+ private:
+  std::atomic_ref<uint32_t> word(int rank, int64_t at) const;
+  // Says whether the word has come to `epoch`; throws when that takes longer than the timeout,
+  // counted from the first time that it is asked.
+  std::function<bool()> reaches(int64_t at, uint32_t epoch, std::string what) const;
+
+  const std::shared_ptr<SymmetricMemory> memory_;
+  const DirectOptions options_;
+  uint32_t epoch_ = 0;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,85 @@
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/overlap/cuda/kernels.h"
+#include "torch_overlap/overlap/cuda/lanes.h"
+#include "torch_overlap/overlap/cuda/transport.h"
+
+namespace torch_overlap {
+namespace {
+
+cuda::SumType sum_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return cuda::SumType::f64;
+    case at::kFloat:
+      return cuda::SumType::f32;
+    case at::kHalf:
+      return cuda::SumType::f16;
+    case at::kBFloat16:
+      return cuda::SumType::bf16;
+    case at::kFloat8_e4m3fn:
+      return cuda::SumType::e4m3;
+    case at::kFloat8_e5m2:
+      return cuda::SumType::e5m2;
+    default:
+      fail(ErrorKind::kType, "sum: expected a floating-point tensor, got ", dtype);
+  }
+}
+
+class CudaOverlapDevice final : public OverlapDevice {
+ public:
+  std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) override {
+    return std::make_unique<cuda::CudaLanes>(device.index(), options);
+  }
+
+  std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
+                                            const DirectOptions& options) override {
+    return std::make_unique<cuda::CudaTransport>(std::move(memory), options);
+  }
+
+  void sum(const SumArgs& args) override {
+    const int64_t rows = args.out.size(0);
+    const int64_t columns = args.out.size(1);
+    if (rows == 0 || columns == 0) return;
+    TORCH_OVERLAP_CHECK(args.parts.size() <= cuda::kMostRanks, kUnsupported,
+                        "sum: expected at most ", cuda::kMostRanks, " parts, got ",
+                        args.parts.size());
+    cuda::SumParams params{};
+    for (const auto& part : args.parts) {
+      params.parts[params.count] = part.const_data_ptr();
+      params.part_stride[params.count++] = part.stride(0);
+    }
+    params.out = args.out.mutable_data_ptr();
+    params.out_stride = args.out.stride(0);
+    params.rows = rows;
+    params.columns = columns;
+    params.scale_inv = args.scale_inv.defined() ? args.scale_inv.const_data_ptr<float>() : nullptr;
+    params.factor = args.factor;
+    params.bias = args.bias.defined() ? args.bias.const_data_ptr() : nullptr;
+    params.part_type = sum_type(args.parts.at(0).scalar_type());
+    params.out_type = sum_type(args.out.scalar_type());
+    const auto* properties = at::cuda::getDeviceProperties(args.out.device().index());
+    const int cluster = properties->major >= 9 ? args.cluster : 1;
+    cuda::check(cuda::launch_sum(params, args.blocks, cluster,
+                                 c10::cuda::getCurrentCUDAStream(args.out.device().index())),
+                "sum");
+  }
+
+  int sm_count(c10::Device device) override {
+    return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
+  }
+
+  bool is_capturing() override {
+    return static_cast<bool>(cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream()));
+  }
+};
+
+const OverlapDeviceRegistration cuda_overlap_registration(c10::kCUDA,
+                                                          std::make_shared<CudaOverlapDevice>());
+
+}  // namespace
+}  // namespace torch_overlap

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "torch_overlap/symm/cuda/wait_record.h"
+
+// The kernels of overlapped operations. Launchers return CUDA's status; all run on `stream`.
+namespace torch_overlap::cuda {
+
+inline constexpr int kMostRanks = 64;
+
+// A part of a channel on this rank (ChannelLayout), as kernels see it. Words of other ranks come as
+// pointers of their own.
+struct ChannelWords {
+  uint32_t* epoch;
+  uint32_t* ticket;  // 0 between kernels
+  uint64_t id;       // of the memory, for errors
+  int rank;
+  int size;
+};
+
+// One word on every rank.
+struct WordOfAll {
+  uint32_t* at[kMostRanks];
+};
+
+// Takes the next epoch, after all others are done with the one before it: `done` is the word of
+// rank 0, those of the others follow in steps of a line.
+cudaError_t launch_begin(const ChannelWords& words, const uint32_t* done,
+                         const WaitControl& control, cudaStream_t stream);
+
+// Sets a word of every other rank to the epoch, after all that was before it on the stream. Nothing
+// is told once a wait has failed.
+cudaError_t launch_tell(const ChannelWords& words, const WordOfAll& told,
+                        const WaitControl& control, cudaStream_t stream);
+
+// Waits until the words of `count` flags have come to the epoch.
+struct FlagList {
+  const uint32_t* at[kMostRanks];
+  int32_t number[kMostRanks];  // for errors
+  int count;
+};
+cudaError_t launch_await(const ChannelWords& words, const FlagList& flags,
+                         const WaitControl& control, cudaStream_t stream);
+
+// Copies `bytes` to another rank with the stores of `blocks` blocks, in clusters of `cluster`, then
+// sets `flag` there to the epoch.
+cudaError_t launch_push(const ChannelWords& words, void* to, const void* from, size_t bytes,
+                        uint32_t* flag, const WaitControl& control, int blocks, int cluster,
+                        cudaStream_t stream);
+
+enum class SumType : int { f64, f32, f16, bf16, e4m3, e5m2 };
+
+struct SumParams {
+  const void* parts[kMostRanks];
+  int64_t part_stride[kMostRanks];  // elements from row to row
+  int count;
+  void* out;
+  int64_t out_stride;
+  int64_t rows;
+  int64_t columns;
+  const float* scale_inv;  // null: 1
+  double factor;
+  const void* bias;  // of the type of `out`; null: 0
+  SumType part_type;
+  SumType out_type;  // that of the parts; for 8-bit parts f32, f16 or bf16
+};
+// blocks 0: as many as are good.
+cudaError_t launch_sum(const SumParams& params, int blocks, int cluster, cudaStream_t stream);
+
+// Loads the code of all kernels onto the current device, before one of them waits for another.
+cudaError_t load_overlap_kernels();
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,164 @@
+#include "torch_overlap/overlap/cuda/transport.h"
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "torch_overlap/comm/backends/nccl/backend.h"
+#include "torch_overlap/comm/backends/nccl/graveyard.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/overlap/channel.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+void require(cudaError_t status, std::string_view what) { cuda::check(status, what); }
+
+// The communicator's, whose watchdog then sees what expires; else one of its own.
+std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
+  if (group.comm()) {
+    const auto backend =
+        std::dynamic_pointer_cast<NcclBackend>(group.comm()->membership()->backend);
+    if (backend) return backend->wait_board();
+  }
+  return std::make_shared<WaitBoard>(group.device().index());
+}
+
+}  // namespace
+
+// The memory and the words of its waits, for as long as a graph or the device may use them.
+class CudaTransport::Hold final : public Body {
+ public:
+  Hold(const CudaTransport& of, cudaEvent_t until)
+      : Body(of.memory_->device().index()),
+        memory_(of.memory_),
+        board_(of.board_),
+        until_(until) {}
+  ~Hold() override {
+    if (until_ != nullptr) (void)cudaEventDestroy(until_);
+  }
+  bool may_go() noexcept override {
+    return until_ == nullptr || cudaEventQuery(until_) != cudaErrorNotReady;
+  }
+
+ private:
+  const std::shared_ptr<SymmetricMemory> memory_;
+  const std::shared_ptr<WaitBoard> board_;
+  const cudaEvent_t until_;
+};
+
+CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
+    : memory_(std::move(memory)),
+      options_(std::move(options)),
+      board_(board_of(*options_.group)),
+      words_{.epoch = word(memory_->rank(), options_.layout.epoch_at()),
+             .ticket = word(memory_->rank(), options_.layout.epoch_at()) + 1,
+             .id = memory_->id(),
+             .rank = memory_->rank(),
+             .size = memory_->size()} {
+  TORCH_OVERLAP_CHECK(memory_->size() <= kMostRanks, kUnsupported, memory_->name(),
+                      ": expected at most ", kMostRanks, " ranks that share memory, got ",
+                      memory_->size());
+  open_graveyard();
+  const c10::cuda::CUDAGuard guard(memory_->device());
+  const RelaxedCapture relaxed;
+  require(load_overlap_kernels(), "overlap: loading kernels");
+  require(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming),
+                             "cudaEventCreateWithFlags");
+}
+
+CudaTransport::~CudaTransport() { bury(new Hold(*this, ended_)); }
+
+cudaStream_t CudaTransport::current_stream() const {
+  return c10::cuda::getCurrentCUDAStream(memory_->device().index()).stream();
+}
+
+WaitControl CudaTransport::control() const {
+  return board_->control(memory_->id(), memory_->name(), options_.group->timeout());
+}
+
+WordOfAll CudaTransport::word_of_all(int64_t at) const {
+  WordOfAll words{};
+  for (int rank = 0; rank < memory_->size(); ++rank) words.at[rank] = word(rank, at);
+  return words;
+}
+
+void CudaTransport::keep_for_graph() {
+  const Capture capture = capture_of(current_stream());
+  if (!capture || capture.id == kept_for_) return;
+  on_graph_death(
+      capture.graph, [](void* body) { bury(static_cast<Hold*>(body)); }, new Hold(*this, nullptr));
+  kept_for_ = capture.id;
+}
+
+void CudaTransport::check() const {
+  if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
+}
+
+void CudaTransport::begin() {
+  keep_for_graph();
+  require(
+      launch_begin(words_, word(memory_->rank(), options_.layout.done_at(0)), control(),
+                   current_stream()),
+      "overlap: begin");
+}
+
+void CudaTransport::end() {
+  const cudaStream_t stream = current_stream();
+  require(
+      launch_tell(words_, word_of_all(options_.layout.done_at(memory_->rank())), control(), stream),
+      "overlap: end");
+  if (!capture_of(stream)) require(cudaEventRecord(ended_, stream), "cudaEventRecord");
+}
+
+void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+  lanes.run(lane, "exchange", [&] {
+    const cudaStream_t stream = current_stream();
+    uint32_t* const flag = word(move.to, options_.layout.flag_at(move.flag));
+    const size_t bytes = move.give.nbytes();
+    const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
+    if (!options_.use_ce) {
+      require(
+          launch_push(words_, there(move.to, move.at), from, bytes, flag, control(),
+                      options_.blocks, options_.cluster, stream),
+          "overlap: push");
+      return;
+    }
+    if (bytes > 0) {
+      require(cudaMemcpyAsync(there(move.to, move.at), from, bytes,
+                                                 cudaMemcpyDeviceToDevice, stream),
+                                 "cudaMemcpyAsync to a peer");
+    }
+    require(cudaMemcpyAsync(flag, words_.epoch, sizeof(uint32_t),
+                                               cudaMemcpyDeviceToDevice, stream),
+                               "cudaMemcpyAsync of a flag");
+  });
+}
+
+void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+  lanes.run(lane, "await", [&] {
+    FlagList list{};
+    for (const int flag : flags) {
+      list.at[list.count] = word(memory_->rank(), options_.layout.flag_at(flag));
+      list.number[list.count++] = flag;
+    }
+    require(launch_await(words_, list, control(), current_stream()),
+                               "overlap: await");
+  });
+}
+
+void CudaTransport::post(Lanes& lanes, int lane, int flag) {
+  lanes.run(lane, "post", [&] {
+    require(
+        launch_tell(words_, word_of_all(options_.layout.flag_at(flag + memory_->rank())), control(),
+                    current_stream()),
+        "overlap: post");
+  });
+}
+
+at::Tensor CudaTransport::peer(int rank, int64_t at, c10::IntArrayRef sizes,
+                               at::ScalarType dtype) const {
+  return memory_->view(rank, sizes, dtype, at);
+}
+
+}  // namespace torch_overlap::cuda

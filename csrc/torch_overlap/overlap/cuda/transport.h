@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "torch_overlap/overlap/cuda/kernels.h"
+#include "torch_overlap/overlap/device.h"
+#include "torch_overlap/symm/cuda/wait_board.h"
+
+namespace torch_overlap::cuda {
+
+// Through memory of other GPUs that this one reaches: by copy engines, or by the stores of a kernel.
+//
+// All words live in device memory and hold epochs, so replays of graphs and eager calls may follow
+// each other in any order that is the same on all ranks. A copy engine copies a chunk and behind it
+// the word of the epoch, from this rank's memory to the flag in the other's: on one stream they
+// arrive in this order. What is waited for comes from copies and kernels of other ranks that wait
+// for nothing of this one but what came before in the order of the operations.
+class CudaTransport final : public Transport {
+ public:
+  CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options);
+  // What it holds lives until the device is done with it.
+  ~CudaTransport() override;
+
+  std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
+  bool is_direct() const override { return true; }
+  void check() const override;
+  void begin() override;
+  void end() override;
+  void exchange(Lanes& lanes, int lane, const Move& move) override;
+  void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
+  void post(Lanes& lanes, int lane, int flag) override;
+  at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
+                  at::ScalarType dtype) const override;
+
+ private:
+  class Hold;
+  void* there(int rank, int64_t at) const {
+    return static_cast<std::byte*>(memory_->pointer(rank)) + at;
+  }
+  uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(there(rank, at)); }
+  WordOfAll word_of_all(int64_t at) const;
+  cudaStream_t current_stream() const;
+  WaitControl control() const;
+  // The graph that captures the current stream, if one does, keeps what it needs of this.
+  void keep_for_graph();
+
+  const std::shared_ptr<SymmetricMemory> memory_;
+  const DirectOptions options_;
+  const std::shared_ptr<WaitBoard> board_;
+  const ChannelWords words_;
+  unsigned long long kept_for_ = 0;
+  cudaEvent_t ended_ = nullptr;
+};
+
+}  // namespace torch_overlap::cuda

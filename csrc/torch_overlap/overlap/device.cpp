@@ -1,0 +1,38 @@
+#include "torch_overlap/overlap/device.h"
+
+#include <map>
+#include <mutex>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+struct Devices {
+  std::mutex mutex;
+  std::map<c10::DeviceType, std::shared_ptr<OverlapDevice>> by_type;
+};
+
+Devices& devices() {
+  static auto* instance = new Devices;
+  return *instance;
+}
+
+}  // namespace
+
+void register_overlap_device(c10::DeviceType type, std::shared_ptr<OverlapDevice> device) {
+  const std::lock_guard lock(devices().mutex);
+  devices().by_type.insert_or_assign(type, std::move(device));
+}
+
+OverlapDevice& overlap_device(std::string_view op, c10::DeviceType type) {
+  const std::lock_guard lock(devices().mutex);
+  const auto found = devices().by_type.find(type);
+  TORCH_OVERLAP_CHECK(found != devices().by_type.end(), kUnsupported, op,
+                      ": expected a device that overlapped operations run on, got ",
+                      c10::DeviceTypeName(type, /*lower_case=*/true),
+                      "; this build has none for it");
+  return *found->second;
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/overlap/lanes.h"
+#include "torch_overlap/overlap/transport.h"
+#include "torch_overlap/symm/symmetric_memory.h"
+
+namespace torch_overlap {
+
+class OverlapGroup;
+
+// out = (parts[0] + parts[1] + ...) * scale_inv * factor + bias, in the order of the parts.
+struct SumArgs {
+  at::Tensor out;                 // [rows, columns], stride(1) == 1
+  std::vector<at::Tensor> parts;  // [rows, columns], stride(1) == 1, of one dtype
+  at::Tensor scale_inv;           // one fp32; undefined: 1
+  double factor = 1;
+  at::Tensor bias;     // [columns]; undefined: 0
+  int blocks = 0;      // CUDA: how many may work at it; 0: as many as are good
+  int cluster = 1;     // CUDA: of how many blocks
+};
+
+// How a part of a channel lies in symmetric memory:
+//
+//   data (bytes, rounded up) | epoch | flags[flags] | done[size]        a line of 128 bytes each
+//
+// The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
+// is there, and done[r] that of the last operation that rank r has finished.
+struct ChannelLayout {
+  static constexpr int64_t kLine = 128;
+  int64_t bytes = 0;
+  int flags = 0;
+  int size = 1;
+
+  int64_t epoch_at() const { return (bytes + kLine - 1) / kLine * kLine; }
+  int64_t flag_at(int flag) const { return epoch_at() + kLine * (1 + flag); }
+  int64_t done_at(int rank) const { return flag_at(flags) + kLine * rank; }
+  int64_t total() const { return done_at(size); }
+};
+
+// What a transport over symmetric memory needs to know.
+struct DirectOptions {
+  ChannelLayout layout;
+  bool use_ce = false;
+  int blocks = 16;
+  int cluster = 1;
+  std::shared_ptr<const OverlapGroup> group;
+};
+
+// What an overlapped operation needs of one kind of device. A folder a kind (cpu/, cuda/), which
+// registers itself: what is built decides what there is. Threads: any.
+class TORCH_OVERLAP_API OverlapDevice {
+ public:
+  virtual ~OverlapDevice() = default;
+
+  virtual std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) = 0;
+  virtual std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
+                                                    const DirectOptions& options) = 0;
+  // On the current stream. 8- and 16-bit floats accumulate in fp32 and are rounded once; fp32 and
+  // fp64 in their own type.
+  virtual void sum(const SumArgs& args) = 0;
+  // 0 where there is no such thing.
+  virtual int sm_count(c10::Device device) = 0;
+  virtual bool is_capturing() = 0;
+};
+
+TORCH_OVERLAP_API void register_overlap_device(c10::DeviceType type,
+                                               std::shared_ptr<OverlapDevice> device);
+// Throws kUnsupported, naming `op`, where there is none.
+TORCH_OVERLAP_API OverlapDevice& overlap_device(std::string_view op, c10::DeviceType type);
+
+struct TORCH_OVERLAP_API OverlapDeviceRegistration {
+  OverlapDeviceRegistration(c10::DeviceType type, std::shared_ptr<OverlapDevice> device) {
+    register_overlap_device(type, std::move(device));
+  }
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/overlap/channel.h"
+#include "torch_overlap/overlap/schedule.h"
+
+// The overlapped operations, as what they put on the lanes of a channel. Arguments are checked by
+// who calls; what is checked here throws before anything is sent.
+namespace torch_overlap {
+
+// Products of all ranks' rows, each begun as soon as its rows have arrived.
+struct GatherGemm {
+  // Of all rows: lhs.data, out, ... have rows.rows rows; lhs.data is `gathered`.
+  std::vector<GemmArgs> gemms;
+  RowShare rows;
+  at::Tensor own;       // this rank's rows [length, k], contiguous; may be where they are gathered
+  at::Tensor gathered;  // [rows, k], contiguous, in the channel's data from byte `at` on
+  int64_t at = 0;
+  at::Tensor copy;  // [rows, k]: becomes all rows; undefined: not asked for
+  GatherOrder order = GatherOrder::direct;
+};
+// Uses flags 0 .. size - 1. Afterwards `gathered` holds all rows but, in order `direct`, this
+// rank's own if they were elsewhere.
+TORCH_OVERLAP_API void run_gather_gemm(std::string_view op, OverlapChannel& channel,
+                                       const GatherGemm& problem);
+
+// A product whose rows are summed over ranks, each by its owner.
+struct ScatterGemm {
+  GemmArgs gemm;  // of all rows: out is `partial`
+  RowShare rows;
+  at::Tensor partial;  // [rows, columns], contiguous: where this rank's products go
+  int64_t at = 0;      // byte of the channel's data: room for size x rows.largest() rows
+  at::Tensor out;      // [length, columns] of this rank
+  at::Tensor scale_inv;
+  double factor = 1;
+  at::Tensor bias;  // [columns], added once
+};
+// Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
+TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
+                                        const ScatterGemm& problem);
+
+// A product in pieces of its columns or rows, each of which is summed over ranks while the next is
+// made.
+struct PipelinedGemm {
+  GemmArgs gemm;   // of all rows and columns; out is not looked at
+  RowShare rows;
+  int64_t columns = 0;
+  at::ScalarType dtype = at::kFloat;  // of the partial products
+  int64_t at = 0;   // byte of the channel's data where the partial products go, piece by piece
+  int splits = 1;
+  bool overlap_first_gemm = false;
+  at::Tensor out;  // [length, columns] of this rank
+  at::Tensor scale_inv;
+  at::Tensor bias;  // [columns], added once
+  int blocks = 0;
+  int cluster = 1;
+};
+// Uses flags 0 .. splits * size - 1.
+TORCH_OVERLAP_API void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
+                                          const PipelinedGemm& problem);
+
+// A collective beside a product that has nothing to do with it.
+struct BulkGemm {
+  std::vector<GemmArgs> gemms;  // may be none
+  RowShare rows;
+  int64_t columns = 0;
+  at::ScalarType dtype = at::kFloat;
+  int64_t at = 0;        // byte of the channel's data where the [rows, columns] lie
+  bool gathers = true;   // all-gather of the rows; else their reduce-scatter
+  at::Tensor out;        // reduce-scatter: [length, columns]; may be the own rows themselves
+  at::Tensor scale_inv;  // reduce-scatter
+  int blocks = 0;
+  int cluster = 1;
+  OverlapChannel* lender = nullptr;  // whose lanes to use; null: the channel's own
+};
+// Uses flags 0 .. size - 1.
+TORCH_OVERLAP_API void run_bulk_gemm(std::string_view op, OverlapChannel& channel,
+                                     const BulkGemm& problem);
+
+}  // namespace torch_overlap

@@ -1,0 +1,101 @@
+#include "torch_overlap/overlap/registry.h"
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+struct Held {
+  std::weak_ptr<TorchComm> comm;
+  const TorchComm* comm_address = nullptr;
+  CommOverlapEntry entry;
+  std::shared_ptr<CommOverlapCore> buffer;
+};
+
+struct Buffers {
+  std::mutex mutex;
+  std::map<int64_t, Held> by_id;
+  int64_t last = 0;
+};
+
+Buffers& buffers() {
+  static auto* instance = new Buffers;
+  return *instance;
+}
+
+// The entry of an equal buffer; with the lock.
+std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
+                                             const CommOverlapConfig& config) {
+  auto& all = buffers().by_id;
+  return std::find_if(all.begin(), all.end(), [&](const auto& item) {
+    const Held& held = item.second;
+    return held.comm_address == &comm && !held.comm.expired() && held.entry.config == config;
+  });
+}
+
+}  // namespace
+
+int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
+                                   const CommOverlapConfig& config) {
+  {
+    const std::lock_guard lock(buffers().mutex);
+    if (const auto found = find_equal(*comm, config); found != buffers().by_id.end()) {
+      ++found->second.entry.holds;
+      return found->first;
+    }
+  }
+  // Without the lock: it waits for the other ranks, which may be threads of this process.
+  auto buffer = CommOverlapCore::create(OverlapGroup::of(comm), config);
+  const std::lock_guard lock(buffers().mutex);
+  const int64_t id = ++buffers().last;
+  buffers().by_id.emplace(id, Held{.comm = comm,
+                                   .comm_address = comm.get(),
+                                   .entry = {comm->name(), config, 1},
+                                   .buffer = std::move(buffer)});
+  return id;
+}
+
+void destroy_comm_overlap_buffer(int64_t id) {
+  std::shared_ptr<CommOverlapCore> last;  // ends after the lock
+  const std::lock_guard lock(buffers().mutex);
+  const auto found = buffers().by_id.find(id);
+  TORCH_OVERLAP_CHECK(found != buffers().by_id.end(), kValue,
+                      "destroy_comm_overlap_buffer: expected the id of a live buffer, got ", id,
+                      id > 0 && id <= buffers().last ? ", which was destroyed" : "");
+  if (--found->second.entry.holds > 0) return;
+  last = std::move(found->second.buffer);
+  buffers().by_id.erase(found);
+}
+
+void destroy_all_comm_overlap_buffers() {
+  std::map<int64_t, Held> all;
+  {
+    const std::lock_guard lock(buffers().mutex);
+    all.swap(buffers().by_id);
+  }
+  while (!all.empty()) all.erase(std::prev(all.end()));
+}
+
+std::shared_ptr<CommOverlapCore> find_comm_overlap_buffer(std::string_view op, int64_t id) {
+  const std::lock_guard lock(buffers().mutex);
+  const auto found = buffers().by_id.find(id);
+  TORCH_OVERLAP_CHECK(found != buffers().by_id.end(), kValue, op,
+                      ": expected comm_overlap_id to be the id of a live buffer, got ", id,
+                      id > 0 && id <= buffers().last
+                          ? ", which was destroyed"
+                          : "; make one with create_comm_overlap_buffer()");
+  return found->second.buffer;
+}
+
+std::map<int64_t, CommOverlapEntry> comm_overlap_buffers() {
+  std::map<int64_t, CommOverlapEntry> entries;
+  const std::lock_guard lock(buffers().mutex);
+  for (const auto& [id, held] : buffers().by_id) entries.emplace(id, held.entry);
+  return entries;
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,106 @@
+#include "torch_overlap/overlap/schedule.h"
+
+#include <algorithm>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+int wrap(int rank, int size) { return (rank % size + size) % size; }
+
+GatherSchedule ring_of_chunks(int rank, int size) {
+  GatherSchedule schedule{.exchanges = {}, .steps = {{rank}}};
+  for (int i = 1; i < size; ++i) {
+    const int get = wrap(rank - i, size);
+    schedule.exchanges.push_back({.to = wrap(rank + 1, size),
+                                  .give = wrap(rank - i + 1, size),
+                                  .from = wrap(rank - 1, size),
+                                  .get = get});
+    schedule.steps.push_back({get});
+  }
+  return schedule;
+}
+
+GatherSchedule direct_chunks(int rank, int size) {
+  GatherSchedule schedule{.exchanges = {}, .steps = {{rank}}};
+  for (int i = 1; i < size; ++i) {
+    const int from = wrap(rank - i, size);
+    schedule.exchanges.push_back(
+        {.to = wrap(rank + i, size), .give = rank, .from = from, .get = from});
+    schedule.steps.push_back({from});
+  }
+  return schedule;
+}
+
+GatherSchedule pairs_of_chunks(int rank, int size) {
+  TORCH_OVERLAP_CHECK(size % 2 == 0, kValue,
+                      "gather_schedule: expected an even number of ranks for products of two "
+                      "chunks, got ",
+                      size);
+  GatherSchedule schedule;
+  const int other = rank ^ 1;
+  for (int i = 0; i < size / 2; ++i) {
+    // Each is a permutation of the ranks: whoever one gives to gets from it.
+    for (const int member : {rank, other}) {
+      const int from = wrap(member - 2 * i, size);
+      if (from == rank) continue;
+      schedule.exchanges.push_back(
+          {.to = wrap(member + 2 * i, size), .give = rank, .from = from, .get = from});
+    }
+    schedule.steps.push_back({.first = wrap(rank - rank % 2 - 2 * i, size), .count = 2});
+  }
+  return schedule;
+}
+
+}  // namespace
+
+int64_t RowShare::begin(int rank) const { return std::min(rank * largest(), rows); }
+
+int64_t RowShare::length(int rank) const { return begin(rank + 1) - begin(rank); }
+
+GatherSchedule gather_schedule(int rank, int size, GatherOrder order) {
+  switch (order) {
+    case GatherOrder::ring:
+      return ring_of_chunks(rank, size);
+    case GatherOrder::pairs:
+      return pairs_of_chunks(rank, size);
+    case GatherOrder::direct:
+      break;
+  }
+  return direct_chunks(rank, size);
+}
+
+ScatterSchedule scatter_schedule(int rank, int size) {
+  ScatterSchedule schedule;
+  for (int i = 1; i < size; ++i) {
+    const int to = wrap(rank + i, size);
+    schedule.steps.push_back({to});
+    schedule.exchanges.push_back(
+        {.to = to, .give = to, .from = wrap(rank - i, size), .get = rank});
+  }
+  schedule.steps.push_back({rank});
+  return schedule;
+}
+
+std::vector<Piece> pieces(int64_t total, int64_t count, int64_t multiple) {
+  const int64_t even = (total + std::max<int64_t>(count, 1) - 1) / std::max<int64_t>(count, 1);
+  const int64_t length = (even + multiple - 1) / multiple * multiple;
+  std::vector<Piece> found;
+  for (int64_t begin = 0; begin < total; begin += length) {
+    found.push_back({begin, std::min(length, total - begin)});
+  }
+  return found;
+}
+
+std::vector<PipelineStep> pipeline_order(int count, bool overlap_first_gemm) {
+  std::vector<PipelineStep> order;
+  const int ahead = overlap_first_gemm ? 1 : 0;
+  for (int i = 0; i < count + ahead; ++i) {
+    if (i < count) order.push_back({true, i});
+    if (i >= ahead) order.push_back({false, i - ahead});
+  }
+  return order;
+}
+
+}  // namespace torch_overlap

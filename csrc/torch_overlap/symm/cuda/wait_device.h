@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstdint>
+
+#include "torch_overlap/symm/cuda/wait_record.h"
+
+// How kernels wait for other ranks: bounded in time, stopped by the host, and of all that expire
+// the first one says what it waited for. For .cu files.
+namespace torch_overlap::cuda {
+
+// What `failed` holds: nothing has gone wrong, somebody writes down what has, it is written.
+inline constexpr uint32_t kFine = 0;
+inline constexpr uint32_t kWriting = 1;
+inline constexpr uint32_t kFailed = 2;
+
+// How often a wait looks at host memory, which takes a trip over PCIe.
+inline constexpr uint64_t kLookAtHostNs = 20'000;
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release(uint64_t* address, uint64_t value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+// Whether a wait has failed or the host has stopped them: what a rank would be told need not be
+// true any more. Looks at host memory.
+__device__ __forceinline__ bool has_failed(const WaitControl& control) {
+  return *static_cast<const volatile uint32_t*>(control.failed) != kFine ||
+         *static_cast<const volatile uint32_t*>(&control.record->stopped) != 0;
+}
+
+// Waits until `is_there(seen)`, where seen = load_acquire(address). False if it gave up: expired
+// (then `what` is on record: kind, window, peer and expected), stopped, or another wait had failed.
+template <typename Word, typename IsThere>
+__device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
+                           const WaitRecord& what) {
+  const volatile uint32_t* failed = control.failed;
+  const volatile uint32_t* stopped = &control.record->stopped;
+  Word seen = load_acquire(address);
+  if (is_there(seen)) return true;
+  const uint64_t begin = now_ns();
+  uint64_t look_at_host = begin + kLookAtHostNs;
+  unsigned int nap = 32;
+  while (!is_there(seen)) {
+    if (*failed == kFailed) return false;
+    const uint64_t now = now_ns();
+    if (now >= look_at_host) {
+      if (*stopped != 0) {
+        atomicCAS(control.failed, kFine, kFailed);  // what comes behind must not be signalled
+        return false;
+      }
+      look_at_host = now + kLookAtHostNs;
+    }
+    if (now - begin >= control.timeout_ns) {
+      if (atomicCAS(control.failed, kFine, kWriting) == kFine) {
+        volatile WaitRecord* record = control.record;
+        record->kind = what.kind;
+        record->window = what.window;
+        record->peer = what.peer;
+        record->expected = what.expected;
+        record->seen = seen;
+        record->timeout_ns = control.timeout_ns;
+        __threadfence_system();
+        record->expired = 1;
+        // The host must see that before it sees another wait end.
+        __threadfence_system();
+        atomicExch(control.failed, kFailed);
+      } else {
+        while (*failed == kWriting) __nanosleep(64);  // until the few words above are written
+      }
+      return false;
+    }
+    __nanosleep(nap);
+    nap = min(nap * 2, 256U);
+    seen = load_acquire(address);
+  }
+  return true;
+}
+
+}  // namespace torch_overlap::cuda
