@@ -22,6 +22,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_backends(module);
   register_gloo(module);
   register_c10d(module);
+  register_gemm(module);
   register_mesh(module);
   register_overlap(module);
 }
