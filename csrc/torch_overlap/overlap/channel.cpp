@@ -73,9 +73,8 @@ std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) cons
   if (!comm_) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
   const auto members = comm_->membership();
   if (!members->context.store) return nullptr;
-  return std::make_unique<StoreBootstrap>(members->context.store,
-                                          concat(what, " of '", name_, "'"), rank_, size_,
-                                          timeout());
+  return std::make_unique<StoreBootstrap>(members->context.store, concat(what, " of '", name_, "'"),
+                                          rank_, size_, timeout());
 }
 
 void OverlapGroup::require_active(std::string_view op) const {
@@ -125,9 +124,11 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
       channel->obstacle_ = "ranks are told not to use each other's memory";
     } else {
       try {
-        channel->memory_ = SymmetricMemory::rendezvous(
-            *bootstrap, {.op = request.op, .name = request.name, .tensor = channel->part_,
-                         .digest = {}, .fault = {}});
+        channel->memory_ = SymmetricMemory::rendezvous(*bootstrap, {.op = request.op,
+                                                                    .name = request.name,
+                                                                    .tensor = channel->part_,
+                                                                    .digest = {},
+                                                                    .fault = {}});
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::kUnsupported) throw;
         channel->obstacle_ = error.what();  // the same on all ranks
@@ -140,13 +141,12 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                       channel->obstacle_);
   channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
   if (channel->memory_) {
-    channel->transport_ = channel->device_->make_transport(
-        channel->memory_,
-        {.layout = channel->layout_,
-         .use_ce = request.use_ce,
-         .blocks = request.blocks,
-         .cluster = request.cluster,
-         .group = group});
+    channel->transport_ =
+        channel->device_->make_transport(channel->memory_, {.layout = channel->layout_,
+                                                            .use_ce = request.use_ce,
+                                                            .blocks = request.blocks,
+                                                            .cluster = request.cluster,
+                                                            .group = group});
   } else {
     channel->transport_ = std::make_unique<CommTransport>(group->comm());
   }

@@ -24,9 +24,8 @@ int64_t parts_at(const CommOverlapConfig& config) {
 
 OverlapChannel::Request channel_request(const OverlapGroup& group,
                                         const CommOverlapConfig& config) {
-  OverlapChannel::Request request{.op = std::string(kCreate),
-                                  .name = concat("overlap buffer"),
-                                  .digest = config.text()};
+  OverlapChannel::Request request{
+      .op = std::string(kCreate), .name = concat("overlap buffer"), .digest = config.text()};
   try {
     config.validate(kCreate);
     TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,
@@ -40,7 +39,7 @@ OverlapChannel::Request channel_request(const OverlapGroup& group,
   const auto row = config.buffer_shape[1] * static_cast<int64_t>(config.bytes() / config.numel());
   request.bytes = parts_at(config);
   if (receives_parts(config)) request.bytes += config.tp_size * rows.largest() * row;
-  request.flags = config.tp_size * std::max(config.num_splits, 1);
+  request.flags = config.tp_size * (config.num_splits + 1);
   const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
   const int products = config.method == CommOverlapMethod::BULK ? 1
                        : is_ring ? config.tp_size / (config.aggregate_ag ? 2 : 1)
@@ -97,7 +96,8 @@ GemmArgs CommOverlapCore::with_margin(GemmArgs args) const {
   return args;
 }
 
-// --- The buffer ------------------------------------------------------------------------------------
+// --- The buffer
+// ------------------------------------------------------------------------------------
 
 void CommOverlapCore::set_active_tokens(int64_t tokens) {
   TORCH_OVERLAP_CHECK(tokens >= 0 && tokens <= config_.buffer_shape[0], kValue,
@@ -137,15 +137,17 @@ void CommOverlapCore::copy_into_buffer(const Tensor& input, bool local_chunk) {
 }
 
 void CommOverlapCore::set_ubuf_scale_inv(const Tensor& scale_inv) {
-  TORCH_OVERLAP_CHECK(is_fp8_ubuf(), kType, "set_ubuf_scale_inv: expected a buffer of 8-bit "
-                      "elements, got one of ", config_.buffer_dtype);
-  TORCH_OVERLAP_CHECK(scale_inv.defined() && scale_inv.scalar_type() == at::kFloat &&
-                          scale_inv.numel() == 1 && scale_inv.device() == group().device(),
-                      kType, "set_ubuf_scale_inv: expected one float32 on ", group().device(),
-                      ", got ",
-                      scale_inv.defined() ? concat(scale_inv.sizes(), " ", scale_inv.scalar_type(),
-                                                   " on ", scale_inv.device())
-                                          : "no tensor");
+  TORCH_OVERLAP_CHECK(is_fp8_ubuf(), kType,
+                      "set_ubuf_scale_inv: expected a buffer of 8-bit "
+                      "elements, got one of ",
+                      config_.buffer_dtype);
+  TORCH_OVERLAP_CHECK(
+      scale_inv.defined() && scale_inv.scalar_type() == at::kFloat && scale_inv.numel() == 1 &&
+          scale_inv.device() == group().device(),
+      kType, "set_ubuf_scale_inv: expected one float32 on ", group().device(), ", got ",
+      scale_inv.defined()
+          ? concat(scale_inv.sizes(), " ", scale_inv.scalar_type(), " on ", scale_inv.device())
+          : "no tensor");
   scale_inv_ = scale_inv;
 }
 
@@ -160,39 +162,40 @@ at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
 void CommOverlapCore::check_rs_output(std::string_view op, const Tensor& rs_output,
                                       int64_t columns) const {
   const std::vector<int64_t> expected{rows().length(rank()), columns};
-  TORCH_OVERLAP_CHECK(rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
-                          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
-                      kValue, op, ": GEMM->RS overlap output buffer is sized incorrectly: expected ",
-                      list_string(expected), " with contiguous rows, got ",
-                      rs_output.defined() ? concat(rs_output.sizes(), " of strides ",
-                                                   rs_output.strides())
-                                          : "no tensor");
-  TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op,
-                      ": expected rs_output on ", group().device(), ", got ", rs_output.device());
+  TORCH_OVERLAP_CHECK(
+      rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
+          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
+      kValue, op, ": GEMM->RS overlap output buffer is sized incorrectly: expected ",
+      list_string(expected), " with contiguous rows, got ",
+      rs_output.defined() ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
+                          : "no tensor");
+  TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op, ": expected rs_output on ",
+                      group().device(), ", got ", rs_output.device());
   const bool fits = is_fp8_ubuf() ? c10::isReducedFloatingType(rs_output.scalar_type()) ||
                                         rs_output.scalar_type() == at::kFloat
                                   : rs_output.scalar_type() == config_.buffer_dtype;
   TORCH_OVERLAP_CHECK(fits && !(is_fp8_ubuf() && rs_output.element_size() == 1), kType, op,
                       ": expected rs_output of ",
-                      is_fp8_ubuf() ? "float32, float16 or bfloat16"
-                                    : concat(config_.buffer_dtype),
+                      is_fp8_ubuf() ? "float32, float16 or bfloat16" : concat(config_.buffer_dtype),
                       ", got ", rs_output.scalar_type());
 }
 
-// --- Products --------------------------------------------------------------------------------------
+// --- Products
+// --------------------------------------------------------------------------------------
 
 void CommOverlapCore::require_bulk(std::string_view op) const {
-  TORCH_OVERLAP_CHECK(has_bulk(), kUnsupported, op,
-                      ": Operation not supported. Expected a buffer of method BULK or PIPELINE, got ",
-                      to_string(config_.method));
+  TORCH_OVERLAP_CHECK(
+      has_bulk(), kUnsupported, op,
+      ": Operation not supported. Expected a buffer of method BULK or PIPELINE, got ",
+      to_string(config_.method));
 }
 
 void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, bool atomic) const {
-  TORCH_OVERLAP_CHECK(
-      has_split(type), kUnsupported, op, ": Operation not supported. Expected a buffer of ",
-      type == CommOverlapType::AG ? "method RING_EXCHANGE and type AG"
-                                  : "method PIPELINE or RING_EXCHANGE and type RS",
-      ", got ", to_string(config_.method), " and ", to_string(config_.comm_type));
+  TORCH_OVERLAP_CHECK(has_split(type), kUnsupported, op,
+                      ": Operation not supported. Expected a buffer of ",
+                      type == CommOverlapType::AG ? "method RING_EXCHANGE and type AG"
+                                                  : "method PIPELINE or RING_EXCHANGE and type RS",
+                      ", got ", to_string(config_.method), " and ", to_string(config_.comm_type));
   TORCH_OVERLAP_CHECK(!atomic || config_.atomic_gemm, kState, op,
                       ": expected a buffer made with atomic_gemm, got one without; use ",
                       type == CommOverlapType::AG ? "split_overlap_ag" : "split_overlap_rs");
@@ -204,10 +207,9 @@ void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
   require_bulk(kOp);
   TORCH_OVERLAP_CHECK(type == CommOverlapType::AG || type == CommOverlapType::RS, kValue, kOp,
                       ": invalid collective type: expected AG or RS, got ", to_string(type));
-  TORCH_OVERLAP_CHECK(
-      config_.comm_type == CommOverlapType::NONE || config_.comm_type == type, kValue, kOp,
-      ": invalid collective type: expected that of the buffer, ", to_string(config_.comm_type),
-      ", got ", to_string(type));
+  TORCH_OVERLAP_CHECK(config_.comm_type == CommOverlapType::NONE || config_.comm_type == type,
+                      kValue, kOp, ": invalid collective type: expected that of the buffer, ",
+                      to_string(config_.comm_type), ", got ", to_string(type));
   do_bulk(args, type, rs_output);
 }
 
@@ -243,13 +245,14 @@ void CommOverlapCore::atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor&
 GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& args,
                                           const Tensor& rs_output) const {
   const GemmEpilogue& epilogue = args.epilogue;
-  TORCH_OVERLAP_CHECK(!args.accumulate, kUnsupported, op,
-                      ": expected accumulate=False: partial products replace what the buffer holds");
-  TORCH_OVERLAP_CHECK(!epilogue.gelu && !epilogue.gelu_input.defined() &&
-                          !epilogue.bias_grad.defined(),
-                      kUnsupported, op,
-                      ": expected no GELU and no bias gradient with a reduce-scatter: they belong "
-                      "behind the sum");
+  TORCH_OVERLAP_CHECK(
+      !args.accumulate, kUnsupported, op,
+      ": expected accumulate=False: partial products replace what the buffer holds");
+  TORCH_OVERLAP_CHECK(
+      !epilogue.gelu && !epilogue.gelu_input.defined() && !epilogue.bias_grad.defined(),
+      kUnsupported, op,
+      ": expected no GELU and no bias gradient with a reduce-scatter: they belong "
+      "behind the sum");
   GemmArgs product = args;
   product.epilogue = {};
   product.out = get_buffer();  // for the check; who runs it cuts it
@@ -264,7 +267,8 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
   return with_margin(product);
 }
 
-// --- Collectives beside products -------------------------------------------------------------------
+// --- Collectives beside products
+// -------------------------------------------------------------------
 
 CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
                                  const CommOverlapConfig& config)
@@ -294,7 +298,9 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
                  .dtype = config().buffer_dtype,
                  .at = 0,
                  .gathers = gathers,
-                 .out = gathers ? Tensor() : rs_output.defined() ? rs_output : get_buffer(true),
+                 .out = gathers               ? Tensor()
+                        : rs_output.defined() ? rs_output
+                                              : get_buffer(true),
                  .scale_inv = gathers ? Tensor() : scale_of_sum(kOp),
                  .blocks = config().num_comm_sm,
                  .cluster = config().comm_cga_size});
@@ -336,7 +342,8 @@ void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Ten
   set_path(op, describe(config().num_splits));
 }
 
-// --- Chunks from rank to rank ----------------------------------------------------------------------
+// --- Chunks from rank to rank
+// ----------------------------------------------------------------------
 
 CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
                                        const CommOverlapConfig& config)
@@ -352,10 +359,12 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
   GemmArgs whole = args;
   TORCH_OVERLAP_CHECK(!args.lhs.transposed, kUnsupported, op,
                       ": expected lhs as it is, [tokens, features], got it transposed");
-  TORCH_OVERLAP_CHECK(args.lhs.scaling == ScalingMode::NO_SCALING ||
-                          is_tensor_scaling(args.lhs.scaling),
-                      kUnsupported, op, ": expected lhs without scaling, or with one factor that all "
-                      "ranks share, got ", to_string(args.lhs.scaling));
+  TORCH_OVERLAP_CHECK(
+      args.lhs.scaling == ScalingMode::NO_SCALING || is_tensor_scaling(args.lhs.scaling),
+      kUnsupported, op,
+      ": expected lhs without scaling, or with one factor that all "
+      "ranks share, got ",
+      to_string(args.lhs.scaling));
   Tensor own = chunk;
   if (args.lhs.data.defined()) {
     own = args.lhs.data;
@@ -370,12 +379,11 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
   }
   if (is_fp8_ubuf() && !whole.lhs.scale_inv.defined()) whole.lhs.scale_inv = ubuf_scale_inv();
   if (gathered.defined()) {
-    TORCH_OVERLAP_CHECK(gathered.sizes() == buffer.sizes() &&
-                            gathered.element_size() == buffer.element_size(),
-                        kValue, op,
-                        ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
-                        buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(),
-                        " of ", gathered.scalar_type());
+    TORCH_OVERLAP_CHECK(
+        gathered.sizes() == buffer.sizes() && gathered.element_size() == buffer.element_size(),
+        kValue, op, ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
+        buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(), " of ",
+        gathered.scalar_type());
   }
   check_gemm(op, whole);
   whole = with_margin(whole);

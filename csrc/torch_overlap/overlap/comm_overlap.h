@@ -31,7 +31,8 @@ namespace torch_overlap {
 //
 // Streams (CUDA). A call reads and writes in the order of the current stream, and the host does not
 // wait. All may be captured in CUDA graphs; making a buffer may not. Each rank makes the same
-// calls in the same order; one call may follow another without anything between.
+// calls in the same order; one call may follow another without anything between. What a call leaves
+// in the buffer stays there until this rank's next call.
 //
 // A wait for another rank is bounded by the timeout of the group. When it expires, the call or one
 // after it throws kTimeout, and the buffer is of no more use.
@@ -70,8 +71,8 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   void set_active_tokens(int64_t tokens);
   int64_t active_tokens() const { return tokens_; }
   RowShare rows() const { return {tokens_, config_.tp_size}; }
-  // `input` [tokens, features], or the rows of this rank with local_chunk, in the buffer's dtype (or
-  // one of the same size).
+  // `input` [tokens, features], or the rows of this rank with local_chunk, in the buffer's dtype
+  // (or one of the same size).
   void copy_into_buffer(const Tensor& input, bool local_chunk = false);
   // The active part of the buffer, or of it this rank's rows: a view.
   Tensor get_buffer(bool local_chunk = false) const;
@@ -117,7 +118,8 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // `args` with the SMs that products are to leave free.
   GemmArgs with_margin(GemmArgs args) const;
   // The product of a reduce-scatter: checked, without what belongs behind the sum.
-  GemmArgs partial_product(std::string_view op, const GemmArgs& args, const Tensor& rs_output) const;
+  GemmArgs partial_product(std::string_view op, const GemmArgs& args,
+                           const Tensor& rs_output) const;
   void check_rs_output(std::string_view op, const Tensor& rs_output, int64_t columns) const;
   // Of sums of an 8-bit buffer; undefined for others.
   Tensor scale_of_sum(std::string_view op) const;

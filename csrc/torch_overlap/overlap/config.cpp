@@ -12,8 +12,8 @@ namespace {
 constexpr std::array<std::string_view, 3> kTypes{"NONE", "RS", "AG"};
 constexpr std::array<std::string_view, 4> kMethods{"NONE", "BULK", "PIPELINE", "RING_EXCHANGE"};
 constexpr std::array<std::string_view, 10> kAlgos{
-    "NO_OVERLAP",         "BULK_OVERLAP_AG",         "BULK_OVERLAP_RS",    "SPLIT_PIPELINED_AG_P2P",
-    "SPLIT_PIPELINED_RS", "SPLIT_PIPELINED_RS_P2P",  "ATOMIC_GEMM_RS",     "ATOMIC_GEMM_AG_P2P",
+    "NO_OVERLAP",         "BULK_OVERLAP_AG",         "BULK_OVERLAP_RS", "SPLIT_PIPELINED_AG_P2P",
+    "SPLIT_PIPELINED_RS", "SPLIT_PIPELINED_RS_P2P",  "ATOMIC_GEMM_RS",  "ATOMIC_GEMM_AG_P2P",
     "ATOMIC_GEMM_RS_P2P", "EXTERNAL_BULK_OVERLAP_AG"};
 
 template <size_t n, typename Enum>
@@ -51,8 +51,8 @@ std::string_view to_string(CommOverlapAlgo algo) { return name_in(kAlgos, algo);
 
 CommOverlapConfig CommOverlapConfig::defaults(CommOverlapType type, CommOverlapMethod method,
                                               int tp_size) {
-  CommOverlapConfig config{.comm_type = type, .method = method, .buffer_shape = {},
-                           .tp_size = tp_size};
+  CommOverlapConfig config{
+      .comm_type = type, .method = method, .buffer_shape = {}, .tp_size = tp_size};
   if (method == CommOverlapMethod::RING_EXCHANGE) {
     config.num_splits = tp_size;
     config.comm_cga_size = 1;
@@ -73,8 +73,10 @@ void CommOverlapConfig::validate(std::string_view op) const {
   using Type = CommOverlapType;
   using Method = CommOverlapMethod;
   TORCH_OVERLAP_CHECK(comm_type == Type::NONE || comm_type == Type::RS || comm_type == Type::AG,
-                      kValue, op, ": invalid collective type: expected NONE (0), RS (1) or AG (2), "
-                      "got ", static_cast<int64_t>(comm_type));
+                      kValue, op,
+                      ": invalid collective type: expected NONE (0), RS (1) or AG (2), "
+                      "got ",
+                      static_cast<int64_t>(comm_type));
   TORCH_OVERLAP_CHECK(
       method == Method::BULK || method == Method::PIPELINE || method == Method::RING_EXCHANGE,
       kValue, op, ": invalid method: expected BULK (1), PIPELINE (2) or RING_EXCHANGE (3), got ",

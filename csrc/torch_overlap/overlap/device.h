@@ -21,9 +21,9 @@ struct SumArgs {
   std::vector<at::Tensor> parts;  // [rows, columns], stride(1) == 1, of one dtype
   at::Tensor scale_inv;           // one fp32; undefined: 1
   double factor = 1;
-  at::Tensor bias;     // [columns]; undefined: 0
-  int blocks = 0;      // CUDA: how many may work at it; 0: as many as are good
-  int cluster = 1;     // CUDA: of how many blocks
+  at::Tensor bias;  // [columns]; undefined: 0
+  int blocks = 0;   // CUDA: how many may work at it; 0: as many as are good
+  int cluster = 1;  // CUDA: of how many blocks
 };
 
 // How a part of a channel lies in symmetric memory:
@@ -31,7 +31,8 @@ struct SumArgs {
 //   data (bytes, rounded up) | epoch | flags[flags] | done[size]        a line of 128 bytes each
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
-// is there, and done[r] that of the last operation that rank r has finished.
+// is there, and done[r] that of the last operation that rank r has left behind: it has begun the
+// next.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;

@@ -25,7 +25,7 @@ struct ScatterPart {
   int64_t columns;
   at::ScalarType dtype;
   int64_t at;
-  int flags;  // the first of `size` flags
+  int flags;    // the first of `size` flags
   SumArgs sum;  // all but the parts
 };
 
@@ -54,12 +54,12 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
     const auto mine = channel.data(part.at, {part.rows.rows, part.columns}, part.dtype);
     for (const Exchange& exchange : scatter_schedule(rank, size).exchanges) {
       session.exchange(lane, {.to = exchange.to,
-                                .give = rows_of_rank(mine, part.rows, exchange.to),
-                                .at = 0,
-                                .flag = part.flags + rank,
-                                .from = exchange.from,
-                                .get = received[exchange.from],
-                                .get_flag = part.flags + exchange.from});
+                              .give = rows_of_rank(mine, part.rows, exchange.to),
+                              .at = 0,
+                              .flag = part.flags + rank,
+                              .from = exchange.from,
+                              .get = received[exchange.from],
+                              .get_flag = part.flags + exchange.from});
     }
     session.arrived(lane, others);
     for (int peer = 0; peer < size; ++peer) {
@@ -67,8 +67,19 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
     }
   }
   if (length == 0) return;
-  session.lanes.run(lane, "sum",
-                    [&device = channel.device(), sum] { device.sum(sum); });
+  session.lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
+}
+
+// What others read directly may be written again after the operation: so it ends when all have.
+void put_end_of_reads(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                      int flags) {
+  if (!session.transport.is_direct()) return;
+  session.post(lane, flags);
+  std::vector<int> others;
+  for (int peer = 0; peer < channel.group().size(); ++peer) {
+    if (peer != channel.group().rank()) others.push_back(flags + peer);
+  }
+  session.arrived(lane, others);
 }
 
 // Room for what put_reduce_scatter() receives; undefined where it receives nothing.
@@ -131,15 +142,15 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     for (const Exchange& exchange : schedule.exchanges) {
       if (exchange.give != rank) session.arrived(comm, {exchange.give});
       session.exchange(
-          comm, {.to = exchange.to,
-                 .give = exchange.give == rank
-                             ? own
-                             : rows_of_rank(problem.gathered, rows, exchange.give),
-                 .at = problem.at + rows.begin(exchange.give) * row_bytes(problem.gathered),
-                 .flag = exchange.give,
-                 .from = exchange.from,
-                 .get = rows_of_rank(problem.gathered, rows, exchange.get),
-                 .get_flag = exchange.get});
+          comm,
+          {.to = exchange.to,
+           .give =
+               exchange.give == rank ? own : rows_of_rank(problem.gathered, rows, exchange.give),
+           .at = problem.at + rows.begin(exchange.give) * row_bytes(problem.gathered),
+           .flag = exchange.give,
+           .from = exchange.from,
+           .get = rows_of_rank(problem.gathered, rows, exchange.get),
+           .get_flag = exchange.get});
     }
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const auto [first, count] = schedule.steps[i];
@@ -162,10 +173,11 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
         put_gemm(lanes, lane, op, part);
       }
       if (problem.copy.defined()) {
-        lanes.run(lane, "copy", [to = problem.copy.narrow(0, begin, length),
-                                 from = from_own ? own : problem.gathered.narrow(0, begin, length)] {
-          to.copy_(from);
-        });
+        lanes.run(lane, "copy",
+                  [to = problem.copy.narrow(0, begin, length),
+                   from = from_own ? own : problem.gathered.narrow(0, begin, length)] {
+                    to.copy_(from);
+                  });
       }
     }
   });
@@ -192,8 +204,8 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       continue;
     }
     flags.push_back(peer);
-    sum.parts.push_back(channel.data(problem.at + peer * slot, {length, columns},
-                                     problem.partial.scalar_type()));
+    sum.parts.push_back(
+        channel.data(problem.at + peer * slot, {length, columns}, problem.partial.scalar_type()));
   }
   GemmArgs whole = problem.gemm;
   AmaxOfParts largest(std::exchange(whole.out_amax, {}), schedule.steps.size());
@@ -213,12 +225,12 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       const Exchange& exchange = schedule.exchanges[i];
       lanes.after(comm, lanes.mark(lane));
       session.exchange(comm, {.to = exchange.to,
-                                .give = rows_of_rank(problem.partial, rows, chunk),
-                                .at = problem.at + rank * slot,
-                                .flag = rank,
-                                .from = exchange.from,
-                                .get = sum.parts[exchange.from],
-                                .get_flag = exchange.from});
+                              .give = rows_of_rank(problem.partial, rows, chunk),
+                              .at = problem.at + rank * slot,
+                              .flag = rank,
+                              .from = exchange.from,
+                              .get = sum.parts[exchange.from],
+                              .get_flag = exchange.from});
     }
     // On the lane of the own product, which is the last.
     session.arrived(lane, flags);
@@ -236,8 +248,8 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
   const auto found = pieces(problem.columns, problem.splits, 16 / std::min<int64_t>(element, 16));
   const int count = static_cast<int>(found.size());
-  const auto received = room_for(channel, problem.rows, found.empty() ? 0 : found[0].length,
-                                 problem.dtype);
+  const auto received =
+      room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
   std::vector<at::Tensor> blocks;
   std::vector<GemmArgs> products;
   GemmArgs whole = problem.gemm;
@@ -264,7 +276,8 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
       const Piece& piece = found[i];
       at::Tensor room;
       if (received.defined()) {
-        room = received.flatten().narrow(0, 0, size * received.size(1) * piece.length)
+        room = received.flatten()
+                   .narrow(0, 0, size * received.size(1) * piece.length)
                    .view({size, received.size(1), piece.length});
       }
       put_reduce_scatter(channel, session, comm,
@@ -285,6 +298,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
                                   .cluster = problem.cluster}},
                          room);
     }
+    put_end_of_reads(channel, session, comm, count * size);
   });
   largest.finish();
 }
@@ -296,42 +310,47 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const auto data = channel.data(problem.at, {rows.rows, problem.columns}, problem.dtype);
   const auto received =
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
-  channel.operate(op, [&](OverlapChannel::Session& session) {
-    Lanes& lanes = session.lanes;
-    const int comm = lanes.comm();
-    if (problem.gathers) {
-      std::vector<int> flags;
-      for (const Exchange& exchange : gather_schedule(rank, size, GatherOrder::direct).exchanges) {
-        session.exchange(comm, {.to = exchange.to,
-                                  .give = rows_of_rank(data, rows, rank),
-                                  .at = problem.at + rows.begin(rank) * row_bytes(data),
-                                  .flag = rank,
-                                  .from = exchange.from,
-                                  .get = rows_of_rank(data, rows, exchange.from),
-                                  .get_flag = exchange.from});
-        flags.push_back(exchange.from);
-      }
-      if (!flags.empty()) session.arrived(comm, flags);
-    } else {
-      put_reduce_scatter(channel, session, comm,
-                         {.rows = rows,
-                          .columns = problem.columns,
-                          .dtype = problem.dtype,
-                          .at = problem.at,
-                          .flags = 0,
-                          .sum = {.out = problem.out,
-                                  .parts = {},
-                                  .scale_inv = problem.scale_inv,
-                                  .factor = 1,
-                                  .bias = {},
-                                  .blocks = problem.blocks,
-                                  .cluster = problem.cluster}},
-                         received);
-    }
-    for (size_t i = 0; i < problem.gemms.size(); ++i) {
-      put_gemm(lanes, static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
-    }
-  }, problem.lender);
+  channel.operate(
+      op,
+      [&](OverlapChannel::Session& session) {
+        Lanes& lanes = session.lanes;
+        const int comm = lanes.comm();
+        if (problem.gathers) {
+          std::vector<int> flags;
+          for (const Exchange& exchange :
+               gather_schedule(rank, size, GatherOrder::direct).exchanges) {
+            session.exchange(comm, {.to = exchange.to,
+                                    .give = rows_of_rank(data, rows, rank),
+                                    .at = problem.at + rows.begin(rank) * row_bytes(data),
+                                    .flag = rank,
+                                    .from = exchange.from,
+                                    .get = rows_of_rank(data, rows, exchange.from),
+                                    .get_flag = exchange.from});
+            flags.push_back(exchange.from);
+          }
+          if (!flags.empty()) session.arrived(comm, flags);
+        } else {
+          put_reduce_scatter(channel, session, comm,
+                             {.rows = rows,
+                              .columns = problem.columns,
+                              .dtype = problem.dtype,
+                              .at = problem.at,
+                              .flags = 0,
+                              .sum = {.out = problem.out,
+                                      .parts = {},
+                                      .scale_inv = problem.scale_inv,
+                                      .factor = 1,
+                                      .bias = {},
+                                      .blocks = problem.blocks,
+                                      .cluster = problem.cluster}},
+                             received);
+          put_end_of_reads(channel, session, comm, size);
+        }
+        for (size_t i = 0; i < problem.gemms.size(); ++i) {
+          put_gemm(lanes, static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
+        }
+      },
+      problem.lender);
 }
 
 }  // namespace torch_overlap

@@ -48,11 +48,11 @@ TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& cha
 // A product in pieces of its columns or rows, each of which is summed over ranks while the next is
 // made.
 struct PipelinedGemm {
-  GemmArgs gemm;   // of all rows and columns; out is not looked at
+  GemmArgs gemm;  // of all rows and columns; out is not looked at
   RowShare rows;
   int64_t columns = 0;
   at::ScalarType dtype = at::kFloat;  // of the partial products
-  int64_t at = 0;   // byte of the channel's data where the partial products go, piece by piece
+  int64_t at = 0;  // byte of the channel's data where the partial products go, piece by piece
   int splits = 1;
   bool overlap_first_gemm = false;
   at::Tensor out;  // [length, columns] of this rank
@@ -61,7 +61,7 @@ struct PipelinedGemm {
   int blocks = 0;
   int cluster = 1;
 };
-// Uses flags 0 .. splits * size - 1.
+// Uses flags 0 .. (splits + 1) * size - 1.
 TORCH_OVERLAP_API void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
                                           const PipelinedGemm& problem);
 
@@ -79,7 +79,7 @@ struct BulkGemm {
   int cluster = 1;
   OverlapChannel* lender = nullptr;  // whose lanes to use; null: the channel's own
 };
-// Uses flags 0 .. size - 1.
+// Uses flags 0 .. 2 * size - 1.
 TORCH_OVERLAP_API void run_bulk_gemm(std::string_view op, OverlapChannel& channel,
                                      const BulkGemm& problem);
 

@@ -76,8 +76,7 @@ ScatterSchedule scatter_schedule(int rank, int size) {
   for (int i = 1; i < size; ++i) {
     const int to = wrap(rank + i, size);
     schedule.steps.push_back({to});
-    schedule.exchanges.push_back(
-        {.to = to, .give = to, .from = wrap(rank - i, size), .get = rank});
+    schedule.exchanges.push_back({.to = to, .give = to, .from = wrap(rank - i, size), .get = rank});
   }
   schedule.steps.push_back({rank});
   return schedule;

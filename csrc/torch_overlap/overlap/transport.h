@@ -33,10 +33,10 @@ class TORCH_OVERLAP_API Transport {
 
   // Throws if an operation before has failed since.
   virtual void check() const {}
-  // On the caller's stream, before fork(): from here on the others may write to this rank's data,
-  // and this rank to theirs, which are done with the operation before.
+  // On the caller's stream, before fork(): all ranks have come to this operation, and so are done
+  // with what the one before left; from here on they write to each other's data.
   virtual void begin() = 0;
-  // On the caller's stream, after join(): this rank has read all that it wanted to.
+  // On the caller's stream, after join().
   virtual void end() = 0;
 
   // `give` goes to rank `to`, at byte `at` of its data, and is told there by `flag`; what comes

@@ -76,10 +76,22 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
             int64_t scaling_mode, const OptionalTensor& A_scale_inv,
             const OptionalTensor& B_scale_inv, const OptionalTensor& D_scale,
             const OptionalTensor& D_amax, CommOverlapType comm_type) {
-        const Product product{A,          transa, B,           transb,      D,
-                              bias,       pre_gelu_out, workspace, grad,    accumulate,
-                              use_split_accumulator,    scaling_mode, A_scale_inv,
-                              B_scale_inv, D_scale, D_amax};
+        const Product product{A,
+                              transa,
+                              B,
+                              transb,
+                              D,
+                              bias,
+                              pre_gelu_out,
+                              workspace,
+                              grad,
+                              accumulate,
+                              use_split_accumulator,
+                              scaling_mode,
+                              A_scale_inv,
+                              B_scale_inv,
+                              D_scale,
+                              D_amax};
         const py::gil_scoped_release no_gil;
         run(self, product, or_none(output), comm_type);
       },
@@ -99,18 +111,17 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
                                                  const py::object& timeout) {
   const auto gather = share(all_gather);
   const auto meet = share(barrier);
-  OverlapGroup::Callbacks callbacks{
-      .all_gather =
-          [gather](const std::string& mine) {
-            const py::gil_scoped_acquire gil;
-            const py::object all = borrow(gather)(py::bytes(mine));
-            return all.cast<std::vector<std::string>>();
-          },
-      .barrier =
-          [meet] {
-            const py::gil_scoped_acquire gil;
-            borrow(meet)();
-          }};
+  OverlapGroup::Callbacks callbacks{.all_gather =
+                                        [gather](const std::string& mine) {
+                                          const py::gil_scoped_acquire gil;
+                                          const py::object all = borrow(gather)(py::bytes(mine));
+                                          return all.cast<std::vector<std::string>>();
+                                        },
+                                    .barrier =
+                                        [meet] {
+                                          const py::gil_scoped_acquire gil;
+                                          borrow(meet)();
+                                        }};
   const auto limit = to_timeout("OverlapGroup", timeout);
   return OverlapGroup::of(std::move(callbacks), rank, size, device.cast<at::Device>(),
                           std::move(name), limit.value_or(std::chrono::seconds(600)));
@@ -206,12 +217,12 @@ void register_class(py::module_& m, const char* name, const char* doc) {
              return std::make_shared<Class>(OverlapGroup::of(comm), config);
            }),
            py::arg("comm"), py::arg("config"))
-      .def(py::init([](const std::shared_ptr<OverlapGroup>& group,
-                       const CommOverlapConfig& config) {
-             const py::gil_scoped_release no_gil;
-             return std::make_shared<Class>(group, config);
-           }),
-           py::arg("group"), py::arg("config"));
+      .def(
+          py::init([](const std::shared_ptr<OverlapGroup>& group, const CommOverlapConfig& config) {
+            const py::gil_scoped_release no_gil;
+            return std::make_shared<Class>(group, config);
+          }),
+          py::arg("group"), py::arg("config"));
 }
 
 }  // namespace
@@ -246,12 +257,13 @@ void register_overlap(py::module_& m) {
       .def("get_buffer", &CommOverlapCore::get_buffer, py::arg("local_chunk") = false)
       .def("get_buffer_chunk_by_id", &CommOverlapCore::get_buffer_chunk_by_id, py::arg("chunk_id"))
       .def("set_ubuf_scale_inv", &CommOverlapCore::set_ubuf_scale_inv, py::arg("scale_inv"))
-      .def("bulk_overlap_external_ag",
-           [](CommOverlapCore& self, const std::shared_ptr<CommOverlapCore>& lender) {
-             const py::gil_scoped_release no_gil;
-             self.bulk_overlap_external_ag(*lender);
-           },
-           py::arg("lender"));
+      .def(
+          "bulk_overlap_external_ag",
+          [](CommOverlapCore& self, const std::shared_ptr<CommOverlapCore>& lender) {
+            const py::gil_scoped_release no_gil;
+            self.bulk_overlap_external_ag(*lender);
+          },
+          py::arg("lender"));
   using Core = CommOverlapCore;
   def_product(
       core, "bulk_overlap",
@@ -295,9 +307,8 @@ void register_overlap(py::module_& m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_all_comm_overlap_buffers", &destroy_all_comm_overlap_buffers,
         py::call_guard<py::gil_scoped_release>());
-  m.def("_find_comm_overlap_buffer", [](int64_t id) {
-    return find_comm_overlap_buffer("comm_overlap_buffer", id);
-  });
+  m.def("_find_comm_overlap_buffer",
+        [](int64_t id) { return find_comm_overlap_buffer("comm_overlap_buffer", id); });
   m.def("_comm_overlap_buffers", [] {
     py::dict entries;
     for (const auto& [id, entry] : comm_overlap_buffers()) {

@@ -83,8 +83,8 @@ void HostLanes::join() {
     while (std::any_of(queues_.begin(), queues_.end(),
                        [](const Queue& queue) { return !queue.items.empty(); })) {
       if (shuffles_) std::shuffle(order.begin(), order.end(), random_);
-      const bool advanced = std::any_of(order.begin(), order.end(),
-                                        [this](size_t i) { return advance(queues_[i]); });
+      const bool advanced =
+          std::any_of(order.begin(), order.end(), [this](size_t i) { return advance(queues_[i]); });
       if (!advanced) std::this_thread::yield();  // another rank's turn
     }
   } catch (...) {

@@ -17,36 +17,37 @@ std::atomic_ref<uint32_t> HostTransport::word(int rank, int64_t at) const {
       *reinterpret_cast<uint32_t*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
 }
 
-std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, std::string what) const {
+std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch,
+                                             std::function<std::string(uint32_t)> what) const {
   return [this, at, epoch, what = std::move(what), until = Clock::time_point()]() mutable {
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
     if (until == Clock::time_point()) until = now + timeout;
-    TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected ", what,
-                        " of operation ", epoch, " within ", timeout.count(),
-                        " ms, got that of operation ", seen, "; do all ranks make the same calls?");
+    TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected ", what(epoch),
+                        " within ", timeout.count(), " ms, got operation ", seen,
+                        "; do all ranks make the same calls?");
     return false;
   };
 }
 
 void HostTransport::begin() {
   const auto& layout = options_.layout;
-  ++epoch_;
+  for (int rank = 0; rank < memory_->size(); ++rank) {
+    word(rank, layout.done_at(memory_->rank())).store(epoch_, std::memory_order_release);
+  }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
-    const auto is_done =
-        reaches(layout.done_at(rank), epoch_ - 1, concat("the end on rank ", rank));
-    while (!is_done()) std::this_thread::yield();
+    const auto has_begun = reaches(layout.done_at(rank), epoch_, [&](uint32_t epoch) {
+      return concat("rank ", rank, " to begin operation ", epoch + 1);
+    });
+    while (!has_begun()) std::this_thread::yield();
   }
+  ++epoch_;
 }
 
-void HostTransport::end() {
-  for (int rank = 0; rank < memory_->size(); ++rank) {
-    word(rank, options_.layout.done_at(memory_->rank())).store(epoch_, std::memory_order_release);
-  }
-}
+void HostTransport::end() {}
 
 void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   lanes.run(lane, "exchange", [this, move] {
@@ -61,7 +62,9 @@ void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
 void HostTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
-    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, concat("chunk ", flag)));
+    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, [flag](uint32_t epoch) {
+                 return concat("chunk ", flag, " of operation ", epoch);
+               }));
   }
 }
 

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "torch_overlap/overlap/device.h"
 
@@ -27,7 +29,8 @@ class HostTransport final : public Transport {
   std::atomic_ref<uint32_t> word(int rank, int64_t at) const;
   // Says whether the word has come to `epoch`; throws when that takes longer than the timeout,
   // counted from the first time that it is asked.
-  std::function<bool()> reaches(int64_t at, uint32_t epoch, std::string what) const;
+  std::function<bool()> reaches(int64_t at, uint32_t epoch,
+                                std::function<std::string(uint32_t)> what) const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;

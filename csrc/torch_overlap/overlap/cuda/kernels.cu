@@ -30,11 +30,18 @@ __device__ bool await_word(const ChannelWords& words, const uint32_t* word, uint
 }
 
 __global__ void __launch_bounds__(kWarp)
-    begin_kernel(ChannelWords words, const uint32_t* done, WaitControl control) {
+    begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told, const uint32_t* done,
+                 WaitControl control) {
   const uint32_t before = *words.epoch;
+  // What comes after a wait that failed need not be right, and nobody is invited to it.
+  const bool tells = !has_failed(control);
+  __threadfence_system();
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
+    if (peer != words.rank && tells) store_release(told.at[peer], before);
+  }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
     if (peer == words.rank) continue;
-    await_word(words, done + peer * kWordsInLine, before, WaitKind::end, peer, control);
+    await_word(words, done + peer * kWordsInLine, before, WaitKind::begin, peer, control);
   }
   __syncwarp();
   if (threadIdx.x == 0) *words.epoch = before + 1;
@@ -92,7 +99,8 @@ __global__ void __launch_bounds__(PushConfig::kThreads)
   if (!has_failed(control)) store_release(flag, *words.epoch);
 }
 
-// --- Sums -----------------------------------------------------------------------------------------
+// --- Sums
+// -----------------------------------------------------------------------------------------
 
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -129,8 +137,8 @@ struct SumConfig {
   static constexpr int kMostBlocksPerRowSet = 65535;
 };
 
-// A block takes rows blockIdx.x * blockDim.y + threadIdx.y, and so on; a thread takes `n` columns at
-// a time.
+// A block takes rows blockIdx.x * blockDim.y + threadIdx.y, and so on; a thread takes `n` columns
+// at a time.
 template <typename Part, typename Out, int n>
 __global__ void __launch_bounds__(SumConfig::kThreads)
     sum_kernel(__grid_constant__ const SumParams p) {
@@ -257,9 +265,9 @@ cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from
 
 }  // namespace
 
-cudaError_t launch_begin(const ChannelWords& words, const uint32_t* done,
+cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const uint32_t* done,
                          const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarp, 0, stream>>>(words, done, control);
+  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, done, control);
   return cudaGetLastError();
 }
 

@@ -27,9 +27,10 @@ struct WordOfAll {
   uint32_t* at[kMostRanks];
 };
 
-// Takes the next epoch, after all others are done with the one before it: `done` is the word of
-// rank 0, those of the others follow in steps of a line.
-cudaError_t launch_begin(const ChannelWords& words, const uint32_t* done,
+// Tells all others that the operations up to the epoch are behind, waits until they have told the
+// same, and takes the next epoch. `told`: this rank's word on every rank; `done`: the word of rank
+// 0 here, those of the others follow in steps of a line.
+cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const uint32_t* done,
                          const WaitControl& control, cudaStream_t stream);
 
 // Sets a word of every other rank to the epoch, after all that was before it on the stream. Nothing

@@ -12,8 +12,8 @@
 
 namespace torch_overlap::cuda {
 
-// Lanes on a CUDA device: streams, forked from the caller's and joined to it by events when they are
-// used. Compute lane 0 is the caller's own stream unless a priority is asked for. Captures get
+// Lanes on a CUDA device: streams, forked from the caller's and joined to it by events when they
+// are used. Compute lane 0 is the caller's own stream unless a priority is asked for. Captures get
 // streams of their own: one that a capture took in stays in it until that capture ends.
 class CudaLanes final : public Lanes {
  public:

@@ -30,10 +30,7 @@ std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
 class CudaTransport::Hold final : public Body {
  public:
   Hold(const CudaTransport& of, cudaEvent_t until)
-      : Body(of.memory_->device().index()),
-        memory_(of.memory_),
-        board_(of.board_),
-        until_(until) {}
+      : Body(of.memory_->device().index()), memory_(of.memory_), board_(of.board_), until_(until) {}
   ~Hold() override {
     if (until_ != nullptr) (void)cudaEventDestroy(until_);
   }
@@ -63,8 +60,7 @@ CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOpti
   const c10::cuda::CUDAGuard guard(memory_->device());
   const RelaxedCapture relaxed;
   require(load_overlap_kernels(), "overlap: loading kernels");
-  require(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming),
-                             "cudaEventCreateWithFlags");
+  require(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
 CudaTransport::~CudaTransport() { bury(new Hold(*this, ended_)); }
@@ -98,16 +94,13 @@ void CudaTransport::check() const {
 void CudaTransport::begin() {
   keep_for_graph();
   require(
-      launch_begin(words_, word(memory_->rank(), options_.layout.done_at(0)), control(),
-                   current_stream()),
+      launch_begin(words_, word_of_all(options_.layout.done_at(memory_->rank())),
+                   word(memory_->rank(), options_.layout.done_at(0)), control(), current_stream()),
       "overlap: begin");
 }
 
 void CudaTransport::end() {
   const cudaStream_t stream = current_stream();
-  require(
-      launch_tell(words_, word_of_all(options_.layout.done_at(memory_->rank())), control(), stream),
-      "overlap: end");
   if (!capture_of(stream)) require(cudaEventRecord(ended_, stream), "cudaEventRecord");
 }
 
@@ -118,20 +111,18 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
     if (!options_.use_ce) {
-      require(
-          launch_push(words_, there(move.to, move.at), from, bytes, flag, control(),
-                      options_.blocks, options_.cluster, stream),
-          "overlap: push");
+      require(launch_push(words_, there(move.to, move.at), from, bytes, flag, control(),
+                          options_.blocks, options_.cluster, stream),
+              "overlap: push");
       return;
     }
     if (bytes > 0) {
-      require(cudaMemcpyAsync(there(move.to, move.at), from, bytes,
-                                                 cudaMemcpyDeviceToDevice, stream),
-                                 "cudaMemcpyAsync to a peer");
+      require(
+          cudaMemcpyAsync(there(move.to, move.at), from, bytes, cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync to a peer");
     }
-    require(cudaMemcpyAsync(flag, words_.epoch, sizeof(uint32_t),
-                                               cudaMemcpyDeviceToDevice, stream),
-                               "cudaMemcpyAsync of a flag");
+    require(cudaMemcpyAsync(flag, words_.epoch, sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpyAsync of a flag");
   });
 }
 
@@ -142,17 +133,15 @@ void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
       list.at[list.count] = word(memory_->rank(), options_.layout.flag_at(flag));
       list.number[list.count++] = flag;
     }
-    require(launch_await(words_, list, control(), current_stream()),
-                               "overlap: await");
+    require(launch_await(words_, list, control(), current_stream()), "overlap: await");
   });
 }
 
 void CudaTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [&] {
-    require(
-        launch_tell(words_, word_of_all(options_.layout.flag_at(flag + memory_->rank())), control(),
-                    current_stream()),
-        "overlap: post");
+    require(launch_tell(words_, word_of_all(options_.layout.flag_at(flag + memory_->rank())),
+                        control(), current_stream()),
+            "overlap: post");
   });
 }
 

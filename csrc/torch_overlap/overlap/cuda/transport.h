@@ -10,7 +10,8 @@
 
 namespace torch_overlap::cuda {
 
-// Through memory of other GPUs that this one reaches: by copy engines, or by the stores of a kernel.
+// Through memory of other GPUs that this one reaches: by copy engines, or by the stores of a
+// kernel.
 //
 // All words live in device memory and hold epochs, so replays of graphs and eager calls may follow
 // each other in any order that is the same on all ranks. A copy engine copies a chunk and behind it

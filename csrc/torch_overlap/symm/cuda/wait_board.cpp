@@ -119,9 +119,9 @@ std::optional<std::string> WaitBoard::expired() const {
   const std::string name = found == names_.end() ? "unknown" : found->second;
   const auto within = concat(" within ", record.timeout_ns / 1'000'000, " ms, got ");
   switch (record.kind) {
-    case WaitKind::end:
-      return concat(name, ": expected the end of operation ", record.expected, " on rank ",
-                    record.peer, within, "that of operation ", record.seen,
+    case WaitKind::begin:
+      return concat(name, ": expected rank ", record.peer, " to begin operation ",
+                    record.expected + 1, within, "operation ", record.seen + 1,
                     "; do all ranks make the same calls?");
     case WaitKind::chunk:
       return concat(name, ": expected chunk ", record.peer, " of operation ", record.expected,
@@ -131,8 +131,8 @@ std::optional<std::string> WaitBoard::expired() const {
       break;
   }
   return concat("wait_signal: expected signal ", record.expected, " of rank ", record.peer,
-                " in window '", name, "'", within, record.seen, "; look at what rank ",
-                record.peer, " does");
+                " in window '", name, "'", within, record.seen, "; look at what rank ", record.peer,
+                " does");
 }
 
 }  // namespace torch_overlap::cuda

@@ -7,7 +7,7 @@ namespace torch_overlap::cuda {
 // What a wait was for; `window`, `peer`, `expected` and `seen` mean another thing in each.
 enum class WaitKind : uint32_t {
   signal,  // of rank `peer` in the window
-  end,     // of operation `expected` of an overlap buffer, on rank `peer`
+  begin,   // of the operation after `expected` of an overlap buffer, on rank `peer`
   chunk,   // number `peer` of operation `expected` of an overlap buffer
 };
 

@@ -1,0 +1,8 @@
+import random
+
+import pytest
+
+
+@pytest.fixture
+def seed() -> int:
+    return random.randrange(1 << 30)
