@@ -32,6 +32,7 @@ from torch_overlap._C import TorchComm, _BackendWrapper
 from torch_overlap.nn._functions import own_part
 from torch_overlap.nn.layout import mark_replicated
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
+from torch_overlap.ops._arguments import group
 
 __all__ = ["ColumnParallel", "RowParallel", "SequenceParallel", "ShardInput", "SharedGather", "comm_of"]
 
@@ -46,11 +47,11 @@ def comm_of(mesh: DeviceMesh) -> TorchComm:
     """
     if mesh.ndim != 1:
         raise ValueError(f"comm_of: expected a mesh of one dimension, got {mesh.ndim}; take one, as in mesh['tp']")
-    group, device = mesh.get_group(), torch.device(mesh.device_type)
-    backend = group._get_backend(device)
+    process_group, device = mesh.get_group(), torch.device(mesh.device_type)
+    backend = process_group._get_backend(device)
     if not isinstance(backend, _BackendWrapper):
         raise ValueError(
-            f"comm_of: expected a mesh over backend 'torch_overlap', got '{dist.get_backend(group)}'; call "
+            f"comm_of: expected a mesh over backend 'torch_overlap', got '{dist.get_backend(process_group)}'; call "
             "init_process_group(backend='torch_overlap') before init_device_mesh"
         )
     return backend.get_comm(torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
@@ -209,7 +210,7 @@ class _Gather:
         first = self.layers[0]
         if first.sequence_parallel:
             shape = list(x.shape)
-            shape[first.gather_dim] *= self.comm.get_size()
+            shape[first.gather_dim] *= group(self.comm)[1]
             # The module may ask for shape, dtype and device. NaN: a result that reads it anyway is seen.
             self.stand_in = x.detach().new_full((), float("nan")).expand(shape)
         return _with_first(args, kwargs, self.argument, self.stand_in)

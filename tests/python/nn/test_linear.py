@@ -286,7 +286,7 @@ def test_weights_start_equal_for_any_number_of_ranks(seed, pieces):
 
 
 def test_weights_start_as_those_of_nn_linear(seed):
-    ((full, after),) = run_ranks(drawn, 1, seed, 64, comm=False)
+    ((full, _),) = run_ranks(drawn, 1, seed, 64, comm=False)
     torch.manual_seed(seed)
     for keys, (inputs, outputs) in {("column.weight0", "column.bias0"): (10, 12),
                                     ("column.weight1", "column.bias1"): (10, 24),

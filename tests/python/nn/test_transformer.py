@@ -150,6 +150,36 @@ def test_block(problem, seed, size, norm, activation, bias, sequence_parallel, d
     compare(problem, seed, size, make, reference, sequence_parallel=sequence_parallel, dim=dim)
 
 
+def compiled(comm, seed, sequence_parallel, autocast):
+    torch._dynamo.reset()
+    module = tnn.ParallelTransformerBlock(FEATURES, HEADS, HIDDEN, comm, activation="swiglu", kv_heads=4,
+                                          sequence_parallel=sequence_parallel, algorithm="chunked",
+                                          require_fused=True)  # fmt: skip
+    randomize(module, seed)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(SEQUENCE, BATCH, FEATURES, generator=torch.Generator().manual_seed(seed))
+    x = part(x, 0 if sequence_parallel else None, comm)
+    results = []
+    for one in (module, run):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = one(leaf)
+        y.float().square().mean().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
+    for want, got in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        scale = max(1.0, want.abs().max().item())
+        torch.testing.assert_close(got / scale, want / scale, **tolerance)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compile_fullgraph(seed, sequence_parallel, autocast):
+    run_ranks(compiled, 2, seed, sequence_parallel, autocast, backend="gloo", timeout=110)
+
+
 ERRORS = {
     "ParallelSelfAttention: expected heads divisible by the group size 2, got 3; pad it":
         lambda c: tnn.ParallelSelfAttention(12, 3, c),
