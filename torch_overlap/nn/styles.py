@@ -149,6 +149,9 @@ class SequenceParallel(_Style):
     Nothing about it changes but that `sync_replicated_grads` completes the gradients of its parameters.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
         self._synchronize(module, comm)

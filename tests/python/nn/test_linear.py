@@ -136,6 +136,7 @@ def test_gradients_of_the_second_order_are_refused_without_sequence_parallelism(
     run_ranks(rank, 2, backend="local")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_autocast(problem, seed, size, sequence_parallel):

@@ -1,5 +1,7 @@
 """Plans for parallelize_module: models of plain torch against themselves, whole, in fp64."""
 
+import copy
+import functools
 from datetime import timedelta
 
 import pytest
@@ -8,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import torch_overlap as to
 from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
@@ -156,6 +159,23 @@ def test_a_plan_takes_a_model_as_it_is(seed, size, sequence_parallel, kv_heads, 
 def test_grouped_query_heads_on_two_ranks_and_one(seed):
     run_ranks(titan, 2, seed, True, 2, False, "chunked", comm=False, timeout=120)
     run_ranks(titan, 1, seed, True, 2, False, "chunked", comm=False, timeout=120)
+
+
+def recomputed(rank, size, store, seed):
+    """A copy of the parallel model, whose blocks are computed again in the backward pass."""
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Llama().double()
+    model = copy.deepcopy(parallelize_module(copy.deepcopy(whole), mesh, plan(True, "chunked")))
+    for block in model.layers.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    train_both(model, whole, tokens, targets)
+    compare_gradients(model, whole, comm_of(mesh))
+
+
+def test_activation_checkpointing_of_a_copied_model(seed):
+    run_ranks(recomputed, 2, seed, comm=False, timeout=120)
 
 
 # --- Gathers ------------------------------------------------------------------------------------------
