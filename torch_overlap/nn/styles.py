@@ -241,6 +241,9 @@ class _SharedColumn(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.shared.output(self.index, x)
 
+    def _get_name(self) -> str:
+        return "ColumnParallelLinear"
+
 
 class SharedGather(_Style):
     """Linears of a module that all take its first argument become column-parallel, with one gather for all of them.

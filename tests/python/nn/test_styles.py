@@ -64,10 +64,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, kv_heads=6, bias=False):
+    def __init__(self, kv_heads=6, bias=False, layers=2):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleDict({str(i): Block(kv_heads, bias) for i in range(2)})
+        self.layers = nn.ModuleDict({str(i): Block(kv_heads, bias) for i in range(layers)})
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCABULARY, bias=False)
         self.register_buffer("angles", torch.linspace(0.5, 1.5, SEQUENCE * HEAD_DIM).view(SEQUENCE, HEAD_DIM))
@@ -246,7 +246,7 @@ def compiled(rank, size, store, seed, sequence_parallel, backend):
     torch._dynamo.reset()
     mesh = start(rank, size, store)
     torch.manual_seed(seed)
-    model, whole = Llama(), Llama()
+    model, whole = Llama(layers=1), Llama(layers=1)
     whole.load_state_dict(model.state_dict())
     model, whole = parallelize_module(model, mesh, plan(sequence_parallel, "chunked", fused=True)), whole.double()
     run = torch.compile(model, backend=backend, fullgraph=True)
@@ -295,6 +295,9 @@ def errors(rank, size, store):
             lambda: attention.wq(torch.ones(1, 2, DIM)))  # fmt: skip
     with torch.no_grad():
         assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and goes on
+    fused = parallelize_module(Llama(), mesh, plan(True, fused=True)).layers["0"].feed_forward
+    refuses(to.UnsupportedError, r"^ColumnParallelLinear: expected an overlapped all_gather_matmul \(require_fused",
+            lambda: fused(torch.ones(1, 2, DIM)))  # fmt: skip
     flat = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
     refuses(ValueError, r"^comm_of: expected a mesh of one dimension, got 2", lambda: comm_of(flat))
     assert comm_of(flat["tp"]).get_size() == 2
