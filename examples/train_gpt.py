@@ -34,6 +34,8 @@ DEFAULTS = {
     "cpu": dict(dtype="float32", dim=128, layers=3, heads=4, sequence=128, batch=8, steps=1200, rate=5e-3),
     "cuda": dict(dtype="bfloat16", dim=1024, layers=8, heads=16, sequence=1024, batch=16, steps=600, rate=1e-3),
 }
+# What --overlap asks of the operators (torch_overlap.ops); until each way has a name there, they overlap by chunks.
+OVERLAP = {"none": "sequential", "bulk": "chunked", "pipeline": "chunked", "ring": "chunked", "auto": "auto"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 PROMPT = "class File:\n    def "
 
@@ -48,7 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("build/train_gpt"), help="folder for plots and trace (default: %(default)s)")
     add("--no-graph", action="store_true", help="on cuda: run every step eagerly, not as a CUDA graph")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
-    add("--algorithm", choices=("auto", "sequential", "chunked"), default="auto", help="of the fused operators")
+    add("--overlap", choices=tuple(OVERLAP), default="auto", help="how communication hides (default: %(default)s)")
+    add("--algorithm", choices=("auto", "sequential", "chunked"), help="of the fused operators, in place of --overlap")
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
     add("--rate", type=float, help="highest learning rate (default: depends on the device)")
@@ -57,6 +60,8 @@ def parse_arguments() -> argparse.Namespace:
     if args.device is None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         args.device = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
+    if args.algorithm is None:
+        args.algorithm = OVERLAP[args.overlap]
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -137,7 +142,8 @@ def main() -> int:
     text = read(comm)
     trainer = make_trainer(args, comm, text)
     if shown:
-        size = sum(p.numel() * (comm.get_size() if p.is_split else 1) for p in trainer.model.parameters())
+        split, parameters = to.nn.split_parameters(trainer.model), trainer.model.named_parameters()
+        size = sum(p.numel() * (comm.get_size() if name in split else 1) for name, p in parameters)
         print(f"{size / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
               f"{text.train.numel() / 1e6:.1f} MB of text from {text.files} files", flush=True)  # fmt: skip
     losses = train(args, trainer, shown=shown)

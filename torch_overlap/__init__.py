@@ -10,7 +10,7 @@ from torch_overlap._load import load_library
 
 load_library()
 
-from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, mesh, objcol, ops  # noqa: E402
+from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, mesh, nn, objcol, ops  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -154,6 +154,7 @@ __all__ = [
     "is_backend_built",
     "mesh",
     "new_comm",
+    "nn",
     "objcol",
     "ops",
     "register_backend",

@@ -17,6 +17,6 @@ def compare(losses: list[float], expected: list[float], tolerance: float) -> Ver
     for step, difference in enumerate(differences):
         if not difference <= tolerance:
             wanted = f"expected loss {expected[step]:.6f} within {tolerance:g} at step {step}, got {losses[step]:.6f}"
-            return Verdict(False, f"{wanted}; --algorithm sequential and --no-graph narrow down what differs")
+            return Verdict(False, f"{wanted}; --overlap none and --no-graph narrow down what differs")
     worst = max(differences, default=0.0)
     return Verdict(True, f"{len(differences)} steps equal within {worst:.1e} (allowed: {tolerance:g})")

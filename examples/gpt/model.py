@@ -1,4 +1,4 @@
-"""A small GPT with tensor and sequence parallelism.
+"""A small GPT with tensor and sequence parallelism, of the modules of torch_overlap.nn.
 
 Rank r of n holds 1/n of every matrix and of every sequence. Activations are [sequence, batch, feature]:
 
@@ -15,10 +15,11 @@ sums over those rows, and the trainer adds them up over the ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_overlap as to
@@ -44,64 +45,9 @@ class Config:
                 raise ValueError(f"train_gpt: expected --{what} divisible by {by}, got {value}; change it or the ranks")
 
 
-class Init:
-    """Draws full weights in a fixed order on the CPU and keeps this rank's part: any number of ranks, one model."""
-
-    def __init__(self, comm: to.TorchComm, seed: int, device: torch.device) -> None:
-        self.rank, self.size, self.device = comm.get_rank(), comm.get_size(), device
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int, std: float, split: int | None = None) -> nn.Parameter:
-        """`split`: the dimension that is cut over the ranks; None keeps the whole on each."""
-        full = torch.randn(*shape, generator=self.generator) * std
-        return self._parameter(full if split is None else full.chunk(self.size, split)[self.rank], split)
-
-    def ones(self, *shape: int) -> nn.Parameter:
-        return self._parameter(torch.ones(*shape), None)
-
-    def _parameter(self, data: Tensor, split: int | None) -> nn.Parameter:
-        parameter = nn.Parameter(data.contiguous().to(self.device))
-        parameter.is_split = split is not None  # type: ignore[attr-defined]
-        return parameter
-
-
-class Block(nn.Module):
-    """Attention, then a two-layer network, each added to the residual stream."""
-
-    def __init__(self, config: Config, init: Init, comm: to.TorchComm, dtype: torch.dtype, algorithm: str) -> None:
-        super().__init__()
-        self.comm, self.dtype, self.algorithm = comm, dtype, algorithm
-        self.head_dim = config.dim // config.heads
-        d, std, out_std = config.dim, config.dim**-0.5, (2 * config.layers * config.dim) ** -0.5
-        self.norm1, self.norm2 = init.ones(d), init.ones(d)
-        self.wq, self.wk, self.wv = (init.normal(d, d, std=std, split=0) for _ in range(3))
-        self.wo = init.normal(d, d, std=out_std, split=1)
-        self.up = init.normal(4 * d, d, std=std, split=0)
-        self.down = init.normal(d, 4 * d, std=out_std / 2, split=1)
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self._column(self._norm(x, self.norm1), self.wq, self.wk, self.wv)
-        x = x + self._row(self._attention(q, k, v, angles), self.wo)
-        (h,) = self._column(self._norm(x, self.norm2), self.up)
-        return x + self._row(F.gelu(h, approximate="tanh"), self.down)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight).to(self.dtype)
-
-    def _column(self, x: Tensor, *weights: Tensor) -> list[Tensor]:
-        cast = [w.to(self.dtype) for w in weights]
-        return to.ops.all_gather_matmul(x, cast, self.comm, algorithm=self.algorithm)[0]
-
-    def _row(self, x: Tensor, weight: Tensor) -> Tensor:
-        return to.ops.matmul_reduce_scatter(x, weight.to(self.dtype), self.comm, algorithm=self.algorithm)
-
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
-        """[S, B, D/n] of this rank's heads, over the whole sequence."""
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
-        q, k = rotate(q, angles), rotate(k, angles)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads/n, S, head_dim]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.permute(2, 0, 1, 3).flatten(2)
+def normal(generator: torch.Generator, gain: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Fills weights [out, in] on the CPU so that a product has the variance of its input, times gain^2."""
+    return lambda weight: weight.normal_(std=gain * weight.size(-1) ** -0.5, generator=generator)
 
 
 class GPT(nn.Module):
@@ -114,20 +60,33 @@ class GPT(nn.Module):
                  algorithm: str) -> None:  # fmt: skip
         super().__init__()
         config.check(comm.get_size())
-        init = Init(comm, seed, device)
+        generator = torch.Generator().manual_seed(seed)  # every rank draws full weights and keeps its part
         self.dtype = dtype
-        self.embedding = init.normal(config.vocabulary, config.dim, std=0.02)
-        self.blocks = nn.ModuleList(Block(config, init, comm, dtype, algorithm) for _ in range(config.layers))
-        self.norm = init.ones(config.dim)
-        self.head = init.normal(config.vocabulary, config.dim, std=config.dim**-0.5)
-        self.register_buffer("angles", rotation_angles(config).to(device, dtype))
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.blocks = nn.ModuleList(
+            to.nn.ParallelTransformerBlock(
+                config.dim, config.heads, 4 * config.dim, comm, activation="gelu_tanh", bias=False,
+                algorithm=algorithm, device="cpu", init=normal(generator),
+                output_init=normal(generator, gain=(2 * config.layers) ** -0.5),
+            )
+            for _ in range(config.layers)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(config.dim, bias=False)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        with torch.no_grad():
+            self.embedding.weight.normal_(std=0.02, generator=generator)
+            normal(generator)(self.head.weight)
+        to.nn.mark_replicated(self, comm)  # all but the blocks' matrices, which are split
+        self.register_buffer("angles", rotation_angles(config).to(dtype))
+        self.to(device)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
-        for block in self.blocks:
-            x = block(x, self.angles)
-        x = F.layer_norm(x, self.norm.shape, self.norm).to(self.dtype)
-        return F.linear(x, self.head.to(self.dtype)).float()
+        rotate_by_position = partial(rotate, angles=self.angles)
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x, rotate_by_position)
+            return self.head(self.norm(x)).float()
 
 
 def rotation_angles(config: Config) -> Tensor:

@@ -22,11 +22,13 @@ class Gradients:
         '------------- one all_reduce: the bucket -------'
 
     Before the all_reduce a replicated parameter's gradient is the sum over this rank's rows; a split one's is complete.
-    The bucket also carries this rank's share of the loss and of the squared norm.
+    The bucket also carries this rank's share of the loss and of the squared norm (and so does in one transfer what
+    to.nn.sync_replicated_grads would).
     """
 
-    def __init__(self, parameters: list[nn.Parameter], device: torch.device) -> None:
-        groups = [[p for p in parameters if p.is_split == split] for split in (False, True)]  # type: ignore[attr-defined]
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        split = to.nn.split_parameters(model)
+        groups = [[p for name, p in model.named_parameters() if (name in split) == kind] for kind in (False, True)]
         sizes = [sum(p.numel() for p in group) for group in groups]
         self.flat = torch.zeros(2 + sum(sizes), device=device)
         self.loss, self.split_norm2 = self.flat[0], self.flat[1]
@@ -62,7 +64,7 @@ class Trainer:
         cuda = self.device.type == "cuda"
         self.model = GPT(config, comm, seed=seed, device=self.device, dtype=dtype, algorithm=algorithm)
         parameters = list(self.model.parameters())
-        self.gradients = Gradients(parameters, self.device)
+        self.gradients = Gradients(self.model, self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.optimizer = torch.optim.AdamW(
             [

@@ -1,0 +1,336 @@
+"""Plans for parallelize_module: models of plain torch against themselves, whole, in fp64."""
+
+import copy
+import functools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import torch_overlap as to
+from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
+from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather, comm_of
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+DIM, HEADS, HEAD_DIM, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 24, 6, 4, 48, 30, 2, 12
+
+
+# --- A model as in torchtitan: its code knows nothing of ranks -----------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, kv_heads, bias):
+        super().__init__()
+        self.wq = nn.Linear(DIM, HEADS * HEAD_DIM, bias=bias)
+        self.wk = nn.Linear(DIM, kv_heads * HEAD_DIM, bias=bias)
+        self.wv = nn.Linear(DIM, kv_heads * HEAD_DIM, bias=bias)
+        self.wo = nn.Linear(HEADS * HEAD_DIM, DIM, bias=bias)
+
+    def forward(self, x, angles):
+        batch, sequence, _ = x.shape
+        q, k, v = (w(x).view(batch, sequence, -1, HEAD_DIM) for w in (self.wq, self.wk, self.wv))
+        q, k = q * angles[:sequence, None], k * angles[:sequence, None]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).contiguous().view(batch, sequence, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=bias)
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=bias)
+        self.w3 = nn.Linear(DIM, HIDDEN, bias=bias)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, kv_heads, bias):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(kv_heads, bias), FeedForward(bias)
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x, angles):
+        x = x + self.attention(self.attention_norm(x), angles)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, kv_heads=6, bias=False, layers=2):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleDict({str(i): Block(kv_heads, bias) for i in range(layers)})
+        self.norm = nn.RMSNorm(DIM)
+        self.output = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.register_buffer("angles", torch.linspace(0.5, 1.5, SEQUENCE * HEAD_DIM).view(SEQUENCE, HEAD_DIM))
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, self.angles)
+        return self.output(self.norm(x))
+
+
+def plan(sequence_parallel, algorithm="auto", fused=False):
+    options = {"sequence_parallel": sequence_parallel, "algorithm": algorithm, "require_fused": fused}
+    always = {
+        "layers.*.attention": SharedGather("wq", "wk", "wv", multiple_of=HEAD_DIM, **options),
+        "layers.*.attention.wo": RowParallel(**options),
+        "layers.*.feed_forward": SharedGather("w1", "w3", **options),
+        "layers.*.feed_forward.w2": RowParallel(**options),
+        "output": ColumnParallel(gather_output=True, **options),
+    }
+    norms = {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
+    return always | norms | {"layers.0": ShardInput()} if sequence_parallel else always
+
+
+def start(rank, size, store, backend="torch_overlap"):
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return dist.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def close(got, want):
+    tolerance = 1e-8 if got.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def train_both(model, whole, tokens, targets, run=lambda model: model):
+    """The loss of both, whose gradients are left in their parameters."""
+    losses = []
+    for one in (run(model), whole):
+        logits = one(tokens)
+        losses.append(F.cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), targets.flatten()))
+        losses[-1].backward()
+    to.nn.sync_replicated_grads(model)
+    close(losses[0], losses[1])
+
+
+def compare_gradients(model, whole, comm):
+    split, full = to.nn.split_parameters(model), dict(whole.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == set(full)
+    for name, parameter in model.named_parameters():
+        want = full[name].grad
+        if name in split:
+            want = want.chunk(comm.get_size(), split[name][1])[comm.get_rank()]
+        close(parameter.grad, want)
+    return split
+
+
+def titan(rank, size, store, seed, sequence_parallel, kv_heads, bias, algorithm):
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed + rank)  # the plan takes rank 0's values; what is not in it must be equal already
+    model = Llama(kv_heads, bias).double()
+    state = model.state_dict()
+    dist.broadcast_object_list(received := [state], src=0)
+    whole = Llama(kv_heads, bias).double()
+    whole.load_state_dict(received[0])
+    model.tok_embeddings.load_state_dict(whole.tok_embeddings.state_dict())
+    parallelize_module(model, mesh, plan(sequence_parallel, algorithm))
+    comm = comm_of(mesh)
+    full = to.nn.full_state_dict(model)
+    assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
+    assert isinstance(model.layers["0"].attention.wq, ColumnParallelLinear)
+    assert isinstance(model.layers["1"].feed_forward.w2, RowParallelLinear)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        model.zero_grad()
+        whole.zero_grad()
+        tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
+        train_both(model, whole, tokens, targets)
+        split = compare_gradients(model, whole, comm)
+    assert len(split) == 2 * (7 + (5 if bias else 0)) + 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("kv_heads", "bias", "algorithm"), [(6, False, "auto"), (6, True, "chunked")])
+def test_a_plan_takes_a_model_as_it_is(seed, size, sequence_parallel, kv_heads, bias, algorithm):
+    run_ranks(titan, size, seed, sequence_parallel, kv_heads, bias, algorithm, comm=False, timeout=120)
+
+
+def test_grouped_query_heads_on_two_ranks_and_one(seed):
+    run_ranks(titan, 2, seed, True, 2, False, "chunked", comm=False, timeout=120)
+    run_ranks(titan, 1, seed, True, 2, False, "chunked", comm=False, timeout=120)
+
+
+def recomputed(rank, size, store, seed):
+    """A copy of the parallel model, whose blocks are computed again in the backward pass."""
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    whole = Llama().double()
+    model = copy.deepcopy(parallelize_module(copy.deepcopy(whole), mesh, plan(True, "chunked")))
+    for block in model.layers.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    train_both(model, whole, tokens, targets)
+    compare_gradients(model, whole, comm_of(mesh))
+
+
+def test_activation_checkpointing_of_a_copied_model(seed):
+    run_ranks(recomputed, 2, seed, comm=False, timeout=120)
+
+
+# --- Gathers ------------------------------------------------------------------------------------------
+
+
+def counted(rank, size, store, sequence_parallel):
+    mesh = start(rank, size, store)
+    model = parallelize_module(Llama(), mesh, plan(sequence_parallel, "sequential"))
+    comm, names = comm_of(mesh), []
+    hook = comm.register_pre_hook(lambda name, *_: names.append(str(name).rpartition(".")[2]))
+    loss = model(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)).sum()
+    forward = len(names)
+    loss.backward()
+    hook.remove()
+    return forward, len(names) - forward
+
+
+def test_linears_that_share_their_input_share_one_transfer():
+    # Forward two gathers and two sums a block; the head gathers its input and the logits. Backward two gathers, two
+    # sums and two gathers that are repeated a block; a gather and a sum of the head; the embedding's gradient.
+    assert run_ranks(counted, 2, True, comm=False) == [(2 * 4 + 2, 2 * 6 + 2 + 1)] * 2
+    # Forward two sums a block, and the logits. Backward two sums a block, and one of the head.
+    assert run_ranks(counted, 2, False, comm=False) == [(2 * 2 + 1, 2 * 2 + 1)] * 2
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------
+
+
+def hugging_face(rank, size, store, seed, sequence_parallel):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    mesh = start(rank, size, store)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=DIM, intermediate_size=HIDDEN, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=SEQUENCE,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    whole = LlamaForCausalLM(config).double()
+    model = LlamaForCausalLM(config).double()
+    model.load_state_dict(whole.state_dict())
+    options = {"sequence_parallel": sequence_parallel, "algorithm": "chunked"}
+    styles = {
+        "model.layers.*.self_attn": SharedGather("q_proj", "k_proj", "v_proj", **options),
+        "model.layers.*.self_attn.o_proj": RowParallel(**options),
+        "model.layers.*.mlp": SharedGather("gate_proj", "up_proj", **options),
+        "model.layers.*.mlp.down_proj": RowParallel(**options),
+        "lm_head": ColumnParallel(gather_output=True, **options),
+    }
+    if sequence_parallel:
+        norms = ("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm")
+        styles |= {name: SequenceParallel() for name in norms} | {"model.layers.0": ShardInput()}
+    parallelize_module(model, mesh, styles)
+    tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    train_both(model, whole, tokens, targets)
+    compare_gradients(model, whole, comm_of(mesh))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_plan_takes_a_llama_of_transformers(seed, sequence_parallel):
+    pytest.importorskip("transformers")
+    run_ranks(hugging_face, 2, seed, sequence_parallel, comm=False, timeout=200)
+
+
+# --- torch.compile ------------------------------------------------------------------------------------
+
+
+def compiled(rank, size, store, seed, sequence_parallel, backend):
+    torch._dynamo.reset()
+    mesh = start(rank, size, store)
+    torch.manual_seed(seed)
+    model, whole = Llama(layers=1), Llama(layers=1)
+    whole.load_state_dict(model.state_dict())
+    model, whole = parallelize_module(model, mesh, plan(sequence_parallel, "chunked", fused=True)), whole.double()
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        model.zero_grad()
+        whole.zero_grad()
+        tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
+        train_both(model, whole, tokens, targets, lambda _: run)
+        compare_gradients(model, whole, comm_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "backend"),
+    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
+def test_compile_fullgraph(seed, sequence_parallel, backend):
+    run_ranks(compiled, 2, seed, sequence_parallel, backend, comm=False, timeout=280)
+
+
+# --- Errors -------------------------------------------------------------------------------------------
+
+
+def refuses(error, message, act):
+    with pytest.raises(error, match=message):
+        act()
+
+
+def errors(rank, size, store):
+    mesh = start(rank, size, store)
+    refuses(TypeError, r"^ColumnParallel: expected an nn.Linear, got RMSNorm; change the plan",
+            lambda: parallelize_module(Llama(), mesh, {"norm": ColumnParallel()}))  # fmt: skip
+    refuses(TypeError, r"^SharedGather: expected an nn.Linear at 'attention_norm', got RMSNorm",
+            lambda: parallelize_module(Llama(), mesh, {"layers.0": SharedGather("attention_norm")}))  # fmt: skip
+    refuses(ValueError, r"^SharedGather: expected the names of one or more linears", SharedGather)
+    refuses(ValueError, r"^SharedGather: expected out_features divisible by 2 ranks times 4 \(multiple_of\), got 4",
+            lambda: parallelize_module(Llama(kv_heads=1), mesh, plan(True)))  # fmt: skip
+    refuses(ValueError, r"^ColumnParallel: expected out_features divisible by 2 ranks times 1 \(multiple_of\), got 7",
+            lambda: parallelize_module(nn.Linear(4, 7), mesh, ColumnParallel()))  # fmt: skip
+    refuses(ValueError, r"^RowParallelLinear: expected in_features divisible by the group size 2, got 7",
+            lambda: parallelize_module(nn.Linear(7, 4), mesh, RowParallel()))  # fmt: skip
+    attention = parallelize_module(Llama(), mesh, plan(True)).layers["0"].attention
+    refuses(TypeError, r"^SharedGather: expected a tensor as the first argument or as 'hidden_states', got NoneType",
+            lambda: attention(x=torch.ones(1, 2, DIM), angles=None))  # fmt: skip
+    refuses(ValueError, r"^SharedGather: expected its linears to get the module's first argument unchanged, got",
+            lambda: attention.wq(torch.ones(1, 2, DIM)))  # fmt: skip
+    with torch.no_grad():
+        assert attention(torch.ones(1, 2, DIM), torch.ones(4, HEAD_DIM)).shape == (1, 2, DIM)  # and goes on
+    fused = parallelize_module(Llama(), mesh, plan(True, fused=True)).layers["0"].feed_forward
+    refuses(to.UnsupportedError, r"^ColumnParallelLinear: expected an overlapped all_gather_matmul \(require_fused",
+            lambda: fused(torch.ones(1, 2, DIM)))  # fmt: skip
+    flat = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    refuses(ValueError, r"^comm_of: expected a mesh of one dimension, got 2", lambda: comm_of(flat))
+    assert comm_of(flat["tp"]).get_size() == 2
+
+
+def test_a_mistake_is_an_error_that_says_what_to_do():
+    run_ranks(errors, 2, comm=False)
+
+
+def stock_backend(rank, size, store):
+    mesh = start(rank, size, store, "gloo")
+    refuses(ValueError, r"^comm_of: expected a mesh over backend 'torch_overlap', got 'gloo'", lambda: comm_of(mesh))
+
+
+def test_a_mesh_of_another_backend_is_refused():
+    run_ranks(stock_backend, 2, comm=False)
+
+
+def meta(rank, size, store):
+    mesh = start(rank, size, store)
+    with torch.device("meta"):
+        model = Llama()
+    parallelize_module(model, mesh, plan(True))
+    assert model.layers["0"].attention.wq.weight.is_meta
+    model.to_empty(device="cpu")
+    whole = Llama()
+    state = whole.state_dict()
+    dist.broadcast_object_list(received := [state], src=0)
+    to.nn.load_full_state_dict(model, received[0])
+    for name, value in to.nn.full_state_dict(model).items():
+        assert torch.equal(value, received[0][name])
+    assert len(to.nn.split_parameters(model)) == 15
+
+
+def test_a_model_on_the_meta_device_takes_its_weights_later():
+    run_ranks(meta, 2, comm=False)

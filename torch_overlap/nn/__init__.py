@@ -1,0 +1,43 @@
+"""Modules of tensor-parallel models, whose matrix products communicate while they multiply.
+
+    up = to.nn.ColumnParallelLinear(4096, [11008, 11008], comm, bias=False)  # gate and up, of one gather
+    down = to.nn.RowParallelLinear(11008, 4096, comm, bias=False)
+
+`torch_overlap.nn.styles` puts them into a model that exists, by torch's `parallelize_module`. See docs/modules.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch_overlap.nn._choice import explain as _explain  # noqa: F401
+from torch_overlap.nn.layout import ParameterLayout, mark_replicated, split_parameters, sync_replicated_grads
+from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
+from torch_overlap.nn.state import full_state_dict, load_full_state_dict
+from torch_overlap.nn.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerBlock
+
+if TYPE_CHECKING:
+    from torch_overlap.nn import styles
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelMLP",
+    "ParallelSelfAttention",
+    "ParallelTransformerBlock",
+    "ParameterLayout",
+    "RowParallelLinear",
+    "full_state_dict",
+    "load_full_state_dict",
+    "mark_replicated",
+    "split_parameters",
+    "styles",
+    "sync_replicated_grads",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """styles imports DTensor, which takes half a second: only where it is used."""
+    if name == "styles":
+        return importlib.import_module("torch_overlap.nn.styles")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,93 @@
+"""Which parameters of a module are split over a communicator, and which have gradients still to be summed over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torch_overlap import ops
+from torch_overlap._C import TorchComm
+
+_ATTRIBUTE = "_parameter_layout"
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """What a module's own parameters (not those of its children) are on the ranks of `comm`.
+
+    Kept by the module rather than on its parameters, so it outlives `to_empty`, `copy.deepcopy` and new parameters.
+    """
+
+    comm: TorchComm
+    split: Mapping[str, int] = field(default_factory=dict)  # name -> the dimension that is cut over the ranks
+    partial: frozenset[str] = frozenset()  # whole on every rank; the gradient is that of this rank's rows
+
+
+def set_layout(module: nn.Module, layout: ParameterLayout) -> None:
+    setattr(module, _ATTRIBUTE, layout)
+
+
+def layouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, ParameterLayout]]:
+    """Name, module and layout of `module` and all below it that have one."""
+    for name, child in module.named_modules(remove_duplicate=False):
+        layout = getattr(child, _ATTRIBUTE, None)
+        if isinstance(layout, ParameterLayout):
+            yield name, child, layout
+
+
+def mark_replicated(module: nn.Module, comm: TorchComm) -> None:
+    """Says that `module` works on this rank's rows with parameters that every rank of `comm` holds in full.
+
+    For norms, embeddings and heads of a sequence-parallel model: `sync_replicated_grads` then completes the gradients
+    of the parameters that `module` and its children have now, but for those of layers of torch_overlap.nn in it.
+    """
+    done = {id(child) for _, child, _ in layouts(module)}
+    for child in module.modules():
+        names = frozenset(name for name, _ in child.named_parameters(recurse=False))
+        if names and id(child) not in done:
+            set_layout(child, ParameterLayout(comm, partial=names))
+
+
+def split_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
+    """Name -> (this rank's shard, the dimension that is cut), of every parameter in `module` that is split."""
+    found = {}
+    for prefix, child, layout in layouts(module):
+        own = dict(child.named_parameters(recurse=False))
+        for name, dim in layout.split.items():
+            if name in own:
+                found[f"{prefix}.{name}".lstrip(".")] = own[name], dim
+    return found
+
+
+@torch.no_grad()
+def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> None:
+    """Sums over the ranks the gradients that each rank has for its own rows only. Collective; call it after backward.
+
+    Under sequence parallelism these are the norms (see `mark_replicated`) and the biases of row-parallel layers. A
+    parameter with no gradient is left out: the same parameters have one on all ranks. Call it once for each optimizer
+    step, when gradients have been accumulated and before they are clipped. One all_reduce for each dtype, on the
+    current stream; may be captured in a CUDA graph.
+
+    Args:
+        comm: only the parameters that belong to this communicator; None: all, each over its own.
+    """
+    buckets: dict[tuple[int, torch.dtype, torch.device], tuple[TorchComm, list[Tensor]]] = {}
+    seen: set[int] = set()
+    for _, child, layout in layouts(module):
+        if comm is not None and layout.comm.get_name() != comm.get_name():
+            continue
+        for name, parameter in child.named_parameters(recurse=False):
+            if name not in layout.partial or parameter.grad is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            grad = parameter.grad
+            key = (id(layout.comm), grad.dtype, grad.device)
+            buckets.setdefault(key, (layout.comm, []))[1].append(grad)
+    for group, grads in buckets.values():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        ops.all_reduce_(flat, group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))

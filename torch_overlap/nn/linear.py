@@ -1,0 +1,279 @@
+"""Linear layers whose weights are split over the ranks of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_overlap import ops
+from torch_overlap._C import TorchComm
+from torch_overlap.nn import _choice
+from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
+from torch_overlap.nn._initialize import Init, fill_shard, uniform
+from torch_overlap.nn.layout import ParameterLayout, set_layout
+
+_Column = TypeVar("_Column", bound="ColumnParallelLinear")
+
+
+def per_rank(who: str, what: str, value: int, comm: TorchComm) -> int:
+    """`value` / the number of ranks; an error where it does not divide."""
+    size = comm.get_size()
+    if value % size != 0:
+        raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}; pad it, or use "
+                         "another number of ranks")  # fmt: skip
+    return value // size
+
+
+class _ParallelLinear(nn.Module):
+    """What both have: a communicator, the choice of the algorithm, and weights that start equal for any group size."""
+
+    def __init__(self, comm: TorchComm, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
+                 init: Init | None) -> None:  # fmt: skip
+        super().__init__()
+        self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.algorithm, self.require_fused = algorithm, require_fused
+        self.init = init
+
+    def _require_fused(self, op: str, x: Tensor, features: int) -> None:
+        if self.require_fused:
+            shapes = [tuple(x.shape), (features, x.shape[-1])]
+            name: str = self._get_name()  # type: ignore[no-untyped-call]
+            _choice.require_fused(name, op, shapes, self.comm, self.algorithm)
+
+    def _describe(self, **values: object) -> str:
+        common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
+                  "algorithm": self.algorithm}  # fmt: skip
+        return ", ".join(f"{name}={value}" for name, value in {**values, **common}.items())
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """linear(x, w, b) with the rows of w, the output features, split over the ranks; several of one x if asked.
+
+        sequence_parallel  x                                          output, on each rank
+        True               this rank's rows [S/n, ..., in_features]    all rows [S, ..., out_features/n]
+        False              all rows, the same on all ranks             all rows [..., out_features/n]
+
+    With sequence parallelism x is gathered along `gather_dim` by all_gather_matmul, once for all outputs, while it is
+    multiplied. Without it nothing is sent forward, and the gradient of x is summed by matmul_all_reduce.
+
+    Parameters: `weight` [out_features/n, in_features] and `bias` [out_features/n], with the dtype of x (or under
+    autocast); `weight0`, `bias0`, `weight1`, ... if out_features is a list. They start with what nn.Linear draws, as
+    parts of one full weight: give all ranks the same seed. Their gradients are complete.
+
+    Args:
+        comm: whose ranks share the layer. Every rank makes the same layers, and calls them in the same order.
+        in_features: of x.
+        out_features: of the whole layer; a list makes several layers, and forward returns a list.
+        gather_output: gather the output features too, so that every rank has [..., out_features]. Its gradient is
+            then expected whole on every rank, as when all ranks compute the same loss.
+        gather_dim: the dimension of x along which rows are gathered, with sequence_parallel. 0 needs no copies.
+        device: default: that of comm. "meta" draws nothing; call reset_parameters() after to_empty().
+        algorithm: of the operators; see torch_overlap.ops.
+        require_fused: raise UnsupportedError in forward where the operator would not overlap (one rank never raises).
+        init: fills rows of the full weight in place, [any number, in_features], instead of nn.Linear's distribution.
+
+    Raises:
+        ValueError: features do not divide by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        comm: TorchComm,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        gather_output: bool = False,
+        gather_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        require_fused: bool = False,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
+                         init=init)  # fmt: skip
+        self.in_features = in_features
+        self.out_features = out_features if isinstance(out_features, int) else list(out_features)
+        self.gather_output, self.gather_dim = gather_output, gather_dim
+        if isinstance(self.out_features, int):
+            sizes, self._names = [self.out_features], [("weight", "bias")]
+        else:
+            sizes = self.out_features
+            self._names = [(f"weight{i}", f"bias{i}") for i in range(len(sizes))]
+        if not sizes:
+            raise ValueError("ColumnParallelLinear: expected one or more out_features, got none")
+        device = comm.get_device() if device is None else device
+        for (weight, bias_name), size in zip(self._names, sizes, strict=True):
+            part = per_rank("ColumnParallelLinear", "out_features", size, comm)
+            empty = torch.empty(part, in_features, device=device, dtype=dtype)
+            self.register_parameter(weight, nn.Parameter(empty))
+            self.register_parameter(bias_name, nn.Parameter(empty.new_empty(part)) if bias else None)
+        set_layout(self, ParameterLayout(comm, split={name: 0 for names in self._names for name in names}))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        rank, size = self.comm.get_rank(), self.comm.get_size()
+        start = uniform(self.in_features)
+        for weight, bias in self._names:
+            fill_shard(getattr(self, weight), self.init or start, 0, rank, size)
+            if getattr(self, bias) is not None:
+                fill_shard(getattr(self, bias), start, 0, rank, size)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """This rank's part of each weight."""
+        return [getattr(self, weight) for weight, _ in self._names]
+
+    @property
+    def biases(self) -> list[Tensor | None]:
+        """This rank's part of each bias; None for one that is not there."""
+        return [getattr(self, bias) for _, bias in self._names]
+
+    def forward(self, x: Tensor) -> Any:
+        """A tensor, or a list of them if `out_features` is a list. Valid on the current stream."""
+        outputs = self._products(x, self.weights, self.biases)
+        return outputs if isinstance(self.out_features, list) else outputs[0]
+
+    def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        features = sum(w.size(0) for w in weights)
+        if self.sequence_parallel:
+            self._require_fused("all_gather_matmul", x, features)
+            outputs, _ = ops.all_gather_matmul(
+                x, weights, self.comm, biases, gather_dim=self.gather_dim, algorithm=self.algorithm
+            )
+        else:
+            if x.dim() < 2:
+                raise ValueError(f"ColumnParallelLinear: expected x of two or more dimensions, got shape "
+                                 f"{list(x.shape)}; use x.unsqueeze(0)")  # fmt: skip
+            self._require_fused("matmul_all_reduce", x, features)  # of the gradient
+            outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
+        if self.gather_output:
+            outputs = [ops.all_gather(y, self.comm, -1, grad="I") for y in outputs]
+        return outputs
+
+    def extra_repr(self) -> str:
+        return self._describe(in_features=self.in_features, out_features=self.out_features,
+                              bias=self.biases[0] is not None, gather_output=self.gather_output)  # fmt: skip
+
+    @classmethod
+    def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear], comm: TorchComm,
+                    **options: Any) -> _Column:  # fmt: skip
+        """This rank's part of an nn.Linear that is the same on all ranks; of several, one layer with their outputs.
+
+        `options` are those of the constructor, but for bias, device and dtype, which are the linear's. Sends nothing.
+        """
+        linears = [linear] if isinstance(linear, nn.Linear) else list(linear)
+        first = linears[0]
+        if any(other.in_features != first.in_features or (other.bias is None) != (first.bias is None)
+               for other in linears):  # fmt: skip
+            raise ValueError("ColumnParallelLinear.from_linear: expected linears of the same in_features, all with a "
+                             f"bias or none, got {linears}; make a layer of each")  # fmt: skip
+        sizes = [other.out_features for other in linears]
+        layer = cls(first.in_features, sizes[0] if isinstance(linear, nn.Linear) else sizes, comm,
+                    bias=first.bias is not None, device="meta", dtype=first.weight.dtype, **options)  # fmt: skip
+        rank, size = comm.get_rank(), comm.get_size()
+        for names, other in zip(layer._names, linears, strict=True):
+            for name, full in zip(names, (other.weight, other.bias), strict=True):
+                if full is not None:
+                    setattr(layer, name, _part(full, 0, rank, size))
+        return layer.train(first.training)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """The sum of all ranks' linear(x, w), plus b, with the columns of w, the input features, split over the ranks.
+
+        sequence_parallel  x, on each rank                     output
+        True               all rows [S, ..., in_features/n]    this rank's rows [S/n, ..., out_features]
+        False              all rows [..., in_features/n]       all rows, the same on all ranks
+
+    With sequence parallelism the products are summed by matmul_reduce_scatter along `scatter_dim`, without it by
+    matmul_all_reduce; both communicate while they multiply. The bias is added once.
+
+    Parameters: `weight` [out_features, in_features/n] and `bias` [out_features], which every rank holds in full. They
+    start as ColumnParallelLinear's. Under sequence parallelism the gradient of the bias is that of this rank's rows:
+    `sync_replicated_grads` sums it.
+
+    Args:
+        input_is_parallel: False: x has all input features on every rank, of which each takes its own. Its gradient is
+            then whole on every rank too.
+        scatter_dim: the dimension of x along which rows are scattered, with sequence_parallel, divisible by the number
+            of ranks. 0 needs no copies.
+        others: as for ColumnParallelLinear.
+
+    Raises:
+        ValueError: in_features does not divide by the number of ranks.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: TorchComm,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        input_is_parallel: bool = True,
+        scatter_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        require_fused: bool = False,
+        init: Init | None = None,
+    ) -> None:
+        super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
+                         init=init)  # fmt: skip
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.scatter_dim = input_is_parallel, scatter_dim
+        part = per_rank("RowParallelLinear", "in_features", in_features, comm)
+        device = comm.get_device() if device is None else device
+        self.weight = nn.Parameter(torch.empty(out_features, part, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(self.weight.detach().new_empty(out_features)) if bias else None)
+        partial = frozenset({"bias"} if sequence_parallel else ())
+        set_layout(self, ParameterLayout(comm, split={"weight": 1}, partial=partial))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        start = uniform(self.in_features)
+        fill_shard(self.weight, self.init or start, 1, self.comm.get_rank(), self.comm.get_size())
+        if self.bias is not None:
+            fill_shard(self.bias, start, 0, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Valid on the current stream."""
+        if not self.input_is_parallel:
+            x = own_part(x, -1, self.comm)
+        if self.sequence_parallel:
+            self._require_fused("matmul_reduce_scatter", x, self.out_features)
+            return ops.matmul_reduce_scatter(
+                x, self.weight, self.comm, self.bias, scatter_dim=self.scatter_dim, algorithm=self.algorithm
+            )
+        self._require_fused("matmul_all_reduce", x, self.out_features)
+        return sum_matmul(x, self.weight, self.bias, self.comm, self.algorithm)
+
+    def extra_repr(self) -> str:
+        return self._describe(in_features=self.in_features, out_features=self.out_features,
+                              bias=self.bias is not None, input_is_parallel=self.input_is_parallel)  # fmt: skip
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, comm: TorchComm, **options: Any) -> RowParallelLinear:
+        """This rank's part of an nn.Linear that is the same on all ranks. `options`: as for ColumnParallelLinear."""
+        layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
+                    dtype=linear.weight.dtype, **options)  # fmt: skip
+        layer.weight = _part(linear.weight, 1, comm.get_rank(), comm.get_size())
+        if linear.bias is not None:
+            layer.bias = _part(linear.bias, 0, 0, 1)
+        return layer.train(linear.training)
+
+
+def _part(full: Tensor, dim: int, rank: int, size: int) -> nn.Parameter:
+    part = full.detach().chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=full.requires_grad)

@@ -1,0 +1,283 @@
+"""Styles for torch.distributed.tensor.parallel.parallelize_module over a mesh of backend "torch_overlap".
+
+A plan names the model's own layers; its code stays as it is. Parameters become this rank's plain tensors (not
+DTensors) under their old names. For a model of [batch, sequence, features]:
+
+    parallelize_module(model, mesh["tp"], {
+        "layers.0": ShardInput(),  # from here on each rank has its part of the sequence
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": SharedGather("wq", "wk", "wv"),
+        "layers.*.attention.wo": RowParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": SharedGather("w1", "w3"),
+        "layers.*.feed_forward.w2": RowParallel(),
+        "norm": SequenceParallel(),
+        "output": ColumnParallel(gather_output=True),
+    })
+
+After backward call `torch_overlap.nn.sync_replicated_grads(model)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from torch_overlap._C import TorchComm, _BackendWrapper
+from torch_overlap.nn._functions import own_part
+from torch_overlap.nn.layout import mark_replicated
+from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
+from torch_overlap.ops._arguments import group
+
+__all__ = ["ColumnParallel", "RowParallel", "SequenceParallel", "ShardInput", "SharedGather", "comm_of"]
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
+
+
+def comm_of(mesh: DeviceMesh) -> TorchComm:
+    """The communicator of a mesh of one dimension. Made by the backend with the first call; then collective.
+
+    Raises:
+        ValueError: the mesh has several dimensions, or another backend than "torch_overlap".
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"comm_of: expected a mesh of one dimension, got {mesh.ndim}; take one, as in mesh['tp']")
+    process_group, device = mesh.get_group(), torch.device(mesh.device_type)
+    backend = process_group._get_backend(device)
+    if not isinstance(backend, _BackendWrapper):
+        raise ValueError(
+            f"comm_of: expected a mesh over backend 'torch_overlap', got '{dist.get_backend(process_group)}'; call "
+            "init_process_group(backend='torch_overlap') before init_device_mesh"
+        )
+    return backend.get_comm(torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+
+
+class _Style(ParallelStyle):
+    """What all have: the options of the layers, and values of rank `src_data_rank` on all ranks, as torch's styles."""
+
+    def __init__(self, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.options = {"sequence_parallel": sequence_parallel, **options}
+
+    def _linear(self, module: nn.Module, name: str = "") -> nn.Linear:
+        who = type(self).__name__
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            at = f" at '{name}'" if name else ""
+            raise TypeError(f"{who}: expected an nn.Linear{at}, got {type(module).__name__}; change the plan")
+        return module
+
+    def _synchronize(self, module: nn.Module, comm: TorchComm) -> None:
+        """Moves the parameters to the communicator's device, with the values of rank `src_data_rank`."""
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(comm.get_device()).contiguous()
+                if self.src_data_rank is not None:
+                    comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
+
+    def _check_multiple(self, linear: nn.Linear, comm: TorchComm, multiple_of: int) -> None:
+        if linear.out_features % (comm.get_size() * multiple_of) != 0:
+            raise ValueError(
+                f"{type(self).__name__}: expected out_features divisible by {comm.get_size()} ranks times {multiple_of}"
+                f" (multiple_of), got {linear.out_features}; use fewer ranks"
+            )
+
+
+def _become(module: nn.Module, layer: _Layer) -> _Layer:
+    """Turns `module` into `layer`, hooks kept: parallelize_module does not put what a style returns into the model."""
+    hooks = {name: value for name, value in vars(module).items() if "hook" in name}
+    module.__dict__ = {**vars(layer), **hooks}
+    module.__class__ = type(layer)
+    assert isinstance(module, type(layer))
+    return module
+
+
+class ColumnParallel(_Style):
+    """An nn.Linear becomes a ColumnParallelLinear. For linears that share their input see SharedGather.
+
+    Args:
+        sequence_parallel: the input is this rank's part of `sequence_dim`; else the same on all ranks.
+        sequence_dim: of the input.
+        multiple_of: what each rank's output features are a multiple of, such as the size of a head.
+        gather_output, algorithm, require_fused: as for ColumnParallelLinear.
+
+    Raises:
+        TypeError, ValueError: not an nn.Linear; features that do not divide. As from `comm_of`.
+    """
+
+    def __init__(self, *, sequence_parallel: bool = True, sequence_dim: int = 1, multiple_of: int = 1,
+                 **options: Any) -> None:  # fmt: skip
+        super().__init__(sequence_parallel, sequence_dim, **options)
+        self.multiple_of = multiple_of
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm, linear = comm_of(device_mesh), self._linear(module)
+        self._check_multiple(linear, comm, self.multiple_of)
+        self._synchronize(linear, comm)
+        layer = ColumnParallelLinear.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
+        return _become(module, layer)
+
+
+class RowParallel(_Style):
+    """An nn.Linear becomes a RowParallelLinear.
+
+    Args:
+        sequence_parallel: the output is this rank's part of `sequence_dim`; else the same on all ranks.
+        input_is_parallel, algorithm, require_fused: as for RowParallelLinear.
+
+    Raises: as ColumnParallel.
+    """
+
+    def __init__(self, *, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
+        super().__init__(sequence_parallel, sequence_dim, **options)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm, linear = comm_of(device_mesh), self._linear(module)
+        self._synchronize(linear, comm)
+        layer = RowParallelLinear.from_linear(linear, comm, scatter_dim=self.sequence_dim, **self.options)
+        return _become(module, layer)
+
+
+class SequenceParallel(_Style):
+    """A norm, or any module without communication, that works on this rank's part of the sequence.
+
+    Nothing about it changes but that `sync_replicated_grads` completes the gradients of its parameters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+        self._synchronize(module, comm)
+        mark_replicated(module, comm)
+        return module
+
+
+def _first_tensor(who: str, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str) -> Tensor:
+    x = args[0] if args else kwargs.get(argument)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: expected a tensor as the first argument or as '{argument}', got {type(x).__name__}; "
+                        "name it with argument=...")  # fmt: skip
+    return x
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, x: Tensor) -> Any:
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, argument: x})
+
+
+class ShardInput(_Style):
+    """The module gets this rank's part of its first argument, which is whole on every rank.
+
+    Where sequence parallelism begins: at the first block, as what precedes it (embedding, mask) sees the whole
+    sequence. The gradient is gathered, so what precedes needs no synchronization.
+
+    Args:
+        sequence_dim: divisible by the number of ranks.
+        argument: the name of the argument, where it is passed by name.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, argument: str = "hidden_states") -> None:
+        super().__init__(sequence_dim=sequence_dim)
+        self.argument = argument
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+
+        def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = _first_tensor("ShardInput", args, kwargs, self.argument)
+            return _with_first(args, kwargs, self.argument, own_part(x, self.sequence_dim, comm))
+
+        module.register_forward_pre_hook(split, with_kwargs=True)
+        return module
+
+
+class _Gather:
+    """What the linears of one SharedGather share during one call of their parent."""
+
+    def __init__(self, comm: TorchComm, argument: str) -> None:
+        self.comm, self.argument = comm, argument
+        self.layers: list[ColumnParallelLinear] = []
+        self.input: Tensor | None = None
+        self.stand_in: Tensor | None = None
+        self.outputs: list[Tensor] | None = None
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = _first_tensor("SharedGather", args, kwargs, self.argument)
+        self.input, self.stand_in, self.outputs = x, x, None
+        first = self.layers[0]
+        if first.sequence_parallel:
+            shape = list(x.shape)
+            shape[first.gather_dim] *= group(self.comm)[1]
+            # The module may ask for shape, dtype and device. NaN: a result that reads it anyway is seen.
+            self.stand_in = x.detach().new_full((), float("nan")).expand(shape)
+        return _with_first(args, kwargs, self.argument, self.stand_in)
+
+    def end(self, *_: object) -> None:
+        self.input = self.stand_in = self.outputs = None
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        if x is not self.stand_in or self.input is None:
+            raise ValueError(
+                "SharedGather: expected its linears to get the module's first argument unchanged, got another tensor; "
+                "use ColumnParallel for those that do not"
+            )
+        if self.outputs is None:
+            weights = [weight for layer in self.layers for weight in layer.weights]
+            biases = [bias for layer in self.layers for bias in layer.biases]
+            self.outputs = self.layers[0]._products(self.input, weights, biases)
+        return self.outputs[index]
+
+
+class _SharedColumn(ColumnParallelLinear):
+    shared: _Gather
+    index: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.output(self.index, x)
+
+    def _get_name(self) -> str:
+        return "ColumnParallelLinear"
+
+
+class SharedGather(_Style):
+    """Linears of a module that all take its first argument become column-parallel, with one gather for all of them.
+
+    For the parent of query, key and value, or of gate and up: its first linear computes the products of all, while it
+    gathers. With sequence_parallel the parent's code sees a stand-in for its argument that has the gathered shape and
+    no values, so that views by batch and sequence are right; it may do nothing else with it.
+
+    Args:
+        names: of the linears, as attributes of the module.
+        argument: the name of the module's first argument, where it is passed by name.
+        others: as for ColumnParallel.
+
+    Raises: as ColumnParallel; ValueError in forward if a linear gets another tensor.
+    """
+
+    def __init__(self, *names: str, sequence_parallel: bool = True, sequence_dim: int = 1, multiple_of: int = 1,
+                 argument: str = "hidden_states", **options: Any) -> None:  # fmt: skip
+        super().__init__(sequence_parallel, sequence_dim, **options)
+        self.names, self.multiple_of, self.argument = names, multiple_of, argument
+        if not names:
+            raise ValueError("SharedGather: expected the names of one or more linears, got none")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = comm_of(device_mesh)
+        linears = [self._linear(module.get_submodule(name), name) for name in self.names]
+        for linear in linears:
+            self._check_multiple(linear, comm, self.multiple_of)
+        shared = _Gather(comm, self.argument)
+        for index, linear in enumerate(linears):
+            self._synchronize(linear, comm)
+            layer = _SharedColumn.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
+            layer.shared, layer.index = shared, index
+            shared.layers.append(_become(linear, layer))
+        module.register_forward_pre_hook(shared.begin, with_kwargs=True)
+        module.register_forward_hook(shared.end)
+        return module

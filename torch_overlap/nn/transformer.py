@@ -1,0 +1,211 @@
+"""The parts of a transformer, split over the ranks of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_overlap._C import TorchComm
+from torch_overlap.nn._initialize import Init
+from torch_overlap.nn.layout import mark_replicated
+from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear, per_rank
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,  # of the gate, which multiplies
+}
+NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+def _one_of(who: str, what: str, table: dict[str, Any], value: str) -> Any:
+    if value not in table:
+        raise ValueError(f"{who}: expected {what} to be one of {', '.join(table)}, got '{value}'")
+    return table[value]
+
+
+class ParallelMLP(nn.Module):
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)): hidden features split over the ranks.
+
+    x and the result: this rank's rows [S/n, ..., features] with sequence_parallel, else all rows on every rank.
+
+    Args:
+        features, hidden: of the whole layer; hidden is divisible by the number of ranks.
+        activation: "gelu", "gelu_tanh", or "swiglu", whose gate and up projections share one gather.
+        sequence_dim: the dimension of rows that sequence parallelism splits.
+        init, output_init: of the first projections and of the last; see ColumnParallelLinear.
+        others: as for ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        comm: TorchComm,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        require_fused: bool = False,
+        init: Init | None = None,
+        output_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = _one_of("ParallelMLP", "activation", ACTIVATIONS, activation)
+        self.is_gated = activation == "swiglu"
+        per_rank("ParallelMLP", "hidden", hidden, comm)
+        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
+                                      algorithm=algorithm, require_fused=require_fused)  # fmt: skip
+        self.up = ColumnParallelLinear(features, [hidden, hidden] if self.is_gated else [hidden], comm,
+                                       gather_dim=sequence_dim, init=init, **common)  # fmt: skip
+        self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **common)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Valid on the current stream."""
+        first, *rest = self.up(x)
+        h = self.activation(first)
+        return self.down(h * rest[0] if self.is_gated else h)  # type: ignore[no-any-return]
+
+
+class ParallelSelfAttention(nn.Module):
+    """Scaled dot product attention of each head over the whole sequence; heads split over the ranks.
+
+    x and the result: [sequence, batch, features] (sequence_dim 0) or [batch, sequence, features] (1); with
+    sequence_parallel each rank has its part of the sequence, else all of it. Query, key and value share one gather.
+
+    Args:
+        features, heads: of the whole layer; heads and kv_heads are divisible by the number of ranks.
+        kv_heads: heads of key and value, each of which serves heads / kv_heads queries; default: heads.
+        head_dim: default: features / heads.
+        causal: a position sees itself and what is before it.
+        init, output_init: of the projections to query, key and value, and of the last one.
+        others: as for ParallelMLP.
+
+    Raises:
+        ValueError: heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        comm: TorchComm,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        require_fused: bool = False,
+        init: Init | None = None,
+        output_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        who, kv_heads = "ParallelSelfAttention", heads if kv_heads is None else kv_heads
+        if sequence_dim not in (0, 1):
+            raise ValueError(f"{who}: expected sequence_dim 0 or 1, got {sequence_dim}")
+        for what, value, by in (("heads", heads, kv_heads), ("features", features, 1 if head_dim else heads)):
+            if value % by != 0:
+                raise ValueError(f"{who}: expected {what} divisible by {by}, got {value}; see kv_heads and head_dim")
+        per_rank(who, "heads", heads, comm)
+        per_rank(who, "kv_heads", kv_heads, comm)
+        self.head_dim = head_dim if head_dim else features // heads
+        self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
+        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
+                                      algorithm=algorithm, require_fused=require_fused)  # fmt: skip
+        sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
+        self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, init=init, **common)
+        self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **common)
+
+    def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Valid on the current stream.
+
+        Args:
+            rotate: applied to query and key, as [sequence, batch, heads/n, head_dim] or [batch, sequence, ...] with
+                the whole sequence; for rotary position embeddings.
+        """
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv(x))
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        order = (1, 2, 0, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)  # [batch, heads/n, sequence, head_dim]
+        q, k, v = (t.permute(order) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.shares_kv)
+        back = (2, 0, 1, 3) if self.sequence_dim == 0 else (0, 2, 1, 3)
+        return self.out(y.permute(back).flatten(2))  # type: ignore[no-any-return]
+
+
+class ParallelTransformerBlock(nn.Module):
+    """x + attention(norm(x)), then that + mlp(norm(.)).
+
+    With sequence_parallel the norms work on this rank's rows: after backward, `sync_replicated_grads` sums the
+    gradients of their parameters, and of the biases of the row-parallel layers.
+
+    Args:
+        features, heads, hidden: of the whole block.
+        kv_heads, head_dim, causal: as for ParallelSelfAttention.
+        activation: as for ParallelMLP.
+        norm: "layer" or "rms".
+        norm_eps: default: that of nn.LayerNorm, nn.RMSNorm.
+        bias: of the linear layers, and of a layer norm.
+        others: as for ParallelMLP.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        hidden: int,
+        comm: TorchComm,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        activation: str = "gelu",
+        norm: str = "layer",
+        norm_eps: float | None = None,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        sequence_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        algorithm: str = "auto",
+        require_fused: bool = False,
+        init: Init | None = None,
+        output_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        make_norm = _one_of("ParallelTransformerBlock", "norm", NORMS, norm)
+        options: dict[str, Any] = {"device": comm.get_device() if device is None else device, "dtype": dtype}
+        if norm_eps is not None:
+            options["eps"] = norm_eps
+        if norm == "layer":
+            options["bias"] = bias
+        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
+                                      device=device, dtype=dtype, algorithm=algorithm, require_fused=require_fused,
+                                      init=init, output_init=output_init)  # fmt: skip
+        self.attention_norm = make_norm(features, **options)
+        self.attention = ParallelSelfAttention(features, heads, comm, kv_heads=kv_heads, head_dim=head_dim,
+                                               causal=causal, **common)  # fmt: skip
+        self.mlp_norm = make_norm(features, **options)
+        self.mlp = ParallelMLP(features, hidden, comm, activation=activation, **common)
+        if sequence_parallel:
+            mark_replicated(self.attention_norm, comm)
+            mark_replicated(self.mlp_norm, comm)
+
+    def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Valid on the current stream. `rotate`: as for ParallelSelfAttention."""
+        x = x + self.attention(self.attention_norm(x), rotate)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
