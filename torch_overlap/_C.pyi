@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, IntEnum
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, TypedDict
 
@@ -541,3 +541,104 @@ class _BackendWrapper(Backend):
 
 def _abort_groups() -> None: ...
 def _set_gloo_factory(factory: Callable[[Any, int, int, timedelta, str | None, str | None], Any]) -> None: ...
+
+# torch_overlap/gemm.py
+
+class ScalingMode(IntEnum):
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    MXFP8_1D_SCALING = 2
+    CURRENT_TENSOR_SCALING = 3
+    BLOCK_1D_SCALING = 4
+    BLOCK_2D_SCALING = 5
+
+class GemmOperand:
+    def __init__(
+        self,
+        data: Tensor,
+        transposed: bool = False,
+        *,
+        scaling: int = 0,
+        scale_inv: Tensor | None = None,
+        swizzled: bool = False,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale_inv: Tensor | None = None,
+    ) -> None: ...
+    @property
+    def data(self) -> Tensor: ...
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def scaling(self) -> ScalingMode: ...
+    @property
+    def scale_inv(self) -> Tensor | None: ...
+    @property
+    def swizzled(self) -> bool: ...
+    @property
+    def columnwise_data(self) -> Tensor | None: ...
+    @property
+    def columnwise_scale_inv(self) -> Tensor | None: ...
+
+class GemmArgs:
+    def __init__(
+        self,
+        lhs: GemmOperand,
+        rhs: GemmOperand,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        gelu: bool = False,
+        pre_gelu_out: Tensor | None = None,
+        gelu_input: Tensor | None = None,
+        bias_grad: Tensor | None = None,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        out_scale: Tensor | None = None,
+        out_amax: Tensor | None = None,
+        sm_target: int = 0,
+        workspace: Tensor | None = None,
+    ) -> None: ...
+    @property
+    def lhs(self) -> GemmOperand: ...
+    @property
+    def rhs(self) -> GemmOperand: ...
+    @property
+    def out(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def gelu(self) -> bool: ...
+    @property
+    def pre_gelu_out(self) -> Tensor | None: ...
+    @property
+    def gelu_input(self) -> Tensor | None: ...
+    @property
+    def bias_grad(self) -> Tensor | None: ...
+    @property
+    def accumulate(self) -> bool: ...
+    @property
+    def use_split_accumulator(self) -> bool: ...
+    @property
+    def out_scale(self) -> Tensor | None: ...
+    @property
+    def out_amax(self) -> Tensor | None: ...
+    @property
+    def sm_target(self) -> int: ...
+    @property
+    def workspace(self) -> Tensor | None: ...
+    def rows(self, begin: int, length: int) -> GemmArgs: ...
+    def columns(self, begin: int, length: int) -> GemmArgs: ...
+
+class _GemmStatistics(TypedDict):
+    calls: int
+    plans: int
+    queries: int
+    measured: int
+    composed: int
+
+def _gemm(args: GemmArgs) -> None: ...
+def _grouped_gemm(group: Sequence[GemmArgs]) -> None: ...
+def _set_gemm_tuning(tuning: str) -> None: ...
+def _set_gemm_mxfp8(path: str) -> None: ...
+def _gemm_statistics() -> _GemmStatistics: ...
+def _reset_gemm_statistics() -> None: ...

@@ -1,7 +1,7 @@
 """Matrix products with the epilogues, scalings and gradients of a linear layer, as values.
 
-The product is row-major: `out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n])`, where `op` is the matrix as it lies or
-its transpose.
+The product is row-major: `out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n])`, where `op` is the matrix as it lies
+or its transpose.
 
 | | lhs | rhs |
 |---|---|---|
@@ -57,9 +57,9 @@ def gemm(args: GemmArgs) -> None:
     Args:
         args: lhs [m, k] and rhs [k, n] after their transposes, out [m, n]; rows of all matrices are contiguous. Without
             scaling the operands are float64, float32 (under torch's TF32 setting), float16 or bfloat16, and out is of
-            their dtype or float32. With scaling they are float8_e4m3fn or float8_e5m2 (one at most), and out is float32,
-            float16 or bfloat16. All but float64 may also go into 8 bits: `out = value * out_scale`, saturated, and
-            `out_amax` becomes the largest |value|. Sums are float32 (float64), rounded once.
+            their dtype or float32. With scaling they are float8_e4m3fn or, one at most, float8_e5m2, and out is
+            float32, float16 or bfloat16. All but float64 may also go into 8 bits: `out = value * out_scale`, saturated,
+            and `out_amax` becomes the largest |value|. Sums are float32 (float64), rounded once.
 
     8-bit operands need rows along k: an operand that has them not is read from `columnwise_data`. k is a multiple of 16
     (MXFP8: 32), rows begin at multiples of 16 bytes.
@@ -101,7 +101,8 @@ def set_gemm_mxfp8(path: Literal["dequantize", "native"]) -> None:
 
 def gemm_statistics() -> GemmStatistics:
     """The counts. A call with a plan adds 1 to `calls` and nothing to `plans` and `queries`."""
-    return _C._gemm_statistics()
+    counts = _C._gemm_statistics()
+    return GemmStatistics(**counts)
 
 
 def reset_gemm_statistics() -> None:
