@@ -30,7 +30,7 @@ def median_and_iqr(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def timed(call: Callable[[], object], repeats: int, meet: Callable[[], object]) -> Callable[[], float]:
-    """Microseconds of one call, over `repeats` in a row between two events; before them the ranks meet on the device."""
+    """Microseconds of one call, over `repeats` between two events; before them the ranks meet on the device."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def sample() -> float:

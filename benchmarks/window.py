@@ -11,7 +11,6 @@ one way. Eager, and in CUDA graphs of many operations.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
