@@ -1,6 +1,7 @@
 #include "torch_overlap/gemm/quantize.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/clamp.h>
@@ -19,12 +20,13 @@
 #include <cmath>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
 
 namespace torch_overlap {
 namespace {
 
-constexpr int64_t kMxBlock = 32;
-constexpr int64_t kBlock = 128;
+// Rows of BLOCK_2D_SCALING scales begin at multiples of this.
+constexpr int64_t kRowMultiple = 4;
 // The largest scale: its inverse is still a normal number.
 const double kLargestScale = std::ldexp(1.0, 126);
 
@@ -85,10 +87,13 @@ at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10:
   }
   const auto fp32 = on.dtype(at::kFloat);
   if (options.scaling == ScalingMode::BLOCK_1D_SCALING) {
-    return at::empty_symint({blocks_in(cols, kBlock), rows}, fp32).t();
+    return at::empty_symint({blocks_in(cols, kScaleBlock), rows}, fp32).t();
   }
   if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
-    return at::empty_symint({blocks_in(rows, kBlock), blocks_in(cols, kBlock)}, fp32);
+    const auto width = blocks_in(cols, kScaleBlock);
+    return at::empty_symint({blocks_in(rows, kScaleBlock), blocks_in(width, kRowMultiple) * kRowMultiple},
+                            fp32)
+        .narrow_symint(1, 0, width);
   }
   return at::empty({1}, fp32);
 }
@@ -159,20 +164,25 @@ QuantizedMatrix quantize_mx(std::string_view op, const at::Tensor& matrix,
   return {data.view(matrix.sizes()), options.swizzled ? swizzle_scales(op, scales) : scales};
 }
 
+// fp32 scales of the blocks of a matrix, with the strides that they are returned with.
+at::Tensor in_layout(std::string_view op, const at::Tensor& matrix, const at::Tensor& scales,
+                     const QuantizeOptions& options) {
+  const auto on = at::TensorOptions().device(matrix.device());
+  return empty_scales(op, matrix.size(0), matrix.size(1), on, options).copy_(scales);
+}
+
 QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
                                 const QuantizeOptions& options) {
   const double largest = largest_value(op, options.dtype);
-  const int64_t row_block = options.scaling == ScalingMode::BLOCK_2D_SCALING ? kBlock : 1;
-  const auto padded = padded_matrix(matrix, row_block, kBlock);
+  const int64_t row_block = options.scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
+  const auto padded = padded_matrix(matrix, row_block, kScaleBlock);
   const auto blocks =
-      padded.view({padded.size(0) / row_block, row_block, padded.size(1) / kBlock, kBlock});
+      padded.view({padded.size(0) / row_block, row_block, padded.size(1) / kScaleBlock, kScaleBlock});
   const auto scale = scales_of(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
   auto data = saturated(blocks * scale.unsqueeze(1).unsqueeze(-1), largest, options.dtype)
                   .view(padded.sizes());
   data = data.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)).contiguous();
-  auto scale_inv = at::reciprocal(scale);
-  if (row_block == 1) scale_inv = scale_inv.t().contiguous().t();
-  return {std::move(data), std::move(scale_inv)};
+  return {std::move(data), in_layout(op, matrix, at::reciprocal(scale), options)};
 }
 
 }  // namespace
@@ -201,6 +211,7 @@ Quantized empty_quantized(std::string_view op, const at::Tensor& x,
 }
 
 Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_quantizable(op, x, options);
   if (is_tensor_scaling(options.scaling)) {
     const double largest = largest_value(op, options.dtype);
@@ -217,7 +228,7 @@ Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptio
   if (!options.columnwise) return out;
   if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
     out.columnwise_data = as_matrix(out.data).t().contiguous();
-    out.columnwise_scale_inv = out.scale_inv.t().contiguous();
+    out.columnwise_scale_inv = in_layout(op, out.columnwise_data, out.scale_inv.t(), options);
     return out;
   }
   auto columnwise = quantize_matrix(matrix.t());
@@ -237,6 +248,7 @@ void check_scale(std::string_view op, const at::Tensor& x, const at::Tensor& sca
 std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at::Tensor& x,
                                                   const at::Tensor& scale,
                                                   const QuantizeOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_quantizable(op, x, options);
   TORCH_OVERLAP_CHECK(is_tensor_scaling(options.scaling), kValue, op,
                       ": expected a scaling mode with one factor, got ",
@@ -302,6 +314,7 @@ void check_dequantizable(std::string_view op, const at::Tensor& data, const at::
 
 at::Tensor dequantize(std::string_view op, const at::Tensor& data, const at::Tensor& scale_inv,
                       ScalingMode scaling, at::ScalarType dtype, bool swizzled) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_dequantizable(op, data, scale_inv, scaling, dtype, swizzled);
   const auto wide = data.to(at::kFloat);
   if (is_tensor_scaling(scaling)) return (wide * scale_inv).to(dtype);
@@ -309,8 +322,8 @@ at::Tensor dequantize(std::string_view op, const at::Tensor& data, const at::Ten
   const int64_t rows = matrix.size(0);
   const int64_t cols = matrix.size(1);
   const bool mx = scaling == ScalingMode::MXFP8_1D_SCALING;
-  const int64_t block = mx ? kMxBlock : kBlock;
-  const int64_t row_block = scaling == ScalingMode::BLOCK_2D_SCALING ? kBlock : 1;
+  const int64_t block = mx ? kMxBlock : kScaleBlock;
+  const int64_t row_block = scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
   auto scales = swizzled ? unswizzle_scales(op, scale_inv, rows, cols / block) : scale_inv;
   const int64_t height = scales.size(0);
   const int64_t width = scales.size(1);

@@ -11,7 +11,7 @@
 #include "torch_overlap/gemm/scaling.h"
 
 // Quantization to 8-bit floats, made of torch's operators: any device, on the current stream, the
-// host never waits, capture-safe. Arithmetic is fp32.
+// host never waits, capture-safe, below autograd. Arithmetic is fp32.
 //
 // x [..., cols] is the matrix [rows, cols] of its last dimension, and is quantized along its own
 // rows: value = data * scale_inv.
