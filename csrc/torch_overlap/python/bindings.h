@@ -23,6 +23,7 @@ void register_recorder(pybind11::module_& module);     // flight recorder, log o
 void register_backends(pybind11::module_& module);     // built_backends, backends written in Python
 void register_gloo(pybind11::module_& module);         // who makes torch's gloo
 void register_c10d(pybind11::module_& module);         // the torch.distributed backend
+void register_gemm(pybind11::module_& module);         // ScalingMode, GemmArgs, the products
 void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
 
 }  // namespace torch_overlap::python

@@ -22,5 +22,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_backends(module);
   register_gloo(module);
   register_c10d(module);
+  register_gemm(module);
   register_mesh(module);
 }

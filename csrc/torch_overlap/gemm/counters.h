@@ -1,0 +1,24 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "torch_overlap/base/export.h"
+
+namespace torch_overlap {
+
+// What gemm_statistics() reads; the backends count.
+struct GemmCounters {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> plans{0};
+  std::atomic<int64_t> queries{0};
+  std::atomic<int64_t> measured{0};
+  std::atomic<int64_t> composed{0};
+};
+GemmCounters& gemm_counters();
+
+inline void count(std::atomic<int64_t>& counter) {
+  counter.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,136 @@
+#include "torch_overlap/gemm/backend.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/counters.h"
+#include "torch_overlap/gemm/cublaslt/cache.h"
+#include "torch_overlap/gemm/cublaslt/epilogue.h"
+#include "torch_overlap/gemm/cublaslt/scales.h"
+#include "torch_overlap/gemm/cublaslt/side_streams.h"
+#include "torch_overlap/gemm/cublaslt/workspace.h"
+#include "torch_overlap/gemm/epilogue.h"
+#include "torch_overlap/gemm/options.h"
+
+namespace torch_overlap::cublaslt {
+namespace {
+
+// Streams of a group, the current one among them.
+constexpr size_t kGroupStreams = 4;
+
+// One product after the other on the current stream.
+class Runner {
+ public:
+  explicit Runner(const GemmProblem& problem)
+      : problem_(problem),
+        handle_(at::cuda::getCurrentCUDABlasLtHandle()),
+        stream_(c10::cuda::getCurrentCUDAStream()),
+        workspace_(workspace_for(problem.args, stream_)) {}
+
+  void run() {
+    if (sums_over_k(problem_)) {
+      if (may_fuse_sum_over_k(problem_) && fused(CUBLASLT_EPILOGUE_BGRADB)) return;
+      count(gemm_counters().composed);
+      compose_bias_grad(problem_);
+    }
+    const auto epilogue = fused_epilogue(problem_);
+    if (epilogue && fused(*epilogue)) return;
+    composed();
+  }
+
+ private:
+  bool fused(cublasLtEpilogue_t epilogue) {
+    // The library sets the largest value or raises what is there.
+    if (problem_.args.out_amax.defined()) problem_.args.out_amax.zero_();
+    return matmul(epilogue, problem_.args.out);
+  }
+
+  // The product in fp32, then the epilogue: one rounding, as where they are fused.
+  void composed() {
+    if (!sums_over_k(problem_)) count(gemm_counters().composed);
+    const auto [m, n, k] = problem_.shape;
+    const at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
+    TORCH_OVERLAP_CHECK(matmul(CUBLASLT_EPILOGUE_DEFAULT, product), kUnsupported, problem_.op,
+                        ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
+                        ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(), " and ",
+                        problem_.rhs.data.scalar_type(), " with ", to_string(problem_.lhs.scaling),
+                        " and ", to_string(problem_.rhs.scaling),
+                        "; pad the operands to multiples of 16");
+    compose_epilogue(problem_, product);
+  }
+
+  bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
+    const LtCall call = make_call(problem_, epilogue, out, workspace_);
+    return PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_);
+  }
+
+  const GemmProblem& problem_;
+  const cublasLtHandle_t handle_;
+  const c10::cuda::CUDAStream stream_;
+  const Workspace workspace_;
+};
+
+void run_double(const GemmProblem& problem) {
+  const auto& [op, args, shape, lhs, rhs] = problem;
+  compose_bias_grad(problem);
+  compose_epilogue(problem, at::mm(lhs.transposed ? lhs.data.t() : lhs.data,
+                                   rhs.transposed ? rhs.data.t() : rhs.data));
+}
+
+// Operands that the tensor cores of this device do not read. Dequantized values of MXFP8 are those
+// of bf16, but for the smallest; with fp32 factors they are rounded, by far less than the
+// quantization did.
+void run_dequantized(const GemmProblem& problem) {
+  const auto plain = [](const OperandView& operand) {
+    return OperandView{.data = dequantize(operand, at::kBFloat16),
+                       .transposed = operand.transposed};
+  };
+  const GemmProblem unscaled{.op = problem.op,
+                             .args = problem.args,
+                             .shape = problem.shape,
+                             .lhs = plain(problem.lhs),
+                             .rhs = plain(problem.rhs)};
+  Runner(unscaled).run();
+}
+
+void run_problem(const GemmProblem& problem) {
+  if (problem.lhs.data.scalar_type() == at::kDouble) return run_double(problem);
+  const auto* device = at::cuda::getCurrentDeviceProperties();
+  const auto mode = problem.lhs.scaling;
+  if (reads_scaling(mode, device->major, device->minor)) return Runner(problem).run();
+  TORCH_OVERLAP_CHECK(mode != ScalingMode::MXFP8_1D_SCALING || gemm_mxfp8() != Mxfp8Path::kNative,
+                      kUnsupported, problem.op,
+                      ": expected a GPU whose tensor cores read MXFP8 (sm_100 or sm_110), got sm_",
+                      device->major, device->minor,
+                      "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
+  run_dequantized(problem);
+}
+
+class CublasLtGemm final : public GemmBackend {
+ public:
+  void run(const GemmProblem& problem) override { run_problem(problem); }
+
+  void run_group(const std::vector<GemmProblem>& problems) override {
+    if (problems.size() < 2) return GemmBackend::run_group(problems);
+    const auto current = c10::cuda::getCurrentCUDAStream();
+    SideStreams side(current, std::min(problems.size(), kGroupStreams) - 1);
+    for (size_t i = 0; i < problems.size(); ++i) {
+      const size_t stream = i % (side.count() + 1);
+      const c10::cuda::CUDAStreamGuard guard(stream == 0 ? current : side[stream - 1]);
+      run_problem(problems[i]);
+    }
+    side.join();
+  }
+};
+
+const GemmBackendRegistration cublaslt_gemm(c10::DeviceType::CUDA,
+                                            std::make_shared<CublasLtGemm>());
+
+}  // namespace
+}  // namespace torch_overlap::cublaslt

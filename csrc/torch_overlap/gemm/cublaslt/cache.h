@@ -1,0 +1,25 @@
+#pragma once
+
+#include <memory>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "torch_overlap/gemm/cublaslt/plan.h"
+
+namespace torch_overlap::cublaslt {
+
+// All plans of the process. A call whose key is known makes no descriptor and asks for no
+// algorithm. Threads: any.
+class PlanCache {
+ public:
+  // Never destroyed: cuBLASLt may be gone before it would be.
+  static PlanCache& instance();
+
+  std::shared_ptr<Plan> plan_of(cublasLtHandle_t handle, const LtCall& call);
+
+ private:
+  std::shared_mutex mutex_;
+  std::unordered_map<PlanKey, std::shared_ptr<Plan>, PlanKeyHash> plans_;
+};
+
+}  // namespace torch_overlap::cublaslt

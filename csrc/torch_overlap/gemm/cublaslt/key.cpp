@@ -1,0 +1,146 @@
+#include "torch_overlap/gemm/cublaslt/key.h"
+
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/cublaslt/epilogue.h"
+#include "torch_overlap/gemm/cublaslt/scales.h"
+
+namespace torch_overlap::cublaslt {
+namespace {
+
+// Of a row-major matrix. The stride of a single row says nothing.
+int64_t leading_of(const at::Tensor& matrix) {
+  const int64_t row = std::max<int64_t>(matrix.size(1), 1);
+  return matrix.size(0) <= 1 ? row : matrix.stride(0);
+}
+
+cublasComputeType_t compute_of(at::ScalarType operands) {
+  if (operands != at::kFloat) return CUBLAS_COMPUTE_32F;
+  const auto precision =
+      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  return precision == at::Float32Precision::TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                 : CUBLAS_COMPUTE_32F;
+}
+
+// Torch's switches for sums of partial products in the 16-bit type of the result.
+int64_t reductions_of(at::ScalarType operands) {
+  const auto& context = at::globalContext();
+  auto option = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+  if (operands == at::kHalf) option = context.allowFP16ReductionCuBLAS();
+  if (operands == at::kBFloat16) option = context.allowBF16ReductionCuBLAS();
+  switch (option) {
+    case at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK:
+      return CUBLASLT_REDUCTION_SCHEME_MASK;
+    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
+      return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    default:
+      return CUBLASLT_REDUCTION_SCHEME_NONE;
+  }
+}
+
+}  // namespace
+
+size_t PlanKeyHash::operator()(const PlanKey& key) const noexcept {
+  const auto words = std::bit_cast<std::array<uint64_t, sizeof(PlanKey) / sizeof(uint64_t)>>(key);
+  uint64_t hash = 0;
+  for (const uint64_t word : words) {
+    hash = std::rotl((hash ^ word) * 0x9E3779B97F4A7C15U, 29);
+  }
+  return static_cast<size_t>(hash ^ (hash >> 32U));
+}
+
+cudaDataType_t cuda_type(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return CUDA_R_32F;
+    case at::kHalf:
+      return CUDA_R_16F;
+    case at::kBFloat16:
+      return CUDA_R_16BF;
+    case at::kFloat8_e4m3fn:
+      return CUDA_R_8F_E4M3;
+    case at::kFloat8_e5m2:
+      return CUDA_R_8F_E5M2;
+    default:
+      fail(ErrorKind::kType, "gemm: expected a dtype that cuBLASLt multiplies, got ", type);
+  }
+}
+
+int64_t alignment_of(const void* pointer) {
+  constexpr uintptr_t kMost = 256;
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | kMost;
+  return static_cast<int64_t>(address & (~address + 1));
+}
+
+LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const at::Tensor& out,
+                 const Workspace& workspace) {
+  const GemmArgs& args = problem.args;
+  const OperandView& a = problem.rhs;
+  const OperandView& b = problem.lhs;
+  const bool is_result = out.is_same(args.out);
+  LtCall call;
+  call.a = a.data.const_data_ptr();
+  call.b = b.data.const_data_ptr();
+  call.d = out.data_ptr();
+  const at::Tensor vector = bias_of(args.epilogue, epilogue);
+  const at::Tensor aux = aux_of(args.epilogue, epilogue);
+  if (vector.defined()) call.bias = vector.data_ptr();
+  if (aux.defined()) call.aux = aux.data_ptr();
+  if (a.scaled()) {
+    call.kept_scale_a = scales_as_read(a);
+    call.kept_scale_b = scales_as_read(b);
+    call.scale_a = call.kept_scale_a.const_data_ptr();
+    call.scale_b = call.kept_scale_b.const_data_ptr();
+  }
+  const bool quantized = is_8_bit(out);
+  if (quantized) {
+    call.scale_d = args.out_scale.const_data_ptr();
+    if (args.out_amax.defined()) call.amax_d = args.out_amax.data_ptr();
+  }
+  // C is D; where that has 8 bits, a matrix of the bias' type that is not read.
+  const auto c_type = !quantized         ? out.scalar_type()
+                      : vector.defined() ? vector.scalar_type()
+                                         : at::kBFloat16;
+  call.key = {
+      .m = problem.shape.n,
+      .n = problem.shape.m,
+      .k = problem.shape.k,
+      .lda = leading_of(a.data),
+      .ldb = leading_of(b.data),
+      .ldd = leading_of(out),
+      .ld_aux = aux.defined() ? leading_of(aux) : 0,
+      .type_a = cuda_type(a.data.scalar_type()),
+      .type_b = cuda_type(b.data.scalar_type()),
+      .type_c = cuda_type(c_type),
+      .type_d = cuda_type(out.scalar_type()),
+      .type_bias = vector.defined() ? cuda_type(vector.scalar_type()) : -1,
+      .type_aux = aux.defined() ? cuda_type(aux.scalar_type()) : -1,
+      .transpose_a = a.transposed,
+      .transpose_b = b.transposed,
+      .compute = compute_of(b.data.scalar_type()),
+      .epilogue = epilogue,
+      .scale_mode_a = scale_mode_of(a.scaling),
+      .scale_mode_b = scale_mode_of(b.scaling),
+      .quantized_out = quantized,
+      .has_amax = call.amax_d != nullptr,
+      .accumulate = is_result && args.accumulate,
+      .fast_accumulation = is_tensor_scaling(b.scaling) && !args.use_split_accumulator,
+      .reductions = reductions_of(b.data.scalar_type()),
+      .sm_target = args.sm_target,
+      .workspace = workspace.bytes,
+      .align_a = alignment_of(call.a),
+      .align_b = alignment_of(call.b),
+      .align_d = alignment_of(call.d),
+      .align_bias = call.bias != nullptr ? alignment_of(call.bias) : 0,
+      .align_aux = call.aux != nullptr ? alignment_of(call.aux) : 0,
+      .device = out.get_device(),
+  };
+  return call;
+}
+
+}  // namespace torch_overlap::cublaslt

@@ -1,0 +1,123 @@
+#include "torch_overlap/gemm/cublaslt/plan.h"
+
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/gemm/counters.h"
+#include "torch_overlap/gemm/options.h"
+
+namespace torch_overlap::cublaslt {
+namespace {
+
+Owned<cublasLtMatmulDesc_t> make_product(const PlanKey& key) {
+  auto matmul = make_matmul(static_cast<cublasComputeType_t>(key.compute));
+  set(matmul.get(), CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(matmul.get(), CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(matmul.get(), CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
+  if (key.type_bias >= 0) {
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(key.type_bias));
+  }
+  if (key.type_aux >= 0) {
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_aux);
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE,
+        static_cast<int32_t>(key.type_aux));
+  }
+  if (key.scale_mode_a >= 0) {
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_A_SCALE_MODE, static_cast<int32_t>(key.scale_mode_a));
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_B_SCALE_MODE, static_cast<int32_t>(key.scale_mode_b));
+  }
+  if (key.fast_accumulation != 0) {
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(1));
+  }
+  if (key.sm_target != 0) {
+    set(matmul.get(), CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, static_cast<int32_t>(key.sm_target));
+  }
+  return matmul;
+}
+
+Owned<cublasLtMatrixLayout_t> make_operand(int64_t type, int64_t transposed, int64_t rows,
+                                           int64_t columns, int64_t leading) {
+  return make_layout(static_cast<cudaDataType_t>(type), transposed != 0 ? columns : rows,
+                     transposed != 0 ? rows : columns, leading);
+}
+
+}  // namespace
+
+Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
+    : key_(call.key),
+      matmul_(make_product(key_)),
+      a_(make_operand(key_.type_a, key_.transpose_a, key_.m, key_.k, key_.lda)),
+      b_(make_operand(key_.type_b, key_.transpose_b, key_.k, key_.n, key_.ldb)),
+      c_(make_operand(key_.type_c, 0, key_.m, key_.n, key_.ldd)),
+      d_(make_operand(key_.type_d, 0, key_.m, key_.n, key_.ldd)) {
+  count(gemm_counters().plans);
+  set_addresses(call);
+  const auto found = query(handle, 1);
+  if (!found.empty()) algorithm_ = found[0];
+}
+
+std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int most) const {
+  count(gemm_counters().queries);
+  const auto preference = make_preference();
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    set(preference.get(), attribute, value);
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<size_t>(key_.workspace));
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key_.reductions));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key_.align_a));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key_.align_b));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key_.align_d));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key_.align_d));
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
+  int found = 0;
+  const auto status =
+      cublasLtMatmulAlgoGetHeuristic(handle, matmul_.get(), a_.get(), b_.get(), c_.get(), d_.get(),
+                                     preference.get(), most, results.data(), &found);
+  if (is_refusal(status)) return {};
+  check(status, "cublasLtMatmulAlgoGetHeuristic");
+  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  for (int i = 0; i < found; ++i) {
+    const auto& result = results[static_cast<size_t>(i)];
+    if (result.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(result.algo);
+  }
+  return algorithms;
+}
+
+void Plan::set_addresses(const LtCall& call) const {
+  const auto address = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
+    if (pointer != nullptr) set(matmul_.get(), attribute, pointer);
+  };
+  address(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, call.scale_a);
+  address(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, call.scale_b);
+  address(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, call.scale_d);
+  address(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, call.amax_d);
+  address(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
+  address(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux);
+}
+
+cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d,
+                            const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
+                            cudaStream_t stream) const {
+  const float alpha = 1;
+  const float beta = key_.accumulate != 0 ? 1 : 0;
+  return cublasLtMatmul(handle, matmul_.get(), &alpha, call.a, a_.get(), call.b, b_.get(), &beta, d,
+                        c_.get(), d, d_.get(), &algorithm, workspace.pointer,
+                        static_cast<size_t>(workspace.bytes), stream);
+}
+
+bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
+               cudaStream_t stream) {
+  const std::lock_guard lock(mutex_);
+  if (!algorithm_) return false;
+  set_addresses(call);
+  if (!measured_ && gemm_tuning() == GemmTuning::kMeasured && !cuda::capture_of(stream)) {
+    measure(handle, call, workspace, stream);
+  }
+  const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);
+  if (is_refusal(status)) {  // of what the heuristics let pass
+    algorithm_.reset();
+    return false;
+  }
+  check(status, "cublasLtMatmul");
+  return true;
+}
+
+}  // namespace torch_overlap::cublaslt

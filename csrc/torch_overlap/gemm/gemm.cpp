@@ -1,0 +1,71 @@
+#include "torch_overlap/gemm/gemm.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/counters.h"
+#include "torch_overlap/gemm/epilogue.h"
+#include "torch_overlap/gemm/grouped.h"
+#include "torch_overlap/gemm/validate.h"
+
+namespace torch_overlap {
+namespace {
+
+// Nothing to multiply; the epilogue may still have work.
+bool finish_empty(const GemmProblem& problem) {
+  const auto [m, n, k] = problem.shape;
+  if (m == 0 || n == 0) return true;
+  if (k != 0) return false;
+  const auto type = problem.args.out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const c10::DeviceGuard guard(problem.args.out.device());
+  compose_bias_grad(problem);
+  compose_epilogue(problem, at::zeros({m, n}, problem.args.out.options().dtype(type)));
+  return true;
+}
+
+}  // namespace
+
+GemmShape gemm_shape(const GemmArgs& args) {
+  const auto& lhs = args.lhs;
+  const auto& rhs = args.rhs;
+  return {.m = lhs.data.size(lhs.transposed ? 1 : 0),
+          .n = rhs.data.size(rhs.transposed ? 0 : 1),
+          .k = lhs.data.size(lhs.transposed ? 0 : 1)};
+}
+
+void gemm(std::string_view op, const GemmArgs& args) {
+  const GemmProblem problem = checked_problem(op, args);
+  GemmBackend& backend = gemm_backend(op, args.out.device().type());
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (finish_empty(problem)) return;
+  count(gemm_counters().calls);
+  const c10::DeviceGuard guard(args.out.device());
+  backend.run(problem);
+}
+
+void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
+  if (group.empty()) return;
+  std::vector<GemmProblem> problems;
+  problems.reserve(group.size());
+  for (const auto& args : group) {
+    problems.push_back(checked_problem(op, args));
+    TORCH_OVERLAP_CHECK(args.out.device() == group[0].out.device(), kType, op,
+                        ": expected one device for the group, got ", group[0].out.device(), " and ",
+                        args.out.device(), "; make a group of each device");
+  }
+  const auto device = group[0].out.device();
+  GemmBackend& backend = gemm_backend(op, device.type());
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::vector<GemmProblem> products;
+  for (const auto& problem : problems) {
+    if (finish_empty(problem)) continue;
+    count(gemm_counters().calls);
+    products.push_back(problem);
+  }
+  const c10::DeviceGuard guard(device);
+  backend.run_group(products);
+}
+
+}  // namespace torch_overlap

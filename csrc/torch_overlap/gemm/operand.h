@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "torch_overlap/gemm/gemm.h"
+
+namespace torch_overlap {
+
+constexpr int64_t kScaleBlock = 128;  // of BLOCK_1D_SCALING, BLOCK_2D_SCALING
+constexpr int64_t kMxBlock = 32;      // of MXFP8_1D_SCALING
+constexpr int64_t kMxTileRows = 128;  // of swizzled scales
+constexpr int64_t kMxTileBlocks = 4;
+
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
+inline bool is_8_bit(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kFloat8_e5m2;
+}
+
+enum class Side { kLhs, kRhs };
+constexpr std::string_view name_of(Side side) { return side == Side::kLhs ? "lhs" : "rhs"; }
+
+// The orientation of an operand that is multiplied.
+struct OperandView {
+  at::Tensor data{};
+  bool transposed = false;  // in the words of GemmOperand
+  ScalingMode scaling = ScalingMode::NO_SCALING;
+  at::Tensor scale_inv{};
+  bool swizzled = false;
+
+  bool scaled() const { return scaling != ScalingMode::NO_SCALING; }
+};
+
+// Whether the rows of `data` run along k.
+constexpr bool runs_along_k(Side side, bool transposed) {
+  return transposed == (side == Side::kRhs);
+}
+
+// Checks the operand by itself, its scales too. Throws where the orientation that is needed is not
+// there.
+OperandView view_of(std::string_view op, Side side, const GemmOperand& operand);
+
+// Rows of op(lhs), or columns of op(rhs).
+GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int64_t begin,
+                int64_t length);
+
+// data * scale_inv of a scaled operand, rounded once from fp32.
+at::Tensor dequantize(const OperandView& operand, at::ScalarType dtype);
+// Scales of MXFP8 from and into the order of the tensor cores, [rows, blocks] of 8 bits. The
+// padding of swizzled ones is 0.
+at::Tensor unswizzled(const at::Tensor& scales, int64_t rows, int64_t blocks);
+at::Tensor swizzled(const at::Tensor& scales);
+
+}  // namespace torch_overlap
