@@ -115,6 +115,4 @@ class DelayedScaling:
 
     def update(self) -> None:
         """The end of a step: a new scale, and the history moves on. See `torch_overlap.ops.update_scale_`."""
-        ops.update_scale_(
-            self.amax_history, self.scale, self.dtype, margin=self.margin, amax_compute=self.amax_compute
-        )
+        ops.update_scale_(self.amax_history, self.scale, self.dtype, margin=self.margin, amax_compute=self.amax_compute)

@@ -91,8 +91,8 @@ at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10:
   }
   if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
     const auto width = blocks_in(cols, kScaleBlock);
-    return at::empty_symint({blocks_in(rows, kScaleBlock), blocks_in(width, kRowMultiple) * kRowMultiple},
-                            fp32)
+    return at::empty_symint(
+               {blocks_in(rows, kScaleBlock), blocks_in(width, kRowMultiple) * kRowMultiple}, fp32)
         .narrow_symint(1, 0, width);
   }
   return at::empty({1}, fp32);
@@ -176,8 +176,8 @@ QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
   const double largest = largest_value(op, options.dtype);
   const int64_t row_block = options.scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
   const auto padded = padded_matrix(matrix, row_block, kScaleBlock);
-  const auto blocks =
-      padded.view({padded.size(0) / row_block, row_block, padded.size(1) / kScaleBlock, kScaleBlock});
+  const auto blocks = padded.view(
+      {padded.size(0) / row_block, row_block, padded.size(1) / kScaleBlock, kScaleBlock});
   const auto scale = scales_of(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
   auto data = saturated(blocks * scale.unsqueeze(1).unsqueeze(-1), largest, options.dtype)
                   .view(padded.sizes());

@@ -26,9 +26,9 @@ void check_scales(std::string_view op, const at::Tensor& scales) {
 
 at::Tensor empty_swizzled(std::string_view op, const at::Tensor& scales) {
   check_scales(op, scales);
-  return at::empty_symint(
-      {whole_tiles(scales.sym_size(0), kMxTileRows), whole_tiles(scales.sym_size(1), kMxTileBlocks)},
-      scales.options());
+  return at::empty_symint({whole_tiles(scales.sym_size(0), kMxTileRows),
+                           whole_tiles(scales.sym_size(1), kMxTileBlocks)},
+                          scales.options());
 }
 
 at::Tensor swizzle_scales(std::string_view op, const at::Tensor& scales) {

@@ -72,7 +72,8 @@ GemmResults gemm_meta(const GemmCall& call) {
 // The gradient.
 //
 // With g = d output (behind GELU: times its derivative), all as matrices:
-//   d op(lhs) = g op(rhs)^T,  d op(rhs) = op(lhs)^T g,  and a transposed operand's is the transpose.
+//   d op(lhs) = g op(rhs)^T,  d op(rhs) = op(lhs)^T g,  and a transposed operand's is the
+//   transpose.
 
 Tensor product(const Tensor& lhs, bool lhs_transposed, const Tensor& rhs, bool rhs_transposed) {
   GemmCall call;
@@ -121,17 +122,22 @@ class Gemm : public Function<Gemm> {
     const Tensor& bias = saved[2];
     const bool lhs_transposed = ctx->saved_data["lhs_transposed"].toBool();
     const bool rhs_transposed = ctx->saved_data["rhs_transposed"].toBool();
-    auto grad = grads[0];
-    if (ctx->saved_data["gelu"].toBool()) grad = at::gelu_backward(grad, saved[3], "tanh");
-
     const auto as_matrix = [&](std::string_view what, const Tensor& tensor, const char* boundary) {
       const auto sizes = collapse("gemm", what, tensor, ctx->saved_data[boundary].toInt());
       return tensor.reshape_symint({sizes.rows, sizes.cols});
     };
     const auto left = as_matrix("lhs", lhs, "lhs_boundary");
     const auto right = as_matrix("rhs", rhs, "rhs_boundary");
-    const auto rows = grad.reshape_symint({left.sym_size(lhs_transposed ? 1 : 0),
-                                           right.sym_size(rhs_transposed ? 0 : 1)});
+    auto rows = grads[0].reshape_symint(
+        {left.sym_size(lhs_transposed ? 1 : 0), right.sym_size(rhs_transposed ? 0 : 1)});
+    if (ctx->saved_data["gelu"].toBool()) {
+      auto pre_gelu = saved[3];
+      if (at::GradMode::is_enabled()) {  // a gradient of this gradient sees what it is made of
+        pre_gelu = product(left, lhs_transposed, right, rhs_transposed).to(pre_gelu.scalar_type());
+        if (bias.defined()) pre_gelu = pre_gelu + bias.reshape(-1);
+      }
+      rows = at::gelu_backward(rows, pre_gelu.reshape_symint(rows.sym_sizes()), "tanh");
+    }
     const auto g = rows.to(lhs.scalar_type());
     if (ctx->needs_input_grad(0)) {
       const auto part = lhs_transposed ? product(right, rhs_transposed, g, true)
@@ -149,7 +155,6 @@ class Gemm : public Function<Gemm> {
     return result;
   }
 };
-
 
 GemmResults gemm_autograd(const GemmCall& call) {
   if (needs_autograd(call.lhs) || needs_autograd(call.rhs) ||

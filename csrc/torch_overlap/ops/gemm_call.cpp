@@ -30,8 +30,9 @@ c10::SymInt product(c10::SymIntArrayRef sizes) {
   return result;
 }
 
-void check_operand(std::string_view op, std::string_view what, const Tensor& operand, const OptionalTensor& scale_inv,
-                   const OptionalTensor& swizzle, ScalingMode mode, bool scales_swizzled) {
+void check_operand(std::string_view op, std::string_view what, const Tensor& operand,
+                   const OptionalTensor& scale_inv, const OptionalTensor& swizzle, ScalingMode mode,
+                   bool scales_swizzled) {
   if (mode == ScalingMode::NO_SCALING) {
     TORCH_OVERLAP_CHECK(is_wide(operand.scalar_type()), kType, op, ": expected ", what,
                         " of dtype float32, float16, bfloat16 or float64 for NO_SCALING, got ",
@@ -50,20 +51,20 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
                       scales_swizzled ? " with scales_swizzled" : "", ", got one");
   if (!swizzle) return;
   const auto expected = empty_swizzled(op, *scale_inv);
-  TORCH_OVERLAP_CHECK(swizzle->scalar_type() == expected.scalar_type() &&
-                          swizzle->device() == operand.device(),
-                      kType, op, ": expected ", what, "_swizzle of dtype ",
-                      expected.scalar_type(), " on ", operand.device(), ", got ",
-                      swizzle->scalar_type(), " on ", swizzle->device());
+  TORCH_OVERLAP_CHECK(
+      swizzle->scalar_type() == expected.scalar_type() && swizzle->device() == operand.device(),
+      kType, op, ": expected ", what, "_swizzle of dtype ", expected.scalar_type(), " on ",
+      operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device());
   TORCH_OVERLAP_CHECK(swizzle->is_contiguous(), kValue, op, ": expected ", what,
                       "_swizzle contiguous, got strides ", swizzle->sym_strides());
   check_size(op, concat(what, "_swizzle of as many elements as the padded scales,"),
              expected.sym_numel(), swizzle->sym_numel());
 }
 
-void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor, const Tensor& lhs) {
-  TORCH_OVERLAP_CHECK(!tensor || tensor->device() == lhs.device(), kType, op, ": expected ",
-                      what, " on ", lhs.device(), " as lhs, got it on ",
+void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor,
+              const Tensor& lhs) {
+  TORCH_OVERLAP_CHECK(!tensor || tensor->device() == lhs.device(), kType, op, ": expected ", what,
+                      " on ", lhs.device(), " as lhs, got it on ",
                       tensor ? tensor->device() : lhs.device(), "; move one of them");
 }
 
@@ -92,6 +93,21 @@ void check_extras(std::string_view op, const GemmCall& call) {
   TORCH_OVERLAP_CHECK(call.comm_overlap_method == 0, kValue, op,
                       ": expected comm_overlap_method NONE (0) for comm_type NONE (0), got ",
                       call.comm_overlap_method);
+}
+
+void check_out_dtype(std::string_view op, at::ScalarType in, ScalingMode mode, at::ScalarType out) {
+  const bool eight_bit_or_float = is_eight_bit(out) || out == at::kFloat;
+  if (in == at::kDouble) {
+    TORCH_OVERLAP_CHECK(out == in, kType, op, ": expected out_dtype float64 as lhs, got ", out,
+                        "; convert the result");
+  } else if (mode == ScalingMode::NO_SCALING) {
+    TORCH_OVERLAP_CHECK(out == in || eight_bit_or_float, kType, op, ": expected out_dtype ", in,
+                        " as lhs, float32 or an 8-bit float, got ", out, "; convert the result");
+  } else {
+    TORCH_OVERLAP_CHECK(out == at::kHalf || out == at::kBFloat16 || eight_bit_or_float, kType, op,
+                        ": expected out_dtype float32, float16, bfloat16 or an 8-bit float, got ",
+                        out, "; convert the result");
+  }
 }
 
 at::ScalarType wide_dtype(const GemmCall& call) {
@@ -142,8 +158,10 @@ CollapsedOperand collapse(std::string_view op, std::string_view what, const Tens
 
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
   const auto mode = scaling_mode(op, call.scaling_mode);
-  check_operand(op, "lhs", call.lhs, call.lhs_scale_inv, call.lhs_swizzle, mode, call.scales_swizzled);
-  check_operand(op, "rhs", call.rhs, call.rhs_scale_inv, call.rhs_swizzle, mode, call.scales_swizzled);
+  check_operand(op, "lhs", call.lhs, call.lhs_scale_inv, call.lhs_swizzle, mode,
+                call.scales_swizzled);
+  check_operand(op, "rhs", call.rhs, call.rhs_scale_inv, call.rhs_swizzle, mode,
+                call.scales_swizzled);
   TORCH_OVERLAP_CHECK(
       mode != ScalingMode::NO_SCALING || call.lhs.scalar_type() == call.rhs.scalar_type(), kType,
       op, ": expected rhs of dtype ", call.lhs.scalar_type(), " as lhs, got ",
@@ -174,21 +192,19 @@ GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
 
   const auto wide = wide_dtype(call);
   const auto dtype = call.out_dtype.value_or(wide);
-  TORCH_OVERLAP_CHECK(is_wide(dtype) || is_eight_bit(dtype), kType, op,
-                      ": expected out_dtype float32, float16, bfloat16, float64 or an 8-bit float, "
-                      "got ",
-                      dtype);
+  check_out_dtype(op, call.lhs.scalar_type(), mode, dtype);
   // Of what is kept beside the output: never 8-bit.
   const auto beside = is_eight_bit(dtype) ? wide : dtype;
   const auto on = at::TensorOptions().device(call.lhs.device());
   const bool has_bias_grad = call.fuse_bias && call.grad;
   const bool has_pre_gelu = call.fuse_gelu && !call.grad;
-  return {at::empty_symint(sizes, on.dtype(dtype)),
-          has_bias_grad ? at::empty_symint({call.fuse_gelu ? n : m},
-                                           on.dtype(call.bias ? call.bias->scalar_type() : beside))
-                        : at::empty({0}, on.dtype(beside)),
-          has_pre_gelu ? at::empty_symint(sizes, on.dtype(beside)) : at::empty({0}, on.dtype(beside)),
-          at::empty({0}, on.dtype(beside))};
+  return {
+      at::empty_symint(sizes, on.dtype(dtype)),
+      has_bias_grad ? at::empty_symint({call.fuse_gelu ? n : m},
+                                       on.dtype(call.bias ? call.bias->scalar_type() : beside))
+                    : at::empty({0}, on.dtype(beside)),
+      has_pre_gelu ? at::empty_symint(sizes, on.dtype(beside)) : at::empty({0}, on.dtype(beside)),
+      at::empty({0}, on.dtype(beside))};
 }
 
 GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,

@@ -60,8 +60,8 @@ struct CollapsedOperand {
 CollapsedOperand collapse(std::string_view op, std::string_view what, const at::Tensor& tensor,
                           int64_t boundary);
 
-// Checks what needs no data and allocates the results; symbolic shapes and Meta tensors too. Messages
-// begin with `op`.
+// Checks what needs no data and allocates the results; symbolic shapes and Meta tensors too.
+// Messages begin with `op`.
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
 
 // An operand for the GEMM layer. Without a copy where its rows, or without block scales its

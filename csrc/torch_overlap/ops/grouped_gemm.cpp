@@ -67,9 +67,9 @@ std::vector<Tensor> grouped_gemm_kernel(at::TensorList lhs, at::TensorList rhs,
                                         bool lhs_transposed, bool rhs_transposed,
                                         bool use_split_accumulator, bool scales_swizzled,
                                         std::optional<at::ScalarType> out_dtype) {
-  const auto calls = grouped_calls(lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv,
-                                   {mode, lhs_transposed, rhs_transposed, use_split_accumulator,
-                                    scales_swizzled, out_dtype});
+  const auto calls = grouped_calls(
+      lhs, rhs, biases, lhs_scale_inv, rhs_scale_inv,
+      {mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype});
   std::vector<Tensor> outputs;
   std::vector<GemmArgs> group;
   for (const auto& call : calls) {
@@ -127,7 +127,8 @@ class GroupedGemm : public Function<GroupedGemm> {
     OptionalTensors optional_biases;
     if (!biased.empty()) optional_biases.resize(lhs.size(), std::nullopt);
     for (size_t i = 0; i < biased.size(); ++i) optional_biases.set(biased[i], biases[i]);
-    auto outputs = call_grouped_gemm(lhs, rhs, optional_biases, lhs_scale_inv, rhs_scale_inv, options);
+    auto outputs =
+        call_grouped_gemm(lhs, rhs, optional_biases, lhs_scale_inv, rhs_scale_inv, options);
     const bool has_gradient = options.scaling_mode == 0;
     ctx->saved_data["has_gradient"] = has_gradient;
     ctx->set_materialize_grads(false);
@@ -193,8 +194,8 @@ std::vector<Tensor> grouped_gemm_autograd(at::TensorList lhs, at::TensorList rhs
                                           bool lhs_transposed, bool rhs_transposed,
                                           bool use_split_accumulator, bool scales_swizzled,
                                           std::optional<at::ScalarType> out_dtype) {
-  const GroupedOptions options{mode, lhs_transposed, rhs_transposed, use_split_accumulator,
-                               scales_swizzled, out_dtype};
+  const GroupedOptions options{
+      mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype};
   const auto any_needs = [](at::TensorList tensors) {
     return std::any_of(tensors.begin(), tensors.end(), needs_autograd);
   };
@@ -242,9 +243,9 @@ std::vector<Tensor> grouped_gemm_autocast(at::TensorList lhs, at::TensorList rhs
     const auto bias = biases.get(i);
     cast_biases.push_back(bias ? std::optional(cast(*bias)) : std::nullopt);
   }
-  return call_grouped_gemm(left, right, cast_biases, lhs_scale_inv, rhs_scale_inv,
-                           {mode, lhs_transposed, rhs_transposed, use_split_accumulator,
-                            scales_swizzled, out_dtype});
+  return call_grouped_gemm(
+      left, right, cast_biases, lhs_scale_inv, rhs_scale_inv,
+      {mode, lhs_transposed, rhs_transposed, use_split_accumulator, scales_swizzled, out_dtype});
 }
 
 }  // namespace

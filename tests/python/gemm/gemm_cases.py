@@ -188,7 +188,13 @@ def make_case(
         "lhs", draw(m, k) * torch.exp2(draw(m, 1)), lhs_t, lhs_mode, dtype, swizzled=swizzled, padded=padded
     )
     rhs, rhs_values = make_operand(
-        "rhs", draw(k, n) * torch.exp2(draw(1, n)), rhs_t, rhs_mode, rhs_dtype or dtype, swizzled=swizzled, padded=padded
+        "rhs",
+        draw(k, n) * torch.exp2(draw(1, n)),
+        rhs_t,
+        rhs_mode,
+        rhs_dtype or dtype,
+        swizzled=swizzled,
+        padded=padded,
     )
     sums = lhs_values @ rhs_values
     wide = dtype == torch.float64
@@ -242,7 +248,9 @@ def make_case(
         error = error + (out.double().abs() + value.abs()) * unit * 4
         value = value + out.double()
     expect("out", value, error, out_dtype)
-    args = GemmArgs(lhs, rhs, out, gelu="gelu" in epilogue and "dgelu" not in epilogue, accumulate=accumulate, **tensors, **more)
+    args = GemmArgs(
+        lhs, rhs, out, gelu="gelu" in epilogue and "dgelu" not in epilogue, accumulate=accumulate, **tensors, **more
+    )
     return Case(args, expected, allowed, sums)
 
 

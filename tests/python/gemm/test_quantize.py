@@ -22,7 +22,9 @@ UTILITIES = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch
 
 def block_of(mode):
     """Rows and columns that share a scale; None for all."""
-    return {CURRENT: (None, None), DELAYED: (None, None), MXFP8: (1, 32), BLOCK_1D: (1, 128), BLOCK_2D: (128, 128)}[mode]
+    return {CURRENT: (None, None), DELAYED: (None, None), MXFP8: (1, 32), BLOCK_1D: (1, 128), BLOCK_2D: (128, 128)}[
+        mode
+    ]
 
 
 def blocks_of(shape, mode):
@@ -36,7 +38,9 @@ def blocks_of(shape, mode):
 def random_matrix(seed, rows, cols, dtype=torch.float32):
     """Magnitudes of many orders, so that blocks differ."""
     generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-12, 8, (rows, 1), generator=generator) + torch.randint(-6, 6, (1, cols), generator=generator)
+    exponents = torch.randint(-12, 8, (rows, 1), generator=generator) + torch.randint(
+        -6, 6, (1, cols), generator=generator
+    )
     values = torch.randn(rows, cols, generator=generator, dtype=torch.float64) * torch.exp2(exponents.double())
     return values.to(dtype)
 
@@ -196,7 +200,9 @@ def test_every_power_of_two_as_the_largest_of_an_mxfp8_block(dtype):
     data, scale_inv, *_ = ops.quantize(x, MXFP8, dtype)
     bytes_ = scale_inv.view(torch.uint8).flatten().int()
     exponent = torch.tensor([max(math.ceil(math.log2(top) - math.log2(largest) - 1e-9), -127) for top in tops.tolist()])
-    exact = torch.tensor([top / 2.0**e > largest for top, e in zip(tops.double().tolist(), exponent.tolist(), strict=True)])
+    exact = torch.tensor(
+        [top / 2.0**e > largest for top, e in zip(tops.double().tolist(), exponent.tolist(), strict=True)]
+    )
     assert_equal(bytes_, (exponent + exact.int() + 127).int())
     assert data.float().abs().max() <= largest
 
