@@ -185,7 +185,7 @@ at::Tensor dequantize(const OperandView& operand, at::ScalarType dtype) {
   const int64_t k = values.size(1);
   if (values.numel() == 0) return values.to(dtype);
   if (is_tensor_scaling(operand.scaling)) {
-    return values.mul_(scale.view({})).to(dtype);
+    return values.mul_(scale.squeeze()).to(dtype);
   }
   int64_t block = kScaleBlock;
   if (operand.scaling == ScalingMode::MXFP8_1D_SCALING) {
