@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/gemm/counters.h"
@@ -24,7 +25,11 @@ namespace {
 // Streams of a group, the current one among them.
 constexpr size_t kGroupStreams = 4;
 
-// One product after the other on the current stream.
+at::Tensor oriented(const OperandView& operand) {
+  return operand.transposed ? operand.data.t() : operand.data;
+}
+
+// One product on the current stream.
 class Runner {
  public:
   Runner(cublasLtHandle_t handle, const GemmProblem& problem)
@@ -55,14 +60,18 @@ class Runner {
   void composed() {
     if (!sums_over_k(problem_)) count(gemm_counters().composed);
     const auto [m, n, k] = problem_.shape;
-    const at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
-    TORCH_OVERLAP_CHECK(matmul(CUBLASLT_EPILOGUE_DEFAULT, product), kUnsupported, problem_.op,
-                        ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
-                        ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(), " and ",
-                        problem_.rhs.data.scalar_type(), " with ", to_string(problem_.lhs.scaling),
-                        " and ", to_string(problem_.rhs.scaling),
-                        "; pad the operands to multiples of 16");
-    compose_epilogue(problem_, product);
+    at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
+    if (!matmul(CUBLASLT_EPILOGUE_DEFAULT, product)) {
+      TORCH_OVERLAP_CHECK(!problem_.lhs.scaled(), kUnsupported, problem_.op,
+                          ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
+                          ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(),
+                          " and ", problem_.rhs.data.scalar_type(), " with ",
+                          to_string(problem_.lhs.scaling), " and ", to_string(problem_.rhs.scaling),
+                          "; pad the operands to multiples of 16");
+      product =
+          at::mm(oriented(problem_.lhs).to(at::kFloat), oriented(problem_.rhs).to(at::kFloat));
+    }
+    compose_epilogue(problem_, std::move(product));
   }
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
@@ -77,10 +86,8 @@ class Runner {
 };
 
 void run_double(const GemmProblem& problem) {
-  const auto& [op, args, shape, lhs, rhs] = problem;
   compose_bias_grad(problem);
-  compose_epilogue(problem, at::mm(lhs.transposed ? lhs.data.t() : lhs.data,
-                                   rhs.transposed ? rhs.data.t() : rhs.data));
+  compose_epilogue(problem, at::mm(oriented(problem.lhs), oriented(problem.rhs)));
 }
 
 // Operands that the tensor cores of this device do not read. Dequantized values of MXFP8 are those
