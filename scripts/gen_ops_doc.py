@@ -18,6 +18,9 @@ at `group_size` only: fake tensors, `torch.compile` and export need no communica
 
 """
 
+# The modules of torch_overlap.ops, in the order of the page, and a function of each.
+SECTIONS = (("collectives", "all_reduce"), ("fused", "all_gather_matmul"), ("gemm", "gemm"), ("windows", "put"))
+
 
 def schemas() -> dict[str, str]:
     """Public operators and their schemas, in the library's own order of names."""
@@ -39,7 +42,7 @@ def page() -> str:
     if public != set(found):
         sys.exit(f"gen_ops_doc: torch_overlap.ops and the schemas differ in {sorted(public ^ set(found))}")
     parts = [HEAD, _paragraphs(ops), ""]
-    for module, member in (("collectives", "all_reduce"), ("fused", "all_gather_matmul"), ("windows", "put")):
+    for module, member in SECTIONS:
         source = inspect.getmodule(getattr(ops, member))
         parts += [f"\n## {module.capitalize()}\n", _paragraphs(source), ""]
         for name, schema in found.items():

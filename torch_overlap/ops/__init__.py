@@ -42,6 +42,16 @@ from torch_overlap.ops.collectives import (
     wait_tensor,
 )
 from torch_overlap.ops.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from torch_overlap.ops.gemm import (
+    dequantize,
+    gemm,
+    grouped_gemm,
+    quantize,
+    quantize_delayed,
+    swizzle_scales,
+    unswizzle_scales,
+    update_scale_,
+)
 from torch_overlap.ops.windows import put, signal, wait_signal
 
 __all__ = [
@@ -57,16 +67,24 @@ __all__ = [
     "all_to_all_v_async",
     "broadcast",
     "broadcast_async",
+    "dequantize",
+    "gemm",
+    "grouped_gemm",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "permute",
     "permute_async",
     "put",
+    "quantize",
+    "quantize_delayed",
     "recv_",
     "reduce_scatter",
     "reduce_scatter_async",
     "send",
     "signal",
+    "swizzle_scales",
+    "unswizzle_scales",
+    "update_scale_",
     "wait_signal",
     "wait_tensor",
 ]

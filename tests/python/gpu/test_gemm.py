@@ -36,12 +36,17 @@ def capability() -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def draws(seed):
+    """Sums in fp32, by torch's settings; these and the layer's are put back."""
     torch.manual_seed(seed)
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    settings = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(settings, name) for name in names]
+    for name in names:
+        setattr(settings, name, False)
     layer.reset_gemm_statistics()
     yield
+    for name, value in zip(names, before, strict=True):
+        setattr(settings, name, value)
     layer.set_gemm_tuning("heuristic")
     layer.set_gemm_mxfp8("dequantize")
 
@@ -169,7 +174,7 @@ def test_tf32_follows_torch():
     case = case_of(256, 256, 2048)
     run(case)
     exact = case.args.out.clone()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = True
     gemm(case.args)
     assert not torch.equal(case.args.out, exact)
     torch.testing.assert_close(case.args.out, exact, rtol=0, atol=float(exact.abs().max()) * 1e-2)

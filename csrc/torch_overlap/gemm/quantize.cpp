@@ -1,0 +1,340 @@
+#include "torch_overlap/gemm/quantize.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/isinf.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/roll.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
+
+namespace torch_overlap {
+namespace {
+
+// Rows of BLOCK_2D_SCALING scales begin at multiples of this.
+constexpr int64_t kRowMultiple = 4;
+// The largest scale: its inverse is still a normal number.
+const double kLargestScale = std::ldexp(1.0, 126);
+
+template <typename Int>
+Int blocks_in(const Int& size, int64_t block) {
+  return (size + (block - 1)) / block;
+}
+
+void check_wide(std::string_view op, std::string_view what, at::ScalarType dtype) {
+  TORCH_OVERLAP_CHECK(
+      dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
+      kType, op, ": expected ", what, " of dtype float32, float16, bfloat16 or float64, got ",
+      dtype);
+}
+
+// Rows and columns of the matrix of x's last dimension.
+std::pair<c10::SymInt, c10::SymInt> matrix_sizes(const at::Tensor& x) {
+  const auto sizes = x.sym_sizes();
+  c10::SymInt rows = 1;
+  for (const auto& size : sizes.slice(0, sizes.size() - 1)) rows *= size;
+  return {rows, sizes.back()};
+}
+
+void check_mode(std::string_view op, ScalingMode scaling, bool swizzled) {
+  TORCH_OVERLAP_CHECK(scaling != ScalingMode::NO_SCALING, kValue, op,
+                      ": expected a scaling mode of 8-bit values, got NO_SCALING");
+  TORCH_OVERLAP_CHECK(!swizzled || scaling == ScalingMode::MXFP8_1D_SCALING, kValue, op,
+                      ": expected swizzled scales for MXFP8_1D_SCALING only, got them for ",
+                      to_string(scaling), "; pass swizzled=False");
+}
+
+void check_quantizable(std::string_view op, const at::Tensor& x, const QuantizeOptions& options) {
+  TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, op,
+                      ": expected x of one or more dimensions, got a scalar; use x.reshape(1)");
+  check_wide(op, "x", x.scalar_type());
+  largest_value(op, options.dtype);
+  check_mode(op, options.scaling, options.swizzled);
+}
+
+void check_mx_columns(std::string_view op, const c10::SymInt& cols) {
+  TORCH_OVERLAP_CHECK((cols % kMxBlock).sym_eq(0).expect_true(__FILE__, __LINE__), kValue, op,
+                      ": expected rows of a multiple of 32 elements for MXFP8_1D_SCALING, got ",
+                      cols, "; pad them with zeros");
+}
+
+// scale_inv of a matrix, its memory not set.
+at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10::SymInt& cols,
+                        const at::TensorOptions& on, const QuantizeOptions& options) {
+  if (options.scaling == ScalingMode::MXFP8_1D_SCALING) {
+    check_mx_columns(op, cols);
+    c10::SymInt height = rows;
+    c10::SymInt width = cols / kMxBlock;
+    if (options.swizzled) {
+      height = blocks_in(height, 128) * 128;
+      width = blocks_in(width, 4) * 4;
+    }
+    return at::empty_symint({height, width}, on.dtype(at::kFloat8_e8m0fnu));
+  }
+  const auto fp32 = on.dtype(at::kFloat);
+  if (options.scaling == ScalingMode::BLOCK_1D_SCALING) {
+    return at::empty_symint({blocks_in(cols, kScaleBlock), rows}, fp32).t();
+  }
+  if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
+    const auto width = blocks_in(cols, kScaleBlock);
+    return at::empty_symint(
+               {blocks_in(rows, kScaleBlock), blocks_in(width, kRowMultiple) * kRowMultiple}, fp32)
+        .narrow_symint(1, 0, width);
+  }
+  return at::empty({1}, fp32);
+}
+
+// x as a matrix of its last dimension.
+at::Tensor as_matrix(const at::Tensor& x) {
+  return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
+
+// fp32 scales from the largest |x|.
+at::Tensor scales_of(const at::Tensor& amax, double largest, bool power_of_two) {
+  auto scale = at::reciprocal(amax).mul_(largest).clamp_max_(kLargestScale);
+  scale = at::where(at::isfinite(amax).logical_and_(amax.gt(0)), scale, at::ones_like(scale));
+  if (power_of_two) scale = scale.view(at::kInt).bitwise_and(0x7F800000).view(at::kFloat);
+  return scale;
+}
+
+at::Tensor saturated(const at::Tensor& x, double largest, at::ScalarType dtype) {
+  return at::clamp(x, -largest, largest).to(dtype);
+}
+
+at::Tensor largest_magnitude(const at::Tensor& x) {
+  if (x.numel() == 0) return at::zeros({1}, x.options().dtype(at::kFloat));
+  return at::amax(at::abs(x)).to(at::kFloat).view(1);
+}
+
+// The matrix [rows, cols] in fp32, padded with zeros to whole blocks.
+at::Tensor padded_matrix(const at::Tensor& matrix, int64_t row_block, int64_t col_block) {
+  const int64_t more_rows = blocks_in(matrix.size(0), row_block) * row_block - matrix.size(0);
+  const int64_t more_cols = blocks_in(matrix.size(1), col_block) * col_block - matrix.size(1);
+  const auto wide = matrix.to(at::kFloat);
+  if (more_rows == 0 && more_cols == 0) return wide.contiguous();
+  return at::constant_pad_nd(wide, {0, more_cols, 0, more_rows});
+}
+
+// The bytes of E8M0 (2^(byte - 127)), the smallest with which the largest |x| of a block does not
+// saturate.
+at::Tensor exponent_bytes(const at::Tensor& amax, at::ScalarType dtype) {
+  // The largest values are 0.875 * 2^9 and 0.875 * 2^16; frexp's mantissa lies in [0.5, 1).
+  const int64_t exponent_of_largest = dtype == at::kFloat8_e5m2 ? 16 : 9;
+  const auto [mantissa, exponent] = at::frexp(amax);
+  auto byte = exponent.to(at::kInt) + mantissa.gt(0.875).to(at::kInt);
+  byte = at::clamp(byte + (127 - exponent_of_largest), 0, 253);
+  byte.masked_fill_(amax.eq(0), 0);
+  // 2^126: times the largest 8-bit value that is infinite in fp32.
+  byte.masked_fill_(at::isinf(amax), 253);
+  byte.masked_fill_(at::isnan(amax), 255);
+  return byte;
+}
+
+struct QuantizedMatrix {
+  at::Tensor data;
+  at::Tensor scale_inv;
+};
+
+QuantizedMatrix quantize_mx(std::string_view op, const at::Tensor& matrix,
+                            const QuantizeOptions& options) {
+  check_mx_columns(op, matrix.size(1));
+  const auto blocks = matrix.to(at::kFloat)
+                          .contiguous()
+                          .view({matrix.size(0), matrix.size(1) / kMxBlock, kMxBlock});
+  const auto byte = exponent_bytes(at::amax(at::abs(blocks), -1), options.dtype);
+  // 2^(127 - byte), put together from its bits.
+  const auto scale = at::clamp(254 - byte, 1).bitwise_left_shift(23).view(at::kFloat);
+  const auto data =
+      saturated(blocks * scale.unsqueeze(-1), largest_value(op, options.dtype), options.dtype);
+  const auto scales = byte.to(at::kByte).view(at::kFloat8_e8m0fnu);
+  return {data.view(matrix.sizes()), options.swizzled ? swizzle_scales(op, scales) : scales};
+}
+
+// fp32 scales of the blocks of a matrix, with the strides that they are returned with.
+at::Tensor in_layout(std::string_view op, const at::Tensor& matrix, const at::Tensor& scales,
+                     const QuantizeOptions& options) {
+  const auto on = at::TensorOptions().device(matrix.device());
+  return empty_scales(op, matrix.size(0), matrix.size(1), on, options).copy_(scales);
+}
+
+QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
+                                const QuantizeOptions& options) {
+  const double largest = largest_value(op, options.dtype);
+  const int64_t row_block = options.scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
+  const auto padded = padded_matrix(matrix, row_block, kScaleBlock);
+  const auto blocks = padded.view(
+      {padded.size(0) / row_block, row_block, padded.size(1) / kScaleBlock, kScaleBlock});
+  const auto scale = scales_of(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
+  auto data = saturated(blocks * scale.unsqueeze(1).unsqueeze(-1), largest, options.dtype)
+                  .view(padded.sizes());
+  data = data.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)).contiguous();
+  return {std::move(data), in_layout(op, matrix, at::reciprocal(scale), options)};
+}
+
+}  // namespace
+
+double largest_value(std::string_view op, at::ScalarType dtype) {
+  if (dtype == at::kFloat8_e4m3fn) return 448.0;
+  TORCH_OVERLAP_CHECK(dtype == at::kFloat8_e5m2, kType, op,
+                      ": expected the 8-bit dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+  return 57344.0;
+}
+
+Quantized empty_quantized(std::string_view op, const at::Tensor& x,
+                          const QuantizeOptions& options) {
+  check_quantizable(op, x, options);
+  const auto [rows, cols] = matrix_sizes(x);
+  const auto on = at::TensorOptions().device(x.device());
+  Quantized out;
+  out.data = at::empty_symint(x.sym_sizes(), on.dtype(options.dtype));
+  out.scale_inv = empty_scales(op, rows, cols, on, options);
+  if (!options.columnwise) return out;
+  out.columnwise_data = at::empty_symint({cols, rows}, on.dtype(options.dtype));
+  out.columnwise_scale_inv = is_tensor_scaling(options.scaling)
+                                 ? out.scale_inv
+                                 : empty_scales(op, cols, rows, on, options);
+  return out;
+}
+
+Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_quantizable(op, x, options);
+  if (is_tensor_scaling(options.scaling)) {
+    const double largest = largest_value(op, options.dtype);
+    const auto scale = scales_of(largest_magnitude(x), largest, options.power_of_two);
+    return quantize_delayed(op, x, scale, options).first;
+  }
+  const auto quantize_matrix = [&](const at::Tensor& matrix) {
+    return options.scaling == ScalingMode::MXFP8_1D_SCALING ? quantize_mx(op, matrix, options)
+                                                            : quantize_blocks(op, matrix, options);
+  };
+  const auto matrix = as_matrix(x);
+  auto rowwise = quantize_matrix(matrix);
+  Quantized out{rowwise.data.view(x.sizes()), std::move(rowwise.scale_inv), {}, {}};
+  if (!options.columnwise) return out;
+  if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
+    out.columnwise_data = as_matrix(out.data).t().contiguous();
+    out.columnwise_scale_inv = in_layout(op, out.columnwise_data, out.scale_inv.t(), options);
+    return out;
+  }
+  auto columnwise = quantize_matrix(matrix.t());
+  out.columnwise_data = std::move(columnwise.data);
+  out.columnwise_scale_inv = std::move(columnwise.scale_inv);
+  return out;
+}
+
+void check_scale(std::string_view op, const at::Tensor& x, const at::Tensor& scale) {
+  TORCH_OVERLAP_CHECK(scale.scalar_type() == at::kFloat && scale.device() == x.device(), kType, op,
+                      ": expected scale of dtype float32 on ", x.device(), ", got ",
+                      scale.scalar_type(), " on ", scale.device());
+  TORCH_OVERLAP_CHECK(scale.sym_numel().sym_eq(1).expect_true(__FILE__, __LINE__), kValue, op,
+                      ": expected a scale of one element, got shape ", scale.sym_sizes());
+}
+
+std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at::Tensor& x,
+                                                  const at::Tensor& scale,
+                                                  const QuantizeOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_quantizable(op, x, options);
+  TORCH_OVERLAP_CHECK(is_tensor_scaling(options.scaling), kValue, op,
+                      ": expected a scaling mode with one factor, got ",
+                      to_string(options.scaling));
+  check_scale(op, x, scale);
+  Quantized out;
+  out.data = saturated(x.to(at::kFloat) * scale, largest_value(op, options.dtype), options.dtype)
+                 .contiguous();
+  out.scale_inv = at::reciprocal(scale).view(1);
+  if (options.columnwise) {
+    out.columnwise_data = as_matrix(out.data).t().contiguous();
+    out.columnwise_scale_inv = out.scale_inv;
+  }
+  return {std::move(out), largest_magnitude(x)};
+}
+
+void update_scale(std::string_view op, const at::Tensor& amax_history, const at::Tensor& scale,
+                  at::ScalarType dtype, int64_t margin, std::string_view amax_compute) {
+  const double largest = largest_value(op, dtype);
+  TORCH_OVERLAP_CHECK(amax_history.scalar_type() == at::kFloat && scale.scalar_type() == at::kFloat,
+                      kType, op, ": expected amax_history and scale of dtype float32, got ",
+                      amax_history.scalar_type(), " and ", scale.scalar_type());
+  TORCH_OVERLAP_CHECK(amax_history.dim() >= 1 && amax_history.size(0) > 0 &&
+                          amax_history.numel() == amax_history.size(0) * scale.numel(),
+                      kValue, op, ": expected amax_history [length] or [length, n] and scale [n], ",
+                      "got shapes ", amax_history.sizes(), " and ", scale.sizes());
+  TORCH_OVERLAP_CHECK(amax_compute == "max" || amax_compute == "most_recent", kValue, op,
+                      ": expected amax_compute to be max or most_recent, got '", amax_compute, "'");
+  const auto amax = (amax_compute == "max" ? at::amax(amax_history, 0) : amax_history.select(0, 0))
+                        .view(scale.sizes());
+  const auto next = at::reciprocal(amax).mul_(std::ldexp(largest, static_cast<int>(-margin)));
+  const auto usable = at::isfinite(amax).logical_and_(amax.gt(0));
+  scale.copy_(at::where(usable, next.clamp_max(kLargestScale), scale));
+  amax_history.copy_(at::roll(amax_history, -1, 0));
+  amax_history.select(0, 0).zero_();
+}
+
+void check_dequantizable(std::string_view op, const at::Tensor& data, const at::Tensor& scale_inv,
+                         ScalingMode scaling, at::ScalarType dtype, bool swizzled) {
+  largest_value(op, data.scalar_type());
+  check_mode(op, scaling, swizzled);
+  check_wide(op, "a result", dtype);
+  TORCH_OVERLAP_CHECK(data.dim() >= 1, kValue, op,
+                      ": expected data of one or more dimensions, got a scalar");
+  const auto [rows, cols] = matrix_sizes(data);
+  const auto expected = empty_scales(op, rows, cols, at::TensorOptions().device(at::kMeta),
+                                     {.scaling = scaling, .swizzled = swizzled});
+  TORCH_OVERLAP_CHECK(
+      scale_inv.scalar_type() == expected.scalar_type() && scale_inv.device() == data.device(),
+      kType, op, ": expected scale_inv of dtype ", expected.scalar_type(), " on ", data.device(),
+      ", got ", scale_inv.scalar_type(), " on ", scale_inv.device());
+  const bool one = is_tensor_scaling(scaling);
+  TORCH_OVERLAP_CHECK(
+      one ? scale_inv.sym_numel().sym_eq(1).expect_true(__FILE__, __LINE__)
+          : scale_inv.dim() == 2 &&
+                scale_inv.sym_size(0)
+                    .sym_eq(expected.sym_size(0))
+                    .expect_true(__FILE__, __LINE__) &&
+                scale_inv.sym_size(1).sym_eq(expected.sym_size(1)).expect_true(__FILE__, __LINE__),
+      kValue, op, ": expected scale_inv of shape ", expected.sym_sizes(), " for ",
+      to_string(scaling), " of data ", data.sym_sizes(), ", got ", scale_inv.sym_sizes());
+}
+
+at::Tensor dequantize(std::string_view op, const at::Tensor& data, const at::Tensor& scale_inv,
+                      ScalingMode scaling, at::ScalarType dtype, bool swizzled) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_dequantizable(op, data, scale_inv, scaling, dtype, swizzled);
+  const auto wide = data.to(at::kFloat);
+  if (is_tensor_scaling(scaling)) return (wide * scale_inv).to(dtype);
+  const auto matrix = as_matrix(wide);
+  const int64_t rows = matrix.size(0);
+  const int64_t cols = matrix.size(1);
+  const bool mx = scaling == ScalingMode::MXFP8_1D_SCALING;
+  const int64_t block = mx ? kMxBlock : kScaleBlock;
+  const int64_t row_block = scaling == ScalingMode::BLOCK_2D_SCALING ? kScaleBlock : 1;
+  auto scales = swizzled ? unswizzle_scales(op, scale_inv, rows, cols / block) : scale_inv;
+  const int64_t height = scales.size(0);
+  const int64_t width = scales.size(1);
+  scales = scales.to(at::kFloat)
+               .unsqueeze(1)
+               .unsqueeze(-1)
+               .expand({height, row_block, width, block})
+               .reshape({height * row_block, width * block})
+               .narrow(0, 0, rows)
+               .narrow(1, 0, cols);
+  return (matrix * scales).view(data.sizes()).to(dtype);
+}
+
+}  // namespace torch_overlap

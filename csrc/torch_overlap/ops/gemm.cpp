@@ -1,0 +1,239 @@
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/gelu_backward.h>
+
+#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/ops/register.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// A kernel under the schema's own signature.
+template <GemmResults (*kKernel)(const GemmCall&)>
+GemmResults with_call(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
+                      const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
+                      const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
+                      const OptionalTensor& lhs_swizzle, const OptionalTensor& rhs_swizzle,
+                      const OptionalTensor& workspace, int64_t scaling_mode,
+                      int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
+                      int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
+                      int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
+                      bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
+                      bool scales_swizzled, std::optional<at::ScalarType> out_dtype,
+                      const OptionalTensor& out_scale, const OptionalTensor& out_amax) {
+  return kKernel({lhs,
+                  lhs_scale_inv,
+                  rhs,
+                  rhs_scale_inv,
+                  bias,
+                  gelu_input,
+                  aux_in,
+                  lhs_swizzle,
+                  rhs_swizzle,
+                  workspace,
+                  scaling_mode,
+                  comm_overlap_method,
+                  comm_type,
+                  comm_overlap_id,
+                  lhs_axis_boundary,
+                  rhs_axis_boundary,
+                  aux_axis_boundary,
+                  lhs_transposed,
+                  rhs_transposed,
+                  fuse_bias,
+                  fuse_gelu,
+                  grad,
+                  use_split_accumulator,
+                  scales_swizzled,
+                  out_dtype,
+                  out_scale,
+                  out_amax});
+}
+
+void note_written(const OptionalTensor& tensor) {
+  if (tensor && !tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+}
+
+GemmResults gemm_kernel(const GemmCall& call) {
+  if (call.comm_type != 0) return run_overlapped(call);
+  auto results = empty_gemm_results(call);
+  torch_overlap::gemm("gemm", gemm_args(call, results));
+  for (const auto* written : {&call.lhs_swizzle, &call.rhs_swizzle, &call.out_amax}) {
+    note_written(*written);
+  }
+  return results;
+}
+
+GemmResults gemm_meta(const GemmCall& call) {
+  return call.comm_type != 0 ? run_overlapped(call) : empty_gemm_results(call);
+}
+
+// The gradient.
+//
+// With g = d output (behind GELU: times its derivative), all as matrices:
+//   d op(lhs) = g op(rhs)^T,  d op(rhs) = op(lhs)^T g,  and a transposed operand's is the
+//   transpose.
+
+Tensor product(const Tensor& lhs, bool lhs_transposed, const Tensor& rhs, bool rhs_transposed) {
+  GemmCall call;
+  call.lhs = lhs;
+  call.rhs = rhs;
+  call.lhs_transposed = lhs_transposed;
+  call.rhs_transposed = rhs_transposed;
+  return std::get<0>(gemm(call));
+}
+
+class Gemm : public Function<Gemm> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  // The tensors of `call` whose gradients there are, and all of it.
+  static variable_list forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs,
+                               const OptionalTensor& bias, const GemmCall& call) {
+    const BelowAutograd guard;
+    auto [output, bias_grad, pre_gelu_out, aux_out] = gemm(call);
+    const bool has_gradient = call.scaling_mode == 0 && !call.grad && call.comm_type == 0 &&
+                              c10::elementSize(output.scalar_type()) > 1;
+    ctx->saved_data["has_gradient"] = has_gradient;
+    ctx->mark_non_differentiable({bias_grad, pre_gelu_out, aux_out});
+    ctx->set_materialize_grads(false);
+    if (has_gradient) {
+      ctx->save_for_backward({lhs, rhs, bias ? *bias : Tensor(), pre_gelu_out});
+      ctx->saved_data["lhs_boundary"] = call.lhs_axis_boundary;
+      ctx->saved_data["rhs_boundary"] = call.rhs_axis_boundary;
+      ctx->saved_data["lhs_transposed"] = call.lhs_transposed;
+      ctx->saved_data["rhs_transposed"] = call.rhs_transposed;
+      ctx->saved_data["gelu"] = call.fuse_gelu;
+    }
+    return {output, bias_grad, pre_gelu_out, aux_out};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    TORCH_OVERLAP_CHECK(ctx->saved_data["has_gradient"].toBool(), kUnsupported,
+                        "gemm: expected operands of NO_SCALING without grad or communication where "
+                        "a gradient is asked, got others; detach them and call gemm with grad=True "
+                        "in a backward pass of your own");
+    variable_list result(4);
+    if (!grads[0].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& lhs = saved[0];
+    const Tensor& rhs = saved[1];
+    const Tensor& bias = saved[2];
+    const bool lhs_transposed = ctx->saved_data["lhs_transposed"].toBool();
+    const bool rhs_transposed = ctx->saved_data["rhs_transposed"].toBool();
+    const auto as_matrix = [&](std::string_view what, const Tensor& tensor, const char* boundary) {
+      const auto sizes = collapse("gemm", what, tensor, ctx->saved_data[boundary].toInt());
+      return tensor.reshape_symint({sizes.rows, sizes.cols});
+    };
+    const auto left = as_matrix("lhs", lhs, "lhs_boundary");
+    const auto right = as_matrix("rhs", rhs, "rhs_boundary");
+    auto rows = grads[0].reshape_symint(
+        {left.sym_size(lhs_transposed ? 1 : 0), right.sym_size(rhs_transposed ? 0 : 1)});
+    if (ctx->saved_data["gelu"].toBool()) {
+      auto pre_gelu = saved[3];
+      if (at::GradMode::is_enabled()) {  // a gradient of this gradient sees what it is made of
+        pre_gelu = product(left, lhs_transposed, right, rhs_transposed).to(pre_gelu.scalar_type());
+        if (bias.defined()) pre_gelu = pre_gelu + bias.reshape(-1);
+      }
+      rows = at::gelu_backward(rows, pre_gelu.reshape_symint(rows.sym_sizes()), "tanh");
+    }
+    const auto g = rows.to(lhs.scalar_type());
+    if (ctx->needs_input_grad(0)) {
+      const auto part = lhs_transposed ? product(right, rhs_transposed, g, true)
+                                       : product(g, false, right, !rhs_transposed);
+      result[0] = part.reshape_symint(lhs.sym_sizes());
+    }
+    if (ctx->needs_input_grad(1)) {
+      const auto part = rhs_transposed ? product(g, true, left, lhs_transposed)
+                                       : product(left, !lhs_transposed, g, false);
+      result[1] = part.reshape_symint(rhs.sym_sizes());
+    }
+    if (bias.defined() && ctx->needs_input_grad(2)) {
+      result[2] = rows.sum(0).to(bias.scalar_type()).reshape_symint(bias.sym_sizes());
+    }
+    return result;
+  }
+};
+
+GemmResults gemm_autograd(const GemmCall& call) {
+  if (needs_autograd(call.lhs) || needs_autograd(call.rhs) ||
+      (call.bias && needs_autograd(*call.bias))) {
+    const auto results = Gemm::apply(call.lhs, call.rhs, call.bias, call);
+    return {results[0], results[1], results[2], results[3]};
+  }
+  const BelowAutograd guard;
+  return gemm(call);
+}
+
+// Operands take the autocast dtype; 8-bit ones stay, and their product takes it.
+template <c10::DeviceType kDevice>
+GemmResults gemm_autocast(const GemmCall& call) {
+  const auto dtype = at::autocast::get_autocast_dtype(kDevice);
+  const c10::impl::ExcludeDispatchKeyGuard below{
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice)};
+  const auto cast = [&](const Tensor& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, kDevice);
+  };
+  auto inner = call;
+  if (call.scaling_mode == 0) {
+    inner.lhs = cast(call.lhs);
+    inner.rhs = cast(call.rhs);
+  } else if (!call.out_dtype) {
+    inner.out_dtype = dtype;
+  }
+  for (auto* tensor : {&inner.bias, &inner.gelu_input}) {
+    if (*tensor) *tensor = cast(**tensor);
+  }
+  return gemm(inner);
+}
+
+}  // namespace
+
+GemmResults gemm(const GemmCall& call) {
+  static const auto handle = find_op<decltype(with_call<gemm_kernel>)>("gemm");
+  return handle.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
+                     call.gelu_input, call.aux_in, call.lhs_swizzle, call.rhs_swizzle,
+                     call.workspace, call.scaling_mode, call.comm_overlap_method, call.comm_type,
+                     call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary,
+                     call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
+                     call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
+                     call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def(
+      "gemm(Tensor lhs, Tensor? lhs_scale_inv, Tensor rhs, Tensor? rhs_scale_inv,"
+      " Tensor? bias=None, Tensor? gelu_input=None, Tensor? aux_in=None,"
+      " Tensor(a!)? lhs_swizzle=None, Tensor(b!)? rhs_swizzle=None, Tensor(c!)? workspace=None,"
+      " int scaling_mode=0, int comm_overlap_method=0, int comm_type=0, int comm_overlap_id=0,"
+      " int lhs_axis_boundary=-1, int rhs_axis_boundary=-1, int aux_axis_boundary=-1,"
+      " bool lhs_transposed=False, bool rhs_transposed=False, bool fuse_bias=False,"
+      " bool fuse_gelu=False, bool grad=False, bool use_split_accumulator=False,"
+      " bool scales_swizzled=False, ScalarType? out_dtype=None, Tensor? out_scale=None,"
+      " Tensor(d!)? out_amax=None)"
+      " -> (Tensor output, Tensor bias_grad, Tensor pre_gelu_out, Tensor aux_out)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_kernel>);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_meta>);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autograd>);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
+  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autocast<at::kCPU>>);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
+  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autocast<at::kCUDA>>);
+}

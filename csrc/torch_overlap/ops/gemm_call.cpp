@@ -1,0 +1,264 @@
+#include "torch_overlap/ops/gemm_call.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <vector>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/quantize.h"
+#include "torch_overlap/ops/checks.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+bool is_wide(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+         dtype == at::kDouble;
+}
+
+bool is_eight_bit(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+}
+
+c10::SymInt product(c10::SymIntArrayRef sizes) {
+  c10::SymInt result = 1;
+  for (const auto& size : sizes) result *= size;
+  return result;
+}
+
+void check_operand(std::string_view op, std::string_view what, const Tensor& operand,
+                   const OptionalTensor& scale_inv, const OptionalTensor& swizzle, ScalingMode mode,
+                   bool scales_swizzled) {
+  if (mode == ScalingMode::NO_SCALING) {
+    TORCH_OVERLAP_CHECK(is_wide(operand.scalar_type()), kType, op, ": expected ", what,
+                        " of dtype float32, float16, bfloat16 or float64 for NO_SCALING, got ",
+                        operand.scalar_type(), "; pass a scaling_mode and scales for 8-bit values");
+    TORCH_OVERLAP_CHECK(!scale_inv, kValue, op, ": expected no ", what,
+                        "_scale_inv for NO_SCALING, got one; pass a scaling_mode");
+  } else {
+    TORCH_OVERLAP_CHECK(is_eight_bit(operand.scalar_type()), kType, op, ": expected ", what,
+                        " of dtype float8_e4m3fn or float8_e5m2 for ", to_string(mode), ", got ",
+                        operand.scalar_type(), "; use torch_overlap.ops.quantize");
+    TORCH_OVERLAP_CHECK(scale_inv, kValue, op, ": expected ", what, "_scale_inv for ",
+                        to_string(mode), ", got none; Missing inverse scaling factor");
+  }
+  TORCH_OVERLAP_CHECK(!swizzle || (mode == ScalingMode::MXFP8_1D_SCALING && !scales_swizzled),
+                      kValue, op, ": expected no ", what, "_swizzle for ", to_string(mode),
+                      scales_swizzled ? " with scales_swizzled" : "", ", got one");
+  if (!swizzle) return;
+  const auto expected = empty_swizzled(op, *scale_inv);
+  TORCH_OVERLAP_CHECK(
+      swizzle->scalar_type() == expected.scalar_type() && swizzle->device() == operand.device(),
+      kType, op, ": expected ", what, "_swizzle of dtype ", expected.scalar_type(), " on ",
+      operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device());
+  TORCH_OVERLAP_CHECK(swizzle->is_contiguous(), kValue, op, ": expected ", what,
+                      "_swizzle contiguous, got strides ", swizzle->sym_strides());
+  check_size(op, concat(what, "_swizzle of as many elements as the padded scales,"),
+             expected.sym_numel(), swizzle->sym_numel());
+}
+
+void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor,
+              const Tensor& lhs) {
+  TORCH_OVERLAP_CHECK(!tensor || tensor->device() == lhs.device(), kType, op, ": expected ", what,
+                      " on ", lhs.device(), " as lhs, got it on ",
+                      tensor ? tensor->device() : lhs.device(), "; move one of them");
+}
+
+void check_extras(std::string_view op, const GemmCall& call) {
+  check_on(op, "rhs", call.rhs, call.lhs);
+  check_on(op, "lhs_scale_inv", call.lhs_scale_inv, call.lhs);
+  check_on(op, "rhs_scale_inv", call.rhs_scale_inv, call.lhs);
+  check_on(op, "bias", call.bias, call.lhs);
+  check_on(op, "gelu_input", call.gelu_input, call.lhs);
+  check_on(op, "workspace", call.workspace, call.lhs);
+  check_on(op, "out_scale", call.out_scale, call.lhs);
+  check_on(op, "out_amax", call.out_amax, call.lhs);
+  TORCH_OVERLAP_CHECK(call.fuse_bias || !call.bias, kValue, op,
+                      ": expected fuse_bias where a bias is given, got False");
+  TORCH_OVERLAP_CHECK(!call.fuse_bias || call.grad || call.bias, kValue, op,
+                      ": expected a bias for fuse_bias, got none");
+  const bool reads_gelu_input = call.fuse_gelu && call.grad;
+  TORCH_OVERLAP_CHECK(!reads_gelu_input || call.gelu_input, kValue, op,
+                      ": expected gelu_input for fuse_gelu with grad, got none");
+  TORCH_OVERLAP_CHECK(reads_gelu_input || !call.gelu_input, kValue, op,
+                      ": expected fuse_gelu and grad where gelu_input is given, got fuse_gelu ",
+                      call.fuse_gelu, " and grad ", call.grad);
+  if (call.comm_type != 0) return;
+  TORCH_OVERLAP_CHECK(!call.aux_in, kValue, op,
+                      ": expected no aux_in for comm_type NONE (0), got one");
+  TORCH_OVERLAP_CHECK(call.comm_overlap_method == 0, kValue, op,
+                      ": expected comm_overlap_method NONE (0) for comm_type NONE (0), got ",
+                      call.comm_overlap_method);
+}
+
+void check_out_dtype(std::string_view op, at::ScalarType in, ScalingMode mode, at::ScalarType out) {
+  const bool eight_bit_or_float = is_eight_bit(out) || out == at::kFloat;
+  if (in == at::kDouble) {
+    TORCH_OVERLAP_CHECK(out == in, kType, op, ": expected out_dtype float64 as lhs, got ", out,
+                        "; convert the result");
+  } else if (mode == ScalingMode::NO_SCALING) {
+    TORCH_OVERLAP_CHECK(out == in || eight_bit_or_float, kType, op, ": expected out_dtype ", in,
+                        " as lhs, float32 or an 8-bit float, got ", out, "; convert the result");
+  } else {
+    TORCH_OVERLAP_CHECK(out == at::kHalf || out == at::kBFloat16 || eight_bit_or_float, kType, op,
+                        ": expected out_dtype float32, float16, bfloat16 or an 8-bit float, got ",
+                        out, "; convert the result");
+  }
+}
+
+at::ScalarType wide_dtype(const GemmCall& call) {
+  if (is_wide(call.lhs.scalar_type())) return call.lhs.scalar_type();
+  if (call.bias) return call.bias->scalar_type();
+  return call.gelu_input ? call.gelu_input->scalar_type() : at::kBFloat16;
+}
+
+// The strides of a matrix whose rows are contiguous and lie one behind the other.
+bool has_contiguous_rows(const Tensor& matrix) {
+  return (matrix.stride(1) == 1 || matrix.size(1) == 1) &&
+         (matrix.stride(0) >= matrix.size(1) || matrix.size(0) == 1);
+}
+
+// The same matrix with strides that say so also where a size is 1.
+Tensor with_plain_strides(const Tensor& matrix) {
+  const int64_t row = matrix.size(0) == 1 ? std::max<int64_t>(matrix.size(1), 1) : matrix.stride(0);
+  return matrix.as_strided(matrix.sizes(), {row, 1});
+}
+
+OptionalTensor as_vector(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(tensor->reshape({-1}).contiguous()) : std::nullopt;
+}
+
+// Swizzles into the caller's buffer.
+void swizzle_into(std::string_view op, const Tensor& buffer, GemmOperand& operand) {
+  const auto swizzled = swizzle_scales(op, operand.scale_inv);
+  operand.scale_inv = buffer.view(swizzled.sizes()).copy_(swizzled);
+  operand.swizzled = true;
+}
+
+Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
+
+}  // namespace
+
+CollapsedOperand collapse(std::string_view op, std::string_view what, const Tensor& tensor,
+                          int64_t boundary) {
+  const int64_t dim = tensor.dim();
+  TORCH_OVERLAP_CHECK(dim > 0, kValue, op, ": expected ", what,
+                      " of one or more dimensions, got a scalar");
+  TORCH_OVERLAP_CHECK(boundary >= -dim && boundary <= dim, kValue, op, ": expected ", what,
+                      "_axis_boundary in [", -dim, ", ", dim, "], got ", boundary, " for shape ",
+                      tensor.sym_sizes());
+  if (boundary < 0) boundary += dim;
+  const auto sizes = tensor.sym_sizes();
+  return {boundary, product(sizes.slice(0, boundary)), product(sizes.slice(boundary))};
+}
+
+GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
+  const auto mode = scaling_mode(op, call.scaling_mode);
+  check_operand(op, "lhs", call.lhs, call.lhs_scale_inv, call.lhs_swizzle, mode,
+                call.scales_swizzled);
+  check_operand(op, "rhs", call.rhs, call.rhs_scale_inv, call.rhs_swizzle, mode,
+                call.scales_swizzled);
+  TORCH_OVERLAP_CHECK(
+      mode != ScalingMode::NO_SCALING || call.lhs.scalar_type() == call.rhs.scalar_type(), kType,
+      op, ": expected rhs of dtype ", call.lhs.scalar_type(), " as lhs, got ",
+      call.rhs.scalar_type(), "; convert one of them");
+  check_extras(op, call);
+
+  const auto lhs = collapse(op, "lhs", call.lhs, call.lhs_axis_boundary);
+  const auto rhs = collapse(op, "rhs", call.rhs, call.rhs_axis_boundary);
+  const auto& m = call.lhs_transposed ? lhs.cols : lhs.rows;
+  const auto& n = call.rhs_transposed ? rhs.rows : rhs.cols;
+  check_size(op, "as many contracted elements in rhs as in lhs,",
+             call.lhs_transposed ? lhs.rows : lhs.cols, call.rhs_transposed ? rhs.cols : rhs.rows);
+  if (call.fuse_bias && !call.grad) {
+    check_size(op, "as many bias entries as columns of the output,", n, call.bias->sym_numel());
+  }
+  if (call.gelu_input) {
+    check_size(op, "as many elements of gelu_input as of the output,", m * n,
+               call.gelu_input->sym_numel());
+  }
+
+  const auto kept = [](const Tensor& tensor, const CollapsedOperand& operand, bool leading) {
+    const auto sizes = tensor.sym_sizes();
+    return (leading ? sizes.slice(0, operand.boundary) : sizes.slice(operand.boundary)).vec();
+  };
+  auto sizes = kept(call.lhs, lhs, !call.lhs_transposed);
+  const auto columns = kept(call.rhs, rhs, call.rhs_transposed);
+  sizes.insert(sizes.end(), columns.begin(), columns.end());
+
+  const auto wide = wide_dtype(call);
+  const auto dtype = call.out_dtype.value_or(wide);
+  check_out_dtype(op, call.lhs.scalar_type(), mode, dtype);
+  // Of what is kept beside the output: never 8-bit.
+  const auto beside = is_eight_bit(dtype) ? wide : dtype;
+  const auto on = at::TensorOptions().device(call.lhs.device());
+  const bool has_bias_grad = call.fuse_bias && call.grad;
+  const bool has_pre_gelu = call.fuse_gelu && !call.grad;
+  return {
+      at::empty_symint(sizes, on.dtype(dtype)),
+      has_bias_grad ? at::empty_symint({call.fuse_gelu ? n : m},
+                                       on.dtype(call.bias ? call.bias->scalar_type() : beside))
+                    : at::empty({0}, on.dtype(beside)),
+      has_pre_gelu ? at::empty_symint(sizes, on.dtype(beside)) : at::empty({0}, on.dtype(beside)),
+      at::empty({0}, on.dtype(beside))};
+}
+
+GemmOperand gemm_operand(const Tensor& matrix, bool transposed, ScalingMode scaling,
+                         const OptionalTensor& scale_inv, bool swizzled) {
+  GemmOperand operand;
+  operand.scaling = scaling;
+  operand.scale_inv = or_undefined(scale_inv);
+  operand.swizzled = swizzled && scaling == ScalingMode::MXFP8_1D_SCALING;
+  const bool any_layout = scaling == ScalingMode::NO_SCALING || is_tensor_scaling(scaling);
+  if (has_contiguous_rows(matrix)) {
+    operand.data = with_plain_strides(matrix);
+    operand.transposed = transposed;
+  } else if (any_layout && has_contiguous_rows(matrix.t())) {
+    operand.data = with_plain_strides(matrix.t());
+    operand.transposed = !transposed;
+  } else {
+    operand.data = matrix.contiguous();
+    operand.transposed = transposed;
+  }
+  return operand;
+}
+
+GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string_view op) {
+  const auto& [output, bias_grad, pre_gelu_out, aux_out] = results;
+  const auto mode = scaling_mode(op, call.scaling_mode);
+  const auto matrix = [&](std::string_view what, const Tensor& tensor, int64_t boundary) {
+    const auto sizes = collapse(op, what, tensor, boundary);
+    return tensor.reshape_symint({sizes.rows, sizes.cols});
+  };
+  GemmArgs args;
+  args.lhs = gemm_operand(matrix("lhs", call.lhs, call.lhs_axis_boundary), call.lhs_transposed,
+                          mode, call.lhs_scale_inv, call.scales_swizzled);
+  args.rhs = gemm_operand(matrix("rhs", call.rhs, call.rhs_axis_boundary), call.rhs_transposed,
+                          mode, call.rhs_scale_inv, call.scales_swizzled);
+  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
+  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
+  const int64_t m = args.lhs.data.size(args.lhs.transposed ? 1 : 0);
+  const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
+  args.out = output.view({m, n});
+  if (call.grad) {
+    if (call.fuse_bias) args.epilogue.bias_grad = bias_grad;
+    if (call.fuse_gelu) {
+      args.epilogue.gelu_input = with_plain_strides(call.gelu_input->reshape({m, n}).contiguous());
+    }
+  } else {
+    if (call.fuse_bias) args.epilogue.bias = *as_vector(call.bias);
+    args.epilogue.gelu = call.fuse_gelu;
+    if (call.fuse_gelu) args.epilogue.pre_gelu_out = pre_gelu_out.view({m, n});
+  }
+  args.use_split_accumulator = call.use_split_accumulator;
+  args.out_scale = or_undefined(call.out_scale);
+  args.out_amax = or_undefined(call.out_amax);
+  args.workspace = or_undefined(call.workspace);
+  return args;
+}
+
+}  // namespace torch_overlap::ops

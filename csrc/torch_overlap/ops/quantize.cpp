@@ -1,0 +1,167 @@
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+#include "torch_overlap/gemm/quantize.h"
+#include "torch_overlap/ops/register.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+using QuantizedTuple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+constexpr std::string_view kQuantize = "quantize";
+constexpr std::string_view kQuantizeDelayed = "quantize_delayed";
+constexpr std::string_view kDequantize = "dequantize";
+constexpr std::string_view kSwizzleScales = "swizzle_scales";
+constexpr std::string_view kUnswizzleScales = "unswizzle_scales";
+
+QuantizeOptions quantize_options(std::string_view op, int64_t mode, OptionalDtype dtype,
+                                 bool columnwise, bool swizzled, bool power_of_two) {
+  return {scaling_mode(op, mode), dtype.value_or(at::kFloat8_e4m3fn), columnwise, swizzled,
+          power_of_two};
+}
+
+Tensor or_empty(const Tensor& tensor, const Tensor& like) {
+  return tensor.defined() ? tensor : at::empty({0}, like.options());
+}
+
+// Results may not be the same tensor twice: one scale of the tensor is returned once.
+QuantizedTuple as_tuple(Quantized out) {
+  const bool shared = out.columnwise_scale_inv.is_same(out.scale_inv);
+  auto columnwise = or_empty(out.columnwise_data, out.data);
+  auto columnwise_scales = or_empty(shared ? Tensor() : out.columnwise_scale_inv, out.scale_inv);
+  return {std::move(out.data), std::move(out.scale_inv), std::move(columnwise),
+          std::move(columnwise_scales)};
+}
+
+QuantizedTuple quantize_kernel(const Tensor& x, int64_t mode, OptionalDtype dtype, bool columnwise,
+                               bool swizzled, bool power_of_two) {
+  return as_tuple(torch_overlap::quantize(
+      kQuantize, x, quantize_options(kQuantize, mode, dtype, columnwise, swizzled, power_of_two)));
+}
+
+QuantizedTuple quantize_meta(const Tensor& x, int64_t mode, OptionalDtype dtype, bool columnwise,
+                             bool swizzled, bool power_of_two) {
+  return as_tuple(empty_quantized(
+      kQuantize, x, quantize_options(kQuantize, mode, dtype, columnwise, swizzled, power_of_two)));
+}
+
+QuantizeOptions delayed_options(OptionalDtype dtype, bool columnwise) {
+  return {ScalingMode::DELAYED_TENSOR_SCALING, dtype.value_or(at::kFloat8_e4m3fn), columnwise,
+          false, false};
+}
+
+QuantizedTuple delayed_tuple(Quantized out, Tensor amax) {
+  auto columnwise = or_empty(out.columnwise_data, out.data);
+  return {std::move(out.data), std::move(out.scale_inv), std::move(columnwise), std::move(amax)};
+}
+
+QuantizedTuple quantize_delayed_kernel(const Tensor& x, const Tensor& scale, OptionalDtype dtype,
+                                       bool columnwise) {
+  auto [out, amax] = torch_overlap::quantize_delayed(kQuantizeDelayed, x, scale,
+                                                     delayed_options(dtype, columnwise));
+  return delayed_tuple(std::move(out), std::move(amax));
+}
+
+QuantizedTuple quantize_delayed_meta(const Tensor& x, const Tensor& scale, OptionalDtype dtype,
+                                     bool columnwise) {
+  check_scale(kQuantizeDelayed, x, scale);
+  auto out = empty_quantized(kQuantizeDelayed, x, delayed_options(dtype, columnwise));
+  auto amax = at::empty({1}, out.scale_inv.options());
+  return delayed_tuple(std::move(out), std::move(amax));
+}
+
+void update_scale_kernel(const Tensor& amax_history, const Tensor& scale, OptionalDtype dtype,
+                         int64_t margin, std::string_view amax_compute) {
+  torch_overlap::update_scale("update_scale_", amax_history, scale,
+                              dtype.value_or(at::kFloat8_e4m3fn), margin, amax_compute);
+}
+
+void update_scale_meta(const Tensor&, const Tensor&, OptionalDtype, int64_t, std::string_view) {}
+
+Tensor dequantize_kernel(const Tensor& data, const Tensor& scale_inv, int64_t mode,
+                         OptionalDtype dtype, bool swizzled) {
+  return torch_overlap::dequantize(kDequantize, data, scale_inv, scaling_mode(kDequantize, mode),
+                                   dtype.value_or(at::kFloat), swizzled);
+}
+
+Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, int64_t mode,
+                       OptionalDtype dtype, bool swizzled) {
+  const auto wide = dtype.value_or(at::kFloat);
+  check_dequantizable(kDequantize, data, scale_inv, scaling_mode(kDequantize, mode), wide,
+                      swizzled);
+  return at::empty_symint(data.sym_sizes(), data.options().dtype(wide));
+}
+
+Tensor swizzle_scales_kernel(const Tensor& scales) {
+  return torch_overlap::swizzle_scales(kSwizzleScales, scales);
+}
+
+Tensor swizzle_scales_meta(const Tensor& scales) { return empty_swizzled(kSwizzleScales, scales); }
+
+Tensor unswizzle_scales_kernel(const Tensor& scales, int64_t rows, int64_t blocks) {
+  return torch_overlap::unswizzle_scales(kUnswizzleScales, scales, rows, blocks);
+}
+
+Tensor unswizzle_scales_meta(const Tensor& scales, c10::SymInt rows, c10::SymInt blocks) {
+  return at::empty_symint({rows, blocks}, scales.options());
+}
+
+constexpr const char* kQuantizeOps[] = {"quantize",       "quantize_delayed", "dequantize",
+                                        "swizzle_scales", "unswizzle_scales", "update_scale_"};
+
+}  // namespace
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "quantize(Tensor x, int scaling_mode, ScalarType? dtype=None, bool columnwise=False,"
+      " bool swizzled=False, bool power_of_two=False) -> (Tensor data, Tensor scale_inv,"
+      " Tensor columnwise_data, Tensor columnwise_scale_inv)",
+      tags);
+  m.def(
+      "quantize_delayed(Tensor x, Tensor scale, ScalarType? dtype=None, bool columnwise=False)"
+      " -> (Tensor data, Tensor scale_inv, Tensor columnwise_data, Tensor amax)",
+      tags);
+  m.def(
+      "update_scale_(Tensor(a!) amax_history, Tensor(b!) scale, ScalarType? dtype=None,"
+      " int margin=0, str amax_compute=\"max\") -> ()",
+      tags);
+  m.def(
+      "dequantize(Tensor data, Tensor scale_inv, int scaling_mode, ScalarType? dtype=None,"
+      " bool swizzled=False) -> Tensor",
+      tags);
+  m.def("swizzle_scales(Tensor scales) -> Tensor", tags);
+  m.def("unswizzle_scales(Tensor scales, SymInt rows, SymInt blocks) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("quantize", torch_overlap::ops::quantize_kernel);
+  m.impl("quantize_delayed", torch_overlap::ops::quantize_delayed_kernel);
+  m.impl("update_scale_", torch_overlap::ops::update_scale_kernel);
+  m.impl("dequantize", torch_overlap::ops::dequantize_kernel);
+  m.impl("swizzle_scales", torch_overlap::ops::swizzle_scales_kernel);
+  m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("quantize", torch_overlap::ops::quantize_meta);
+  m.impl("quantize_delayed", torch_overlap::ops::quantize_delayed_meta);
+  m.impl("update_scale_", torch_overlap::ops::update_scale_meta);
+  m.impl("dequantize", torch_overlap::ops::dequantize_meta);
+  m.impl("swizzle_scales", torch_overlap::ops::swizzle_scales_meta);
+  m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_meta);
+}
+
+// No gradients: it raises when one is asked.
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  for (const char* name : torch_overlap::ops::kQuantizeOps) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, ADInplaceOrView, m) {
+  m.impl("update_scale_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+}

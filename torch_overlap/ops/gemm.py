@@ -1,0 +1,256 @@
+"""Matrix products with their scaling and epilogues, quantization to 8-bit floats, groups of products.
+
+No communicator takes part. A product is `op(lhs) [m, k] op(rhs) [k, n]`, op being the transpose where asked; a linear
+layer is `gemm(x, None, weight, None, rhs_transposed=True)`. `scaling_mode` is a `ScalingMode` or its number:
+
+| mode | operands | scale_inv of an operand [rows, k] |
+|---|---|---|
+| NO_SCALING (0) | float32, float16, bfloat16, float64 | None |
+| DELAYED_TENSOR_SCALING (1), CURRENT_TENSOR_SCALING (3) | 8-bit floats | float32, one element |
+| MXFP8_1D_SCALING (2) | 8-bit floats | float8_e8m0fnu [rows, k / 32] |
+| BLOCK_1D_SCALING (4) | 8-bit floats | float32 [rows, ceil(k / 128)] |
+| BLOCK_2D_SCALING (5) | 8-bit floats | float32 [ceil(rows / 128), ceil(k / 128)] |
+
+A value is data * scale_inv. 8-bit operands lie along k (lhs as it is, rhs transposed), and k is a multiple of 16.
+float32 is multiplied as torch's TF32 policy says. Sums are float32 (float64 for float64) and are rounded once.
+
+Scales and dtypes that do not fit raise `InvalidTypeError` or `InvalidValueError` before anything is computed. Results
+are valid on the current stream; the host never waits; all may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_overlap._C import ScalingMode
+
+_ops = torch.ops.torch_overlap
+
+
+def gemm(
+    lhs: Tensor,
+    lhs_scale_inv: Tensor | None,
+    rhs: Tensor,
+    rhs_scale_inv: Tensor | None,
+    bias: Tensor | None = None,
+    gelu_input: Tensor | None = None,
+    aux_in: Tensor | None = None,
+    *,
+    lhs_swizzle: Tensor | None = None,
+    rhs_swizzle: Tensor | None = None,
+    workspace: Tensor | None = None,
+    scaling_mode: ScalingMode | int = ScalingMode.NO_SCALING,
+    comm_overlap_method: int = 0,
+    comm_type: int = 0,
+    comm_overlap_id: int = 0,
+    lhs_axis_boundary: int = -1,
+    rhs_axis_boundary: int = -1,
+    aux_axis_boundary: int = -1,
+    lhs_transposed: bool = False,
+    rhs_transposed: bool = False,
+    fuse_bias: bool = False,
+    fuse_gelu: bool = False,
+    grad: bool = False,
+    use_split_accumulator: bool = False,
+    scales_swizzled: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    out_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One product with its epilogue.
+
+    The forward pass: GELU(op(lhs) op(rhs) + bias), each part if asked. With `grad`, a step of the backward pass: the
+    product, times the derivative of GELU at `gelu_input` if `fuse_gelu`, and the gradient of a bias if `fuse_bias`.
+
+    Args:
+        lhs, rhs: any number of dimensions; those before the axis boundary are rows, the others columns.
+        bias: n elements, given with fuse_bias; with grad only its dtype counts, and it may be left out.
+        gelu_input: as many elements as the output, given with fuse_gelu and grad.
+        aux_in: for communication only.
+        lhs_swizzle, rhs_swizzle: contiguous buffers that receive MXFP8 scales in the order of the tensor cores,
+            float8_e8m0fnu of the shape that swizzle_scales gives. Without them a buffer is made where one is needed.
+        workspace: bytes for the library to work in, instead of a cached buffer.
+        comm_type: NONE (0); other types are refused for now, with an UnsupportedError.
+        lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
+        lhs_transposed, rhs_transposed: whether a collapsed operand is transposed: lhs [k, m], rhs [n, k].
+        fuse_gelu: the tanh form of GELU.
+        use_split_accumulator: 8-bit operands on Hopper: sums are promoted to float32 as they grow.
+        scales_swizzled: both scale_inv of MXFP8 are in the order of the tensor cores.
+        out_dtype: of the output. Default: that of unscaled operands; for 8-bit ones that of bias, else of gelu_input,
+            else bfloat16; under autocast its dtype.
+        out_scale, out_amax: of an 8-bit output, float32 of one element each: values are multiplied with the first; the
+            largest magnitude before that is written to the second.
+
+    Returns: output, the rows' dimensions of op(lhs), then the columns' of op(rhs); bias_grad, with fuse_bias and grad:
+        [n], the sum over rows of the output, if fuse_gelu, else [m], the sum of op(lhs) over k; pre_gelu_out, with
+        fuse_gelu and no grad: what GELU was applied to, of the output's shape; aux_out. Those that do not exist have
+        shape [0].
+
+    Gradient: that of output, of unscaled operands without grad, of any order; it raises for others. torch.autocast
+    casts unscaled operands, and bias and gelu_input.
+    """
+    return _ops.gemm(
+        lhs,
+        lhs_scale_inv,
+        rhs,
+        rhs_scale_inv,
+        bias,
+        gelu_input,
+        aux_in,
+        lhs_swizzle,
+        rhs_swizzle,
+        workspace,
+        scaling_mode,
+        comm_overlap_method,
+        comm_type,
+        comm_overlap_id,
+        lhs_axis_boundary,
+        rhs_axis_boundary,
+        aux_axis_boundary,
+        lhs_transposed,
+        rhs_transposed,
+        fuse_bias,
+        fuse_gelu,
+        grad,
+        use_split_accumulator,
+        scales_swizzled,
+        out_dtype,
+        out_scale,
+        out_amax,
+    )
+
+
+def grouped_gemm(
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
+    lhs_scale_inv: Sequence[Tensor] = (),
+    rhs_scale_inv: Sequence[Tensor] = (),
+    *,
+    scaling_mode: ScalingMode | int = ScalingMode.NO_SCALING,
+    lhs_transposed: bool = False,
+    rhs_transposed: bool = False,
+    use_split_accumulator: bool = False,
+    scales_swizzled: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Products whose sizes the host knows, [op(lhs[i]) op(rhs[i]) + biases[i]], side by side on several streams.
+
+    Args:
+        lhs, rhs: as many matrices each, all on one device; a size may be 0. lhs may be empty on all sides.
+        biases: none, or one entry for each product, [n_i]; None stands for no bias.
+        lhs_scale_inv, rhs_scale_inv: none without scaling, else one for each product.
+
+    The rest as for `gemm`. Returns: the products [m_i, n_i].
+
+    Gradient: of unscaled operands and biases, as groups again; it raises for 8-bit ones.
+    """
+    return _ops.grouped_gemm(
+        lhs,
+        rhs,
+        biases,
+        lhs_scale_inv,
+        rhs_scale_inv,
+        scaling_mode,
+        lhs_transposed,
+        rhs_transposed,
+        use_split_accumulator,
+        scales_swizzled,
+        out_dtype,
+    )
+
+
+def quantize(
+    x: Tensor,
+    scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
+    dtype: torch.dtype | None = None,
+    *,
+    columnwise: bool = False,
+    swizzled: bool = False,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`x` as 8-bit floats, with scales from x itself, along its last dimension.
+
+    What is larger than the type holds, infinity too, becomes its largest value; NaN stays NaN. Where the largest
+    magnitude is 0, infinite or NaN, a float32 scale is 1. An MXFP8 block with a NaN gets the scale NaN; one with an
+    infinity a scale with which it stays infinite.
+
+    Args:
+        x: [..., cols] of float32, float16, bfloat16 or float64; the dimensions before the last are rows.
+        scaling_mode: one of 8-bit operands. MXFP8_1D_SCALING: cols is a multiple of 32, with columnwise rows too.
+        dtype: float8_e4m3fn (default) or float8_e5m2.
+        columnwise: also the transposed matrix, quantized along its own rows: what a product along rows of x needs.
+        swizzled: MXFP8 scales in the order of the tensor cores.
+        power_of_two: float32 scales are rounded down to powers of two.
+
+    Returns: data, the shape of x; scale_inv; columnwise_data [cols, rows]; columnwise_scale_inv, which is empty for one
+        scale of the tensor: it is scale_inv. The last two have shape [0] without columnwise.
+
+    No gradient: it raises when one is asked.
+    """
+    return _ops.quantize(x, scaling_mode, dtype, columnwise, swizzled, power_of_two)
+
+
+def quantize_delayed(
+    x: Tensor, scale: Tensor, dtype: torch.dtype | None = None, *, columnwise: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`x * scale` as 8-bit floats: delayed scaling, whose scale comes from earlier steps.
+
+    Args:
+        x: as for `quantize`.
+        scale: float32 of one element.
+
+    Returns: data; scale_inv [1] = 1 / scale; columnwise_data [cols, rows], or an empty one; amax [1], float32: the
+        largest magnitude in x, which belongs into the history.
+    """
+    return _ops.quantize_delayed(x, scale, dtype, columnwise)
+
+
+def update_scale_(
+    amax_history: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    margin: int = 0,
+    amax_compute: str = "max",
+) -> None:
+    """The scale of the next step of delayed scaling, in place: largest value of dtype / amax / 2^margin.
+
+    The scale stays as it is where amax is 0, infinite or NaN. Then the history is rotated by one: entry 0, which
+    belongs to the step that ends, moves to the end, and the next step's entry is 0.
+
+    Args:
+        amax_history: float32 [length], or [length, n] for n tensors at once.
+        scale: float32 [1] or [n].
+        amax_compute: "max" of the history, or its "most_recent" entry.
+    """
+    _ops.update_scale_(amax_history, scale, dtype, margin, amax_compute)
+
+
+def dequantize(
+    data: Tensor,
+    scale_inv: Tensor,
+    scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
+    dtype: torch.dtype | None = None,
+    *,
+    swizzled: bool = False,
+) -> Tensor:
+    """data * scale_inv in `dtype` (float32 by default), rounded once from float32. The inverse of `quantize`."""
+    return _ops.dequantize(data, scale_inv, scaling_mode, dtype, swizzled)
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """MXFP8 scales [rows, blocks] in the order that tensor cores read, padded with zeros to multiples of 128 x 4.
+
+    Tiles of 128 rows x 4 scales follow each other; in a tile, rows i, i + 32, i + 64 and i + 96 lie side by side. So
+    128 rows of the padded shape stay together. dtype: float8_e8m0fnu or uint8.
+    """
+    return _ops.swizzle_scales(scales)
+
+
+def unswizzle_scales(scales: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales [rows, blocks] that `swizzle_scales` gave, without the padding."""
+    return _ops.unswizzle_scales(scales, rows, blocks)
