@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # registers torch's fused operators
 from harness import in_graph, interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to

@@ -21,7 +21,7 @@ from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS, SCALINGS, make_case
 
 pytestmark = pytest.mark.gpu(1)
 
-GELU_ERROR = 2e-3  # tanh of the fused epilogues
+GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
 # Beside float32 sums, relative to the sum of |lhs||rhs|:
 TRUNCATED = 2.0**-20  # tensor cores do not round to nearest
 FAST_SUMS = 2.0**-10  # 8-bit operands: Hopper keeps some 14 bits of partial sums
