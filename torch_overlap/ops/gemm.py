@@ -71,7 +71,8 @@ def gemm(
         gelu_input: as many elements as the output, given with fuse_gelu and grad.
         aux_in: for communication only.
         lhs_swizzle, rhs_swizzle: contiguous buffers that receive MXFP8 scales in the order of the tensor cores,
-            float8_e8m0fnu of the shape that swizzle_scales gives. Without them a buffer is made where one is needed.
+            float8_e8m0fnu or uint8 of the shape that swizzle_scales gives. Without them a buffer is made where one is
+            needed. (Inductor refuses float8_e8m0fnu in a call that writes into its arguments: pass views as uint8.)
         workspace: bytes for the library to work in, instead of a cached buffer.
         comm_type: NONE (0); other types are refused for now, with an UnsupportedError.
         lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
@@ -92,17 +93,8 @@ def gemm(
     Gradient: that of output, of unscaled operands without grad, of any order; it raises for others. torch.autocast
     casts unscaled operands, and bias and gelu_input.
     """
-    return _ops.gemm(
-        lhs,
-        lhs_scale_inv,
-        rhs,
-        rhs_scale_inv,
-        bias,
-        gelu_input,
-        aux_in,
-        lhs_swizzle,
-        rhs_swizzle,
-        workspace,
+    operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in)
+    attributes = (
         scaling_mode,
         comm_overlap_method,
         comm_type,
@@ -119,8 +111,10 @@ def gemm(
         scales_swizzled,
         out_dtype,
         out_scale,
-        out_amax,
     )
+    if lhs_swizzle is None and rhs_swizzle is None and workspace is None and out_amax is None:
+        return _ops.gemm.default(*operands, *attributes)
+    return _ops.gemm.buffers(*operands, lhs_swizzle, rhs_swizzle, workspace, *attributes, out_amax)
 
 
 def grouped_gemm(
