@@ -44,7 +44,7 @@ std::vector<GemmCall> grouped_calls(at::TensorList lhs, at::TensorList rhs,
                                     at::TensorList rhs_scale_inv, const GroupedOptions& options) {
   check_list("rhs", rhs.size(), lhs.size(), false);
   check_list("biases", biases.size(), lhs.size(), true);
-  const bool scaled = options.scaling_mode != 0;
+  const bool scaled = scaling_mode(kGroupedGemm, options.scaling_mode) != ScalingMode::NO_SCALING;
   check_scale_list("lhs_scale_inv", lhs_scale_inv.size(), lhs.size(), scaled);
   check_scale_list("rhs_scale_inv", rhs_scale_inv.size(), lhs.size(), scaled);
   TORCH_OVERLAP_CHECK(!options.out_dtype || c10::elementSize(*options.out_dtype) > 1, kType,
@@ -272,11 +272,6 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
-}
-
-// A group of nothing has no device.
-TORCH_LIBRARY_IMPL(torch_overlap, Undefined, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
 }
 

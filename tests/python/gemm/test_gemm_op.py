@@ -289,9 +289,7 @@ def test_no_gradient_of_what_has_none(data):
     x8, xs = quantized(data(16, 32), CURRENT)
     w8, ws = quantized(data(8, 32), CURRENT)
     out = ops.gemm(x8, xs, w8, ws, bias, fuse_bias=True, scaling_mode=CURRENT, rhs_transposed=True)[0]
-    with pytest.raises(
-        RuntimeError, match=r"^gemm: expected operands of NO_SCALING .* where a gradient is asked"
-    ):
+    with pytest.raises(RuntimeError, match=r"^gemm: expected operands of NO_SCALING .* where a gradient is asked"):
         out.sum().backward()
     x = data(8, 8).requires_grad_()
     out, db, *_ = ops.gemm(x, None, data(8, 8), None, fuse_bias=True, grad=True)
@@ -452,7 +450,8 @@ ERRORS = [
     (plain(bias=lambda: f32(5), fuse_bias=True), VALUE, "as many bias entries as columns of the output, 6, got 5"),
     (plain(fuse_gelu=True, grad=True), VALUE, "expected gelu_input for fuse_gelu with grad, got none"),
     (plain(gelu_input=lambda: f32(4, 6)), VALUE, "expected fuse_gelu and grad where gelu_input is given"),
-    (plain(gelu_input=lambda: f32(4, 5), fuse_gelu=True, grad=True), VALUE, "as many elements of gelu_input.*24, got 20"),
+    (plain(gelu_input=lambda: f32(4, 5), fuse_gelu=True, grad=True), VALUE,
+     "as many elements of gelu_input.*24, got 20"),
     (plain(aux_in=lambda: f32(4, 8)), VALUE, "expected no aux_in for comm_type NONE"),
     (plain(comm_overlap_method=1), VALUE, "expected comm_overlap_method NONE"),
     (plain(comm_type=1, comm_overlap_method=3), UNSUPPORTED, "expected comm_type NONE"),

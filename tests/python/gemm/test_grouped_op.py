@@ -195,22 +195,32 @@ def ones(*shape, dtype=torch.float32):
 
 
 GROUP = {"scaling_mode": CURRENT, "rhs_transposed": True}
+VALUE, TYPE = to.InvalidValueError, to.InvalidTypeError
 ERRORS = [
-    (lambda: ops.grouped_gemm([ones(2, 3)], []), to.InvalidValueError, "expected rhs, one for each of the 1 of lhs, got 0"),
-    (lambda: ops.grouped_gemm([ones(2, 3)] * 2, [ones(3, 2)] * 2, [None]), to.InvalidValueError,
-     "expected no biases or one for each of the 2 of lhs, got 1"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], (), [ones(1)]), to.InvalidValueError,
-     "expected no lhs_scale_inv for NO_SCALING, got 1"),
-    (lambda: ops.grouped_gemm([ones(16, 32, dtype=E4M3)], [ones(16, 32, dtype=E4M3)], (), [ones(1)], **GROUP),
-     to.InvalidValueError, "expected rhs_scale_inv, one for each of the 1 of lhs, got 0"),
-    (lambda: ops.grouped_gemm([ones(2, 2, 3)], [ones(3, 2)]), to.InvalidValueError, r"expected matrices, got lhs\[0\] of shape"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3)]), to.InvalidValueError, r"expected matrices, got rhs\[0\] of shape"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(4, 2)]), to.InvalidValueError, "contracted elements in rhs as in lhs, 3, got 4"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2).half()]), to.InvalidTypeError, "expected rhs of dtype Float as lhs"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], [ones(3)]), to.InvalidValueError, "as many bias entries .* 2, got 3"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], scaling_mode=7), to.InvalidValueError, "expected a scaling mode, got 7"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], out_dtype=torch.float16), to.InvalidTypeError, "expected out_dtype"),
-]  # fmt: skip
+    (lambda: ops.grouped_gemm([ones(2, 3)], []), VALUE, "expected rhs, one for each of the 1 of lhs, got 0"),
+    (
+        lambda: ops.grouped_gemm([ones(2, 3)] * 2, [ones(3, 2)] * 2, [None]),
+        VALUE,
+        "expected no biases or one for each of the 2 of lhs, got 1",
+    ),
+    (
+        lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], (), [ones(1)]),
+        VALUE,
+        "expected no lhs_scale_inv for NO_SCALING, got 1",
+    ),
+    (
+        lambda: ops.grouped_gemm([ones(16, 32, dtype=E4M3)], [ones(16, 32, dtype=E4M3)], (), [ones(1)], **GROUP),
+        VALUE,
+        "expected rhs_scale_inv, one for each of the 1 of lhs, got 0",
+    ),
+    (lambda: ops.grouped_gemm([ones(2, 2, 3)], [ones(3, 2)]), VALUE, r"expected matrices, got lhs\[0\] of shape"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3)]), VALUE, r"expected matrices, got rhs\[0\] of shape"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(4, 2)]), VALUE, "contracted elements in rhs as in lhs, 3, got 4"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2).half()]), TYPE, "expected rhs of dtype Float as lhs"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], [ones(3)]), VALUE, "as many bias entries .* 2, got 3"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], scaling_mode=7), VALUE, "expected a scaling mode, got 7"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], out_dtype=torch.float16), TYPE, "expected out_dtype"),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -222,5 +232,5 @@ def test_errors(number, device):
 
 
 def test_8_bit_outputs_are_of_gemm_alone(data):
-    with pytest.raises(to.InvalidTypeError, match=r"^grouped_gemm: expected out_dtype"):
+    with pytest.raises(TYPE, match=r"^grouped_gemm: expected out_dtype"):
         ops.grouped_gemm([data(16, 16)], [data(16, 16)], out_dtype=E4M3)
