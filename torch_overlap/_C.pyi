@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, IntEnum
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, TypedDict
 
@@ -541,3 +541,13 @@ class _BackendWrapper(Backend):
 
 def _abort_groups() -> None: ...
 def _set_gloo_factory(factory: Callable[[Any, int, int, timedelta, str | None, str | None], Any]) -> None: ...
+
+_gemm: ModuleType  # torch_overlap/_gemm.pyi
+
+class ScalingMode(IntEnum):
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    MXFP8_1D_SCALING = 2
+    CURRENT_TENSOR_SCALING = 3
+    BLOCK_1D_SCALING = 4
+    BLOCK_2D_SCALING = 5

@@ -1,7 +1,7 @@
 """Matrix products with the epilogues, scalings and gradients of a linear layer, as values.
 
-The product is row-major: `out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n])`, where `op` is the matrix as it lies or
-its transpose.
+The product is row-major: `out [m, n] = epilogue(op(lhs) [m, k] @ op(rhs) [k, n])`, where `op` is the matrix as it lies
+or its transpose.
 
 | | lhs | rhs |
 |---|---|---|
@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from torch_overlap import _C
-from torch_overlap._C import GemmArgs, GemmOperand, ScalingMode
+from torch_overlap import _gemm
+from torch_overlap._C import ScalingMode
+from torch_overlap._gemm import GemmArgs, GemmOperand
 
 __all__ = [
     "GemmArgs",
@@ -57,9 +58,9 @@ def gemm(args: GemmArgs) -> None:
     Args:
         args: lhs [m, k] and rhs [k, n] after their transposes, out [m, n]; rows of all matrices are contiguous. Without
             scaling the operands are float64, float32 (under torch's TF32 setting), float16 or bfloat16, and out is of
-            their dtype or float32. With scaling they are float8_e4m3fn or float8_e5m2 (one at most), and out is float32,
-            float16 or bfloat16. All but float64 may also go into 8 bits: `out = value * out_scale`, saturated, and
-            `out_amax` becomes the largest |value|. Sums are float32 (float64), rounded once.
+            their dtype or float32. With scaling they are float8_e4m3fn or, one at most, float8_e5m2, and out is
+            float32, float16 or bfloat16. All but float64 may also go into 8 bits: `out = value * out_scale`, saturated,
+            and `out_amax` becomes the largest |value|. Sums are float32 (float64), rounded once.
 
     8-bit operands need rows along k: an operand that has them not is read from `columnwise_data`. k is a multiple of 16
     (MXFP8: 32), rows begin at multiples of 16 bytes.
@@ -69,7 +70,7 @@ def gemm(args: GemmArgs) -> None:
             combination that no backend has, such as accumulation into 8 bits, or MXFP8 on a GPU without it after
             `set_gemm_mxfp8("native")`. Nothing is computed then.
     """
-    _C._gemm(args)
+    _gemm.gemm(args)
 
 
 def grouped_gemm(group: Sequence[GemmArgs]) -> None:
@@ -79,7 +80,7 @@ def grouped_gemm(group: Sequence[GemmArgs]) -> None:
     what follows on it. None may write what another reads or writes. Sizes are the host's and may be 0. All are checked
     before any is computed; errors are those of `gemm`.
     """
-    _C._grouped_gemm(list(group))
+    _gemm.grouped_gemm(list(group))
 
 
 def set_gemm_tuning(tuning: Literal["heuristic", "measured"]) -> None:
@@ -88,7 +89,7 @@ def set_gemm_tuning(tuning: Literal["heuristic", "measured"]) -> None:
     "heuristic" (the default) takes cuBLASLt's first proposal. "measured" times its first eight on the operands of the
     first call outside of a capture, for which that call waits; choices that were measured stay.
     """
-    _C._set_gemm_tuning(tuning)
+    _gemm.set_gemm_tuning(tuning)
 
 
 def set_gemm_mxfp8(path: Literal["dequantize", "native"]) -> None:
@@ -96,14 +97,15 @@ def set_gemm_mxfp8(path: Literal["dequantize", "native"]) -> None:
 
     "dequantize" (the default) multiplies in bfloat16; "native" raises UnsupportedError.
     """
-    _C._set_gemm_mxfp8(path)
+    _gemm.set_gemm_mxfp8(path)
 
 
 def gemm_statistics() -> GemmStatistics:
     """The counts. A call with a plan adds 1 to `calls` and nothing to `plans` and `queries`."""
-    return _C._gemm_statistics()
+    counts = _gemm.gemm_statistics()
+    return GemmStatistics(**counts)
 
 
 def reset_gemm_statistics() -> None:
     """Sets all counts to 0. Plans stay."""
-    _C._reset_gemm_statistics()
+    _gemm.reset_gemm_statistics()

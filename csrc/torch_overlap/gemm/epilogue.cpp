@@ -45,7 +45,7 @@ void compose_bias_grad(const GemmProblem& problem) {
   if (!bias_grad.defined() || problem.args.epilogue.gelu_input.defined()) return;
   const auto sum_type = bias_grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor lhs =
-      problem.lhs.scaled() ? dequantize(problem.lhs, at::kFloat) : problem.lhs.data;
+      problem.lhs.scaled() ? dequantize(problem.op, problem.lhs, at::kFloat) : problem.lhs.data;
   bias_grad.copy_(lhs.sum({problem.lhs.transposed ? 0 : 1}, /*keepdim=*/false, sum_type));
 }
 

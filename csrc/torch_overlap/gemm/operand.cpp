@@ -1,9 +1,7 @@
 #include "torch_overlap/gemm/operand.h"
 
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/mul.h>
-
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/quantize.h"
 
 namespace torch_overlap {
 namespace {
@@ -156,47 +154,16 @@ GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int6
   return part;
 }
 
-at::Tensor unswizzled(const at::Tensor& scales, int64_t rows, int64_t blocks) {
-  const int64_t row_tiles = ceil_div(rows, kMxTileRows);
-  const int64_t block_tiles = ceil_div(blocks, kMxTileBlocks);
-  return scales.view(at::kByte)
-      .view({row_tiles, block_tiles, 32, 4, kMxTileBlocks})
-      .permute({0, 3, 2, 1, 4})
-      .reshape({row_tiles * kMxTileRows, block_tiles * kMxTileBlocks})
-      .narrow(0, 0, rows)
-      .narrow(1, 0, blocks);
-}
-
-at::Tensor swizzled(const at::Tensor& scales) {
-  const int64_t row_tiles = ceil_div(scales.size(0), kMxTileRows);
-  const int64_t block_tiles = ceil_div(scales.size(1), kMxTileBlocks);
-  const auto bytes = scales.view(at::kByte);
-  return at::constant_pad_nd(bytes, {0, block_tiles * kMxTileBlocks - scales.size(1), 0,
-                                     row_tiles * kMxTileRows - scales.size(0)})
-      .view({row_tiles, 4, 32, block_tiles, kMxTileBlocks})
-      .permute({0, 3, 2, 1, 4})
-      .contiguous();
-}
-
-at::Tensor dequantize(const OperandView& operand, at::ScalarType dtype) {
-  auto values = operand.data.to(at::kFloat);
-  auto scale = operand.scale_inv;
-  const int64_t rows = values.size(0);
-  const int64_t k = values.size(1);
-  if (values.numel() == 0) return values.to(dtype);
-  if (is_tensor_scaling(operand.scaling)) {
-    return values.mul_(scale.squeeze()).to(dtype);
-  }
-  int64_t block = kScaleBlock;
+at::Tensor dequantize(std::string_view op, const OperandView& operand, at::ScalarType dtype) {
+  if (operand.data.numel() == 0) return operand.data.to(dtype);
+  at::Tensor scales = operand.scale_inv;
   if (operand.scaling == ScalingMode::MXFP8_1D_SCALING) {
-    block = kMxBlock;
-    if (operand.swizzled) scale = unswizzled(scale, rows, k / kMxBlock).contiguous();
-    scale = scale.view(at::kFloat8_e8m0fnu).to(at::kFloat);
-  } else if (operand.scaling == ScalingMode::BLOCK_2D_SCALING) {
-    scale = scale.repeat_interleave(kScaleBlock, 0).narrow(0, 0, rows);
+    if (operand.swizzled) scales = scales.view({round_up(operand.data.size(0), kMxTileRows), -1});
+    scales = scales.view(at::kFloat8_e8m0fnu);
+  } else if (is_tensor_scaling(operand.scaling)) {
+    scales = scales.reshape({1});
   }
-  scale = scale.repeat_interleave(block, 1).narrow(1, 0, k);
-  return values.mul_(scale).to(dtype);
+  return dequantize(op, operand.data, scales, operand.scaling, dtype, operand.swizzled);
 }
 
 }  // namespace torch_overlap

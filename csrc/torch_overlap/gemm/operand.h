@@ -53,10 +53,6 @@ GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int6
                 int64_t length);
 
 // data * scale_inv of a scaled operand, rounded once from fp32.
-at::Tensor dequantize(const OperandView& operand, at::ScalarType dtype);
-// Scales of MXFP8 from and into the order of the tensor cores, [rows, blocks] of 8 bits. The
-// padding of swizzled ones is 0.
-at::Tensor unswizzled(const at::Tensor& scales, int64_t rows, int64_t blocks);
-at::Tensor swizzled(const at::Tensor& scales);
+at::Tensor dequantize(std::string_view op, const OperandView& operand, at::ScalarType dtype);
 
 }  // namespace torch_overlap

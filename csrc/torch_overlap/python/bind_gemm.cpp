@@ -145,19 +145,20 @@ void register_gemm(py::module_& module) {
       .value("BLOCK_1D_SCALING", ScalingMode::BLOCK_1D_SCALING)
       .value("BLOCK_2D_SCALING", ScalingMode::BLOCK_2D_SCALING)
       .finalize();
-  bind_operand(module);
-  bind_args(module);
-  module.def(
-      "_gemm", [](const GemmArgs& args) { gemm("gemm", args); }, py::arg("args"),
+  auto own = module.def_submodule("_gemm", "Products; see torch_overlap.gemm.");
+  bind_operand(own);
+  bind_args(own);
+  own.def(
+      "gemm", [](const GemmArgs& args) { gemm("gemm", args); }, py::arg("args"),
       py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "_grouped_gemm",
+  own.def(
+      "grouped_gemm",
       [](const std::vector<GemmArgs>& group) { grouped_gemm("grouped_gemm", group); },
       py::arg("group"), py::call_guard<py::gil_scoped_release>());
-  module.def("_set_gemm_tuning", &set_gemm_tuning, py::arg("tuning"));
-  module.def("_set_gemm_mxfp8", &set_gemm_mxfp8, py::arg("path"));
-  module.def("_gemm_statistics", &statistics);
-  module.def("_reset_gemm_statistics", &reset_gemm_statistics);
+  own.def("set_gemm_tuning", &set_gemm_tuning, py::arg("tuning"));
+  own.def("set_gemm_mxfp8", &set_gemm_mxfp8, py::arg("path"));
+  own.def("gemm_statistics", &statistics);
+  own.def("reset_gemm_statistics", &reset_gemm_statistics);
 }
 
 }  // namespace torch_overlap::python

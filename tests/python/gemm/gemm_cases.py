@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# which of lhs and rhs are transposed (T)
 LAYOUTS = {"NN": (False, False), "NT": (False, True), "TN": (True, False), "TT": (True, True)}
 BLOCK = {ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING}
 TENSOR = {ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING}
@@ -79,7 +79,6 @@ class Case:
     args: GemmArgs
     expected: dict[str, Tensor] = field(default_factory=dict)
     allowed: dict[str, Tensor] = field(default_factory=dict)
-    product: Tensor | None = None
 
     def output(self, name: str) -> Tensor:
         value = getattr(self.args, name)
@@ -168,9 +167,10 @@ def make_case(
     device: torch.device | str = "cpu",
     product_error: float = 0.0,
     gelu_error: float = 2e-6,
+    sum_error: float = 0.0,
     **more: object,
 ) -> Case:
-    """`product_error`: allowed relative to sum |lhs||rhs|, beside that of float32 sums."""
+    """Allowed beside float32 sums, relative: `product_error` of sum |lhs||rhs|, `sum_error` of a sum of rows of out."""
     lhs_t, rhs_t = LAYOUTS[layout]
     lhs_mode, rhs_mode = SCALINGS[scaling] if scaling else (ScalingMode.NO_SCALING,) * 2
     out_dtype = out_dtype or (torch.bfloat16 if scaling else dtype)
@@ -227,7 +227,7 @@ def make_case(
         value = value * gelu_derivative(tensors["gelu_input"].double())
     if epilogue == "dgelu_bgrad":
         tensors["bias_grad"] = make(n)
-        expect("bias_grad", value.sum(0), error.sum(0) + value.abs().sum(0) * unit * m, extra)
+        expect("bias_grad", value.sum(0), error.sum(0) + value.abs().sum(0) * (unit * m + sum_error), extra)
     if epilogue == "bgrad":
         tensors["bias_grad"] = make(m)
         magnitude = lhs_values.abs().sum(1)
@@ -248,11 +248,6 @@ def make_case(
         error = error + (out.double().abs() + value.abs()) * unit * 4
         value = value + out.double()
     expect("out", value, error, out_dtype)
-    args = GemmArgs(
-        lhs, rhs, out, gelu="gelu" in epilogue and "dgelu" not in epilogue, accumulate=accumulate, **tensors, **more
-    )
-    return Case(args, expected, allowed, sums)
-
-
-def names(*axes: list[str]) -> list[str]:
-    return ["-".join(parts) for parts in product(*axes)]
+    activation = epilogue.startswith(("gelu", "bias_gelu"))
+    args = GemmArgs(lhs, rhs, out, gelu=activation, accumulate=accumulate, **tensors, **more)
+    return Case(args, expected, allowed)

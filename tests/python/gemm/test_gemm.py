@@ -28,14 +28,14 @@ def test_16_bit_operands_float32_result(dtype, epilogue):
     run(make_case(17, 24, 64, dtype=dtype, out_dtype=torch.float32, epilogue=epilogue, accumulate=True))
 
 
-@pytest.mark.parametrize("swizzled", [False, True], ids=["plain", "swizzled"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_scaled(scaling, layout, epilogue, swizzled):
-    if swizzled and scaling != "mxfp8":
-        pytest.skip("only MXFP8 scales are swizzled")
-    run(make_case(136, 264, 320, dtype=E4M3, scaling=scaling, layout=layout, epilogue=epilogue, swizzled=swizzled))
+@pytest.mark.parametrize("scaling", [*SCALINGS, "mxfp8 swizzled"])
+def test_scaled(scaling, layout, epilogue):
+    scaling, _, swizzled = scaling.partition(" ")
+    run(
+        make_case(136, 264, 320, dtype=E4M3, scaling=scaling, layout=layout, epilogue=epilogue, swizzled=bool(swizzled))
+    )
 
 
 @pytest.mark.parametrize("types", [(E5M2, E4M3), (E4M3, E5M2)], ids=["e5m2-e4m3", "e4m3-e5m2"])

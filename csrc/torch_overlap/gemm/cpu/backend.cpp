@@ -7,8 +7,8 @@
 namespace torch_overlap {
 namespace {
 
-at::Tensor wide(const OperandView& operand) {
-  if (operand.scaled()) return dequantize(operand, at::kFloat);
+at::Tensor wide(std::string_view op, const OperandView& operand) {
+  if (operand.scaled()) return dequantize(op, operand, at::kFloat);
   const auto type = operand.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return operand.data.to(type);
 }
@@ -17,8 +17,8 @@ at::Tensor wide(const OperandView& operand) {
 class CpuGemm final : public GemmBackend {
  public:
   void run(const GemmProblem& problem) override {
-    const auto lhs = wide(problem.lhs);
-    const auto rhs = wide(problem.rhs);
+    const auto lhs = wide(problem.op, problem.lhs);
+    const auto rhs = wide(problem.op, problem.rhs);
     compose_bias_grad(problem);
     compose_epilogue(problem, at::mm(problem.lhs.transposed ? lhs.t() : lhs,
                                      problem.rhs.transposed ? rhs.t() : rhs));

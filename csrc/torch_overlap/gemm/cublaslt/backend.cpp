@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/gemm/counters.h"
@@ -24,12 +25,16 @@ namespace {
 // Streams of a group, the current one among them.
 constexpr size_t kGroupStreams = 4;
 
-// One product after the other on the current stream.
+at::Tensor oriented(const OperandView& operand) {
+  return operand.transposed ? operand.data.t() : operand.data;
+}
+
+// One product on the current stream.
 class Runner {
  public:
-  explicit Runner(const GemmProblem& problem)
+  Runner(cublasLtHandle_t handle, const GemmProblem& problem)
       : problem_(problem),
-        handle_(at::cuda::getCurrentCUDABlasLtHandle()),
+        handle_(handle),
         stream_(c10::cuda::getCurrentCUDAStream()),
         workspace_(workspace_for(problem.args, stream_)) {}
 
@@ -55,14 +60,18 @@ class Runner {
   void composed() {
     if (!sums_over_k(problem_)) count(gemm_counters().composed);
     const auto [m, n, k] = problem_.shape;
-    const at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
-    TORCH_OVERLAP_CHECK(matmul(CUBLASLT_EPILOGUE_DEFAULT, product), kUnsupported, problem_.op,
-                        ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
-                        ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(), " and ",
-                        problem_.rhs.data.scalar_type(), " with ", to_string(problem_.lhs.scaling),
-                        " and ", to_string(problem_.rhs.scaling),
-                        "; pad the operands to multiples of 16");
-    compose_epilogue(problem_, product);
+    at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
+    if (!matmul(CUBLASLT_EPILOGUE_DEFAULT, product)) {
+      TORCH_OVERLAP_CHECK(!problem_.lhs.scaled(), kUnsupported, problem_.op,
+                          ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
+                          ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(),
+                          " and ", problem_.rhs.data.scalar_type(), " with ",
+                          to_string(problem_.lhs.scaling), " and ", to_string(problem_.rhs.scaling),
+                          "; pad the operands to multiples of 16");
+      product =
+          at::mm(oriented(problem_.lhs).to(at::kFloat), oriented(problem_.rhs).to(at::kFloat));
+    }
+    compose_epilogue(problem_, std::move(product));
   }
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
@@ -77,18 +86,16 @@ class Runner {
 };
 
 void run_double(const GemmProblem& problem) {
-  const auto& [op, args, shape, lhs, rhs] = problem;
   compose_bias_grad(problem);
-  compose_epilogue(problem, at::mm(lhs.transposed ? lhs.data.t() : lhs.data,
-                                   rhs.transposed ? rhs.data.t() : rhs.data));
+  compose_epilogue(problem, at::mm(oriented(problem.lhs), oriented(problem.rhs)));
 }
 
 // Operands that the tensor cores of this device do not read. Dequantized values of MXFP8 are those
 // of bf16, but for the smallest; with fp32 factors they are rounded, by far less than the
 // quantization did.
-void run_dequantized(const GemmProblem& problem) {
-  const auto plain = [](const OperandView& operand) {
-    return OperandView{.data = dequantize(operand, at::kBFloat16),
+void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
+  const auto plain = [&](const OperandView& operand) {
+    return OperandView{.data = dequantize(problem.op, operand, at::kBFloat16),
                        .transposed = operand.transposed};
   };
   const GemmProblem unscaled{.op = problem.op,
@@ -96,34 +103,38 @@ void run_dequantized(const GemmProblem& problem) {
                              .shape = problem.shape,
                              .lhs = plain(problem.lhs),
                              .rhs = plain(problem.rhs)};
-  Runner(unscaled).run();
+  Runner(handle, unscaled).run();
 }
 
-void run_problem(const GemmProblem& problem) {
+void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
   if (problem.lhs.data.scalar_type() == at::kDouble) return run_double(problem);
   const auto* device = at::cuda::getCurrentDeviceProperties();
   const auto mode = problem.lhs.scaling;
-  if (reads_scaling(mode, device->major, device->minor)) return Runner(problem).run();
+  if (reads_scaling(mode, device->major, device->minor)) return Runner(handle, problem).run();
   TORCH_OVERLAP_CHECK(mode != ScalingMode::MXFP8_1D_SCALING || gemm_mxfp8() != Mxfp8Path::kNative,
                       kUnsupported, problem.op,
                       ": expected a GPU whose tensor cores read MXFP8 (sm_100 or sm_110), got sm_",
                       device->major, device->minor,
                       "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
-  run_dequantized(problem);
+  run_dequantized(handle, problem);
 }
 
 class CublasLtGemm final : public GemmBackend {
  public:
-  void run(const GemmProblem& problem) override { run_problem(problem); }
+  void run(const GemmProblem& problem) override {
+    run_problem(at::cuda::getCurrentCUDABlasLtHandle(), problem);
+  }
 
   void run_group(const std::vector<GemmProblem>& problems) override {
     if (problems.size() < 2) return GemmBackend::run_group(problems);
+    // Once: with the handle torch makes a workspace of its own for the current stream.
+    const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
     const auto current = c10::cuda::getCurrentCUDAStream();
     SideStreams side(current, std::min(problems.size(), kGroupStreams) - 1);
     for (size_t i = 0; i < problems.size(); ++i) {
       const size_t stream = i % (side.count() + 1);
       const c10::cuda::CUDAStreamGuard guard(stream == 0 ? current : side[stream - 1]);
-      run_problem(problems[i]);
+      run_problem(handle, problems[i]);
     }
     side.join();
   }

@@ -92,8 +92,8 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
   if (vector.defined()) call.bias = vector.data_ptr();
   if (aux.defined()) call.aux = aux.data_ptr();
   if (a.scaled()) {
-    call.kept_scale_a = scales_as_read(a);
-    call.kept_scale_b = scales_as_read(b);
+    call.kept_scale_a = scales_as_read(problem.op, a);
+    call.kept_scale_b = scales_as_read(problem.op, b);
     call.scale_a = call.kept_scale_a.const_data_ptr();
     call.scale_b = call.kept_scale_b.const_data_ptr();
   }

@@ -4,6 +4,7 @@
 #include <cublasLt.h>
 
 #include "torch_overlap/gemm/cublaslt/key.h"
+#include "torch_overlap/gemm/quantize.h"
 
 namespace torch_overlap::cublaslt {
 namespace {
@@ -67,7 +68,7 @@ int64_t scale_mode_of(ScalingMode mode) {
   return -1;
 }
 
-at::Tensor scales_as_read(const OperandView& operand) {
+at::Tensor scales_as_read(std::string_view op, const OperandView& operand) {
   const at::Tensor& scales = operand.scale_inv;
   switch (operand.scaling) {
     case ScalingMode::BLOCK_1D_SCALING:
@@ -75,7 +76,7 @@ at::Tensor scales_as_read(const OperandView& operand) {
     case ScalingMode::BLOCK_2D_SCALING:
       return as_padded_rows(scales);
     case ScalingMode::MXFP8_1D_SCALING:
-      if (!operand.swizzled) return swizzled(scales);
+      if (!operand.swizzled) return swizzle_scales(op, scales);
       return starts_aligned(scales) ? scales : scales.clone();
     default:
       return scales;

@@ -14,6 +14,6 @@ bool reads_scaling(ScalingMode mode, int major, int minor);
 int64_t scale_mode_of(ScalingMode mode);
 
 // The scales of an operand in the order that the library reads: themselves, or a copy.
-at::Tensor scales_as_read(const OperandView& operand);
+at::Tensor scales_as_read(std::string_view op, const OperandView& operand);
 
 }  // namespace torch_overlap::cublaslt

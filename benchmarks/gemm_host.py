@@ -1,0 +1,117 @@
+"""Host time of one product with a plan, beside torch's own products on the same operands.
+
+    python benchmarks/gemm_host.py --out results
+
+A sample is the time that the host spends in 100 calls in a row, divided by 100; then it synchronizes.
+All variants take turns within every round. The products are so small that the device keeps up.
+`prepared` calls gemm() again with one GemmArgs; `built` makes GemmArgs and operands for each call.
+No plan is made and nothing asked of cuBLASLt in what is timed, which the program checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import interleave, median_and_iqr, ratio, write_result
+
+from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
+
+CALLS = 100
+SIZE = 256
+Variants = dict[str, Callable[[], object]]
+
+
+def per_call(call: Callable[[], object]) -> Callable[[], float]:
+    """Microseconds of host time for one of `CALLS` calls."""
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        elapsed = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return elapsed * 1e6 / CALLS
+
+    return sample
+
+
+def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> dict[str, Variants]:
+    out = torch.empty(SIZE, SIZE, dtype=x.dtype, device=x.device)
+
+    def build(**epilogue: torch.Tensor) -> GemmArgs:
+        return GemmArgs(GemmOperand(x), GemmOperand(w, True), out, **epilogue)
+
+    product, with_bias = build(), build(bias=bias)
+    return {
+        "bf16 x w^T": {
+            "prepared": lambda: gemm(product),
+            "built": lambda: gemm(build()),
+            "torch.mm": lambda: torch.mm(x, w.t(), out=out),
+        },
+        "bf16 x w^T + bias": {
+            "prepared": lambda: gemm(with_bias),
+            "built": lambda: gemm(build(bias=bias)),
+            "torch.addmm": lambda: torch.addmm(bias, x, w.t(), out=out),
+        },
+    }
+
+
+def scaled(x: torch.Tensor, w: torch.Tensor) -> dict[str, Variants]:
+    out = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device=x.device)
+    one = torch.ones(1, device=x.device)
+    lhs, rhs = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    mode = ScalingMode.CURRENT_TENSOR_SCALING
+
+    def build() -> GemmArgs:
+        operands = GemmOperand(lhs, scaling=mode, scale_inv=one), GemmOperand(rhs, True, scaling=mode, scale_inv=one)
+        return GemmArgs(*operands, out)
+
+    product = build()
+    return {
+        "e4m3 x w^T": {
+            "prepared": lambda: gemm(product),
+            "built": lambda: gemm(build()),
+            "torch._scaled_mm": lambda: torch._scaled_mm(
+                lhs, rhs.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+            ),
+        }
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=60)
+    args = parser.parse_args()
+
+    set_gemm_tuning("heuristic")
+    x, w = (torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    bias = torch.randn(SIZE, dtype=torch.bfloat16, device="cuda")
+    problems = plain(x, w, bias)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        problems |= scaled(x, w)
+
+    rows = []
+    for problem, variants in problems.items():
+        for call in variants.values():
+            call()  # plans, handles and kernels are there
+        before = gemm_statistics()
+        samples = interleave({name: per_call(call) for name, call in variants.items()}, args.rounds, warmup=10)
+        after = gemm_statistics()
+        assert (before["plans"], before["queries"]) == (after["plans"], after["queries"]), (before, after)
+        for name, values in samples.items():
+            us, iqr = median_and_iqr(values)
+            peers = {other: ratio(samples, name, other)[0] for other in samples if other != name}
+            rows.append({"what": f"{problem}, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
+            text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
+            print(f"{problem:20s} {name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)
+    print(write_result("gemm_host", 1, rows, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Every refusal: its class, and what its message names. Nothing is computed."""
+
+import pytest
+import torch
+from gemm_cases import BLOCK, E4M3, E5M2, make_case
+
+import torch_overlap as to
+from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_mxfp8, set_gemm_tuning
+
+VALUE, TYPE, UNSUPPORTED = to.InvalidValueError, to.InvalidTypeError, to.UnsupportedError
+ARGUMENTS = [
+    "bias",
+    "gelu",
+    "pre_gelu_out",
+    "gelu_input",
+    "bias_grad",
+    "accumulate",
+    "use_split_accumulator",
+    "out_scale",
+    "out_amax",
+    "sm_target",
+    "workspace",
+]
+PARTS = ["scaling", "scale_inv", "swizzled", "columnwise_data", "columnwise_scale_inv"]
+
+
+def changed(args, **changes):
+    """`args` with other values; lhs__data=... is the data of lhs."""
+    operands = []
+    for side in ("lhs", "rhs"):
+        operand = getattr(args, side)
+        parts = {name: getattr(operand, name) for name in ("data", "transposed", *PARTS)}
+        parts |= {name: changes.pop(f"{side}__{name}") for name in list(parts) if f"{side}__{name}" in changes}
+        operands.append(GemmOperand(parts.pop("data"), parts.pop("transposed"), **parts))
+    values = {name: getattr(args, name) for name in ARGUMENTS} | changes
+    return GemmArgs(*operands, values.pop("out", args.out), **values)
+
+
+def refuses(kind, message, args):
+    before = args.out.clone()
+    with pytest.raises(kind, match=message) as raised:
+        gemm(args)
+    text = str(raised.value)
+    assert text.startswith("gemm: expected ")
+    assert ", got " in text
+    assert "; " in text
+    assert torch.equal(before.contiguous().view(torch.uint8), args.out.contiguous().view(torch.uint8))
+
+
+def plain(**more):
+    return make_case(16, 32, 48, **more).args
+
+
+def scaled(scaling="current", **more):
+    return make_case(16, 32, 64, dtype=E4M3, scaling=scaling, **more).args
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def test_shapes():
+    args = plain()
+    refuses(VALUE, r"lhs of 2 dimensions, got shape \[48\]", changed(args, lhs__data=zeros(48)))
+    refuses(VALUE, r"op\(rhs\) of 48 rows.*got 40", changed(args, rhs__data=zeros(32, 40)))
+    for shape in [(16, 31), (32, 16), (512,), (16, 32, 1)]:
+        refuses(VALUE, r"out of shape \[16, 32\].*output buffer size is incorrect", changed(args, out=zeros(*shape)))
+
+
+def test_strides():
+    args = plain()
+    columns = zeros(48, 16).t()
+    refuses(VALUE, "lhs whose rows are contiguous and apart", changed(args, lhs__data=columns))
+    refuses(VALUE, "rhs whose rows are contiguous and apart", changed(args, rhs__data=zeros(1, 48).expand(32, 48)))
+    refuses(VALUE, "out whose rows are contiguous and apart", changed(args, out=zeros(32, 16).t()))
+    aux = changed(args, gelu=True, pre_gelu_out=zeros(32, 16).t())
+    refuses(VALUE, "pre_gelu_out whose rows are contiguous", aux)
+    refuses(VALUE, "bias whose rows are contiguous", changed(args, bias=zeros(64)[::2]))
+    refuses(VALUE, "contiguous workspace", changed(args, workspace=zeros(64, dtype=torch.uint8)[::2]))
+
+
+def test_dtypes():
+    args = plain()
+    refuses(
+        TYPE, "lhs of float64, float32, float16 or bfloat16", changed(args, lhs__data=zeros(16, 48, dtype=torch.int32))
+    )
+    refuses(TYPE, "8-bit operands need a scaling mode", changed(args, lhs__data=zeros(16, 48).to(E4M3)))
+    refuses(TYPE, "lhs and rhs of one dtype", changed(args, rhs__data=zeros(32, 48, dtype=torch.float16)))
+    refuses(TYPE, "out of the operands' dtype", changed(args, out=zeros(16, 32, dtype=torch.bfloat16)))
+    refuses(TYPE, "out of the operands' dtype", changed(plain(dtype=torch.float16), out=zeros(16, 32).bfloat16()))
+    refuses(TYPE, "out of the operands' dtype", changed(plain(dtype=torch.float64), out=zeros(16, 32).to(E4M3)))
+    refuses(TYPE, "out of the operands' dtype", changed(scaled(), out=zeros(16, 32).double()))
+    refuses(TYPE, "bias of float32, float16 or bfloat16", changed(args, bias=zeros(32, dtype=torch.float64)))
+    refuses(TYPE, "bias of float64", changed(plain(dtype=torch.float64), bias=zeros(32)))
+    refuses(TYPE, "gelu_input of float32, float16 or bfloat16", changed(args, gelu_input=zeros(16, 32).to(E4M3)))
+
+
+def test_devices():
+    args = plain()
+    for name, value in {
+        "rhs": {"rhs__data": zeros(32, 48).to("meta")},
+        "out": {},
+        "bias": {"bias": zeros(32).to("meta")},
+        "workspace": {"workspace": zeros(32).to("meta")},
+    }.items():
+        changes = value or {"out": zeros(16, 32).to("meta")}
+        with pytest.raises(TYPE, match=f"gemm: expected {name} on cpu, the device of lhs, got meta; move it"):
+            gemm(changed(args, **changes))
+    with pytest.raises(TYPE, match="scale_inv on cpu, the device of lhs, got meta"):
+        gemm(changed(scaled(), lhs__scale_inv=zeros(1).to("meta")))
+    meta = GemmArgs(GemmOperand(zeros(4, 4).to("meta")), GemmOperand(zeros(4, 4).to("meta")), zeros(4, 4).to("meta"))
+    with pytest.raises(UNSUPPORTED, match="gemm: expected tensors of a CPU or CUDA device, got meta"):
+        gemm(meta)
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("scaling", ["current", "mxfp8", "block_1x1"])
+def test_missing_scales(scaling, side):
+    args = scaled(scaling)
+    refuses(
+        VALUE, f"scale_inv of {side} .*Missing inverse scaling factor", changed(args, **{f"{side}__scale_inv": None})
+    )
+    empty = zeros(0) if scaling != "mxfp8" else zeros(0, dtype=torch.uint8)
+    refuses(VALUE, "Missing inverse scaling factor", changed(args, **{f"{side}__scale_inv": empty}))
+
+
+def test_scales():
+    refuses(VALUE, "scale_inv of lhs .* of one element", changed(scaled(), lhs__scale_inv=zeros(2)))
+    refuses(TYPE, "scale_inv of lhs .* of dtype float32", changed(scaled(), lhs__scale_inv=zeros(1).double()))
+    mx = scaled("mxfp8")
+    refuses(TYPE, r"scale_inv of rhs .* float8_e8m0fnu \(8-bit\)", changed(mx, rhs__scale_inv=zeros(32, 2)))
+    refuses(VALUE, r"of shape \[16, 2\], got \[2, 16\]", changed(mx, lhs__scale_inv=mx.lhs.scale_inv.t()))
+    refuses(VALUE, "swizzled scale_inv of lhs of 512 contiguous elements", changed(mx, lhs__swizzled=True))
+    block = scaled("block_1x2")
+    refuses(VALUE, r"of shape \[16, 1\], got \[1, 1\]", changed(block, lhs__scale_inv=zeros(1, 1)))
+    refuses(VALUE, r"of shape \[1, 1\], got \[32, 1\]", changed(block, rhs__scale_inv=zeros(32, 1)))
+    refuses(VALUE, "no scale_inv of lhs for NO_SCALING", changed(plain(), lhs__scale_inv=zeros(1)))
+
+
+def test_scaling_modes():
+    assert {int(mode) for mode in BLOCK} == {4, 5}
+    with pytest.raises(VALUE, match="GemmOperand: expected a scaling mode, got 9; use one of NO_SCALING = 0, "):
+        GemmOperand(zeros(1, 1), scaling=9)
+    args = scaled()
+    refuses(TYPE, "8-bit operands for a quantized GEMM", changed(args, lhs__data=zeros(16, 64)))
+    refuses(TYPE, "float8_e4m3fn on one side, got float8_e5m2 on both", scaled_pair(E5M2, E5M2))
+    mx, block = scaled("mxfp8"), scaled("block_1x2")
+    mixed = GemmArgs(mx.lhs, args.rhs, args.out)
+    refuses(VALUE, "operands of one kind of scaling, got MXFP8_1D_SCALING for lhs and CURRENT_TENSOR_SCALING", mixed)
+    both = GemmArgs(scaled("block_2x1").lhs, block.rhs, args.out)
+    refuses(UNSUPPORTED, "BLOCK_1D_SCALING on one side, got BLOCK_2D_SCALING on both", both)
+
+
+def scaled_pair(lhs, rhs):
+    return make_case(16, 32, 64, dtype=lhs, rhs_dtype=rhs, scaling="current").args
+
+
+@pytest.mark.parametrize(("layout", "side"), [("NN", "rhs"), ("TT", "lhs")])
+@pytest.mark.parametrize("scaling", ["current", "mxfp8", "block_1x1"])
+def test_columnwise(scaling, layout, side):
+    args = scaled(scaling, layout=layout)
+    missing = changed(args, **{f"{side}__columnwise_data": None})
+    refuses(VALUE, f"columnwise_data of {side}.*{side} is missing column-wise usage", missing)
+    wrong = getattr(args, side).columnwise_data.t().contiguous()
+    refuses(
+        VALUE, f"columnwise_data of {side} of 8 bits and shape", changed(args, **{f"{side}__columnwise_data": wrong})
+    )
+    if scaling != "current":
+        no_scale = changed(args, **{f"{side}__columnwise_scale_inv": None})
+        refuses(VALUE, "Missing inverse scaling factor", no_scale)
+
+
+def test_sizes_of_8_bit_operands():
+    def odd(m, n, k, scaling="current", out=torch.bfloat16):
+        mode = {"current": ScalingMode.CURRENT_TENSOR_SCALING, "block": ScalingMode.BLOCK_1D_SCALING}[scaling]
+        mode = ScalingMode.MXFP8_1D_SCALING if scaling == "mxfp8" else mode
+        shape = [(m, 1), (n, 1)] if scaling == "block" else [(1,), (1,)]
+        lhs = GemmOperand(zeros(m, k).to(E4M3), scaling=mode, scale_inv=zeros(*shape[0]))
+        rhs = GemmOperand(zeros(n, k).to(E4M3), True, scaling=mode, scale_inv=zeros(*shape[1]))
+        return GemmArgs(lhs, rhs, zeros(m, n).to(out))
+
+    refuses(VALUE, "k to be a multiple of 16 for 8-bit operands, got 40", odd(16, 16, 40))
+    refuses(VALUE, "rows of out of a multiple of 16 bytes", odd(16, 12, 32))
+    refuses(VALUE, "m and n to be multiples of 8 for block scaling, got 12 and 16", odd(12, 16, 32, "block"))
+    refuses(VALUE, "got 16 and 12", odd(16, 12, 32, "block", torch.float32))
+    mx = scaled("mxfp8")
+    narrow = changed(mx, lhs__data=mx.lhs.data[:, :48], rhs__data=mx.rhs.data[:, :48])
+    refuses(VALUE, "k to be a multiple of 32 for MXFP8_1D_SCALING, got 48", narrow)
+    args = scaled()
+    wide = zeros(16, 72).to(E4M3)
+    refuses(VALUE, "8-bit lhs whose rows begin at multiples of 16 bytes", changed(args, lhs__data=wide[:, :64]))
+    wide = zeros(16, 96).to(E4M3)
+    refuses(VALUE, "8-bit lhs whose rows begin at multiples of 16 bytes", changed(args, lhs__data=wide[:, 1:65]))
+
+
+def test_8_bit_out():
+    args = make_case(16, 32, 64, dtype=E4M3, scaling="current", out_dtype=E4M3).args
+    refuses(VALUE, "out_scale for 8-bit out, got none", changed(args, out_scale=None))
+    refuses(VALUE, "out_scale of float32 and one element", changed(args, out_scale=zeros(2)))
+    refuses(VALUE, "out_amax of float32 and one element", changed(args, out_amax=zeros(1).half()))
+    refuses(UNSUPPORTED, "no accumulate for 8-bit out", changed(args, accumulate=True))
+    refuses(VALUE, "no out_scale for out of", changed(plain(), out_scale=zeros(1)))
+    refuses(VALUE, "no out_amax for out of", changed(plain(), out_amax=zeros(1)))
+
+
+def test_epilogues():
+    args = plain()
+    refuses(VALUE, r"bias of shape \[32\], got \[16\]", changed(args, bias=zeros(16)))
+    refuses(VALUE, r"bias of shape \[32\], got \[1, 32\]", changed(args, bias=zeros(1, 32)))
+    refuses(VALUE, "gelu with pre_gelu_out, got pre_gelu_out alone", changed(args, pre_gelu_out=zeros(16, 32)))
+    refuses(VALUE, r"pre_gelu_out of shape \[16, 32\]", changed(args, gelu=True, pre_gelu_out=zeros(32, 16)))
+    refuses(VALUE, "gelu or gelu_input, got both", changed(args, gelu=True, gelu_input=zeros(16, 32)))
+    refuses(VALUE, "bias or gelu_input, got both", changed(args, bias=zeros(32), gelu_input=zeros(16, 32)))
+    refuses(VALUE, r"gelu_input of shape \[16, 32\]", changed(args, gelu_input=zeros(16, 31)))
+    refuses(VALUE, r"bias_grad of shape \[16\], got \[32\]", changed(args, bias_grad=zeros(32)))
+    dgelu = changed(args, gelu_input=zeros(16, 32), bias_grad=zeros(16))
+    refuses(VALUE, r"bias_grad of shape \[32\], got \[16\]", dgelu)
+    refuses(VALUE, "sm_target >= 0, got -1", changed(args, sm_target=-1))
+
+
+def test_options():
+    with pytest.raises(VALUE, match='set_gemm_tuning: expected "heuristic" or "measured", got "fast"'):
+        set_gemm_tuning("fast")
+    with pytest.raises(VALUE, match='set_gemm_mxfp8: expected "dequantize" or "native", got ""'):
+        set_gemm_mxfp8("")
+    set_gemm_tuning("heuristic")
+    set_gemm_mxfp8("dequantize")
