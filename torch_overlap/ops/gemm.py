@@ -11,6 +11,8 @@ layer is `gemm(x, None, weight, None, rhs_transposed=True)`. `scaling_mode` is a
 | BLOCK_1D_SCALING (4) | 8-bit floats | float32 [rows, ceil(k / 128)] |
 | BLOCK_2D_SCALING (5) | 8-bit floats | float32 [ceil(rows / 128), ceil(k / 128)] |
 
+BLOCK_2D_SCALING is for weights: in a product rhs has blocks of 128 x 128, and lhs those of BLOCK_1D_SCALING.
+
 A value is data * scale_inv. 8-bit operands lie along k (lhs as it is, rhs transposed), and k is a multiple of 16.
 float32 is multiplied as torch's TF32 policy says. Sums are float32 (float64 for float64) and are rounded once.
 

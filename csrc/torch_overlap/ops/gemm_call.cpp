@@ -235,8 +235,11 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
     return tensor.reshape_symint({sizes.rows, sizes.cols});
   };
   GemmArgs args;
+  // Two operands of 128 x 128 are not multiplied: the mode is that of the weights, on the right.
+  const auto lhs_mode =
+      mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode;
   args.lhs = gemm_operand(matrix("lhs", call.lhs, call.lhs_axis_boundary), call.lhs_transposed,
-                          mode, call.lhs_scale_inv, call.scales_swizzled);
+                          lhs_mode, call.lhs_scale_inv, call.scales_swizzled);
   args.rhs = gemm_operand(matrix("rhs", call.rhs, call.rhs_axis_boundary), call.rhs_transposed,
                           mode, call.rhs_scale_inv, call.scales_swizzled);
   if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);

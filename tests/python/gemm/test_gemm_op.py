@@ -211,6 +211,17 @@ def test_scaled_products(mode, types, data):
     check(half, want + bias.half().double(), terms)
 
 
+def test_weights_in_128_x_128_blocks(data):
+    x8, xs = quantized(data(2, 136, 272), BLOCK_1D)
+    w8, ws = quantized(data(264, 272), BLOCK_2D)
+    left, right = values(x8, xs, BLOCK_1D).flatten(0, 1), values(w8, ws, BLOCK_2D).t()
+    want = left @ right
+    out = ops.gemm(x8, xs, w8, ws, scaling_mode=BLOCK_2D, rhs_transposed=True, out_dtype=torch.float32)[0]
+    check(out.flatten(0, 1), want, magnitude(left, right))
+    (out,) = ops.grouped_gemm([x8[0]], [w8], (), [xs[:136]], [ws], scaling_mode=BLOCK_2D, rhs_transposed=True)
+    check(out, want[:136], magnitude(left, right))
+
+
 def test_an_operand_along_k_may_be_a_transposed_view(data):
     """w8.t() lies along k as w8 does: no copy, no column-wise data."""
     x8, xs = quantized(data(32, 64), CURRENT)
@@ -479,7 +490,7 @@ LAYER_ERRORS = [
           rhs_transposed=True), VALUE, "multiple of 16"),
     (call(lambda: f8(16, 32, dtype=E5M2), lambda: f8(16, 32, dtype=E5M2), lambda: f32(1), lambda: f32(1),
           scaling_mode=CURRENT, rhs_transposed=True), TYPE, "float8_e5m2 on both"),
-    (scaled(BLOCK_2D, lambda: f32(1, 1)), UNSUPPORTED, "expected BLOCK_1D_SCALING on one side"),
+    (scaled(BLOCK_2D, lambda: f32(1, 1)), VALUE, r"lhs for BLOCK_1D_SCALING of shape \[16, 1\]"),
     (scaled(scale=lambda: f32(2)), VALUE, "of one element"),
     (scaled(scale=lambda: f32(1).half()), TYPE, "of dtype float32"),
     (scaled(MXFP8, lambda: f8(16, 2, dtype=E8)), VALUE, r"of shape \[16, 1\]"),
