@@ -26,12 +26,12 @@ def schemas() -> dict[str, str]:
     """Public operators and their schemas, in the library's own order of names."""
     import torch
 
-    found = {}
+    found: dict[str, list[str]] = {}
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "torch_overlap" and not name.startswith("_"):
-            found[name] = str(schema).removeprefix("torch_overlap::")
-    return dict(sorted(found.items()))
+            found.setdefault(name, []).append(str(schema).removeprefix("torch_overlap::"))
+    return {name: "\n".join(sorted(overloads)) for name, overloads in sorted(found.items())}
 
 
 def page() -> str:

@@ -11,6 +11,8 @@ layer is `gemm(x, None, weight, None, rhs_transposed=True)`. `scaling_mode` is a
 | BLOCK_1D_SCALING (4) | 8-bit floats | float32 [rows, ceil(k / 128)] |
 | BLOCK_2D_SCALING (5) | 8-bit floats | float32 [ceil(rows / 128), ceil(k / 128)] |
 
+BLOCK_2D_SCALING is for weights: in a product rhs has blocks of 128 x 128, and lhs those of BLOCK_1D_SCALING.
+
 A value is data * scale_inv. 8-bit operands lie along k (lhs as it is, rhs transposed), and k is a multiple of 16.
 float32 is multiplied as torch's TF32 policy says. Sums are float32 (float64 for float64) and are rounded once.
 
@@ -71,7 +73,8 @@ def gemm(
         gelu_input: as many elements as the output, given with fuse_gelu and grad.
         aux_in: for communication only.
         lhs_swizzle, rhs_swizzle: contiguous buffers that receive MXFP8 scales in the order of the tensor cores,
-            float8_e8m0fnu of the shape that swizzle_scales gives. Without them a buffer is made where one is needed.
+            float8_e8m0fnu or uint8 of the shape that swizzle_scales gives. Without them a buffer is made where one is
+            needed. (Inductor refuses float8_e8m0fnu in a call that writes into its arguments: pass views as uint8.)
         workspace: bytes for the library to work in, instead of a cached buffer.
         comm_type: NONE (0); other types are refused for now, with an UnsupportedError.
         lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
@@ -92,17 +95,8 @@ def gemm(
     Gradient: that of output, of unscaled operands without grad, of any order; it raises for others. torch.autocast
     casts unscaled operands, and bias and gelu_input.
     """
-    return _ops.gemm(
-        lhs,
-        lhs_scale_inv,
-        rhs,
-        rhs_scale_inv,
-        bias,
-        gelu_input,
-        aux_in,
-        lhs_swizzle,
-        rhs_swizzle,
-        workspace,
+    operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in)
+    attributes = (
         scaling_mode,
         comm_overlap_method,
         comm_type,
@@ -119,8 +113,10 @@ def gemm(
         scales_swizzled,
         out_dtype,
         out_scale,
-        out_amax,
     )
+    if lhs_swizzle is None and rhs_swizzle is None and workspace is None and out_amax is None:
+        return _ops.gemm.default(*operands, *attributes)
+    return _ops.gemm.buffers(*operands, lhs_swizzle, rhs_swizzle, workspace, *attributes, out_amax)
 
 
 def grouped_gemm(
@@ -148,6 +144,8 @@ def grouped_gemm(
 
     Gradient: of unscaled operands and biases, as groups again; it raises for 8-bit ones.
     """
+    if not (lhs or rhs or biases or lhs_scale_inv or rhs_scale_inv):
+        return []  # no tensor says whose kernel to call
     return _ops.grouped_gemm(
         lhs,
         rhs,

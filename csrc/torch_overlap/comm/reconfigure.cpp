@@ -148,6 +148,7 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
       next->context.options.timeout = membership()->context.options.timeout;
       membership_ = next;
     }
+    drop_attachments();
     before->context.record->state.store(CommRecord::State::kClosed);
     expected = State::kReconfiguring;
     if (!state_.compare_exchange_strong(expected, State::kActive)) {

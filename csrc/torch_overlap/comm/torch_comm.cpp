@@ -387,6 +387,7 @@ void TorchComm::finalize() {
     state_.store(State::kFinalized);
     membership()->context.record->state.store(CommRecord::State::kClosed);
     detail::remove_comm(this);
+    drop_attachments();
     return;
   }
   const HookEvent event{.name = OpName::finalize,
@@ -398,12 +399,30 @@ void TorchComm::finalize() {
     throw;
   }
   detail::remove_comm(this);
+  drop_attachments();
   const auto finalized = [this](void*) {
     state_.store(State::kFinalized);
     membership()->context.record->state.store(CommRecord::State::kClosed);
   };
   const std::unique_ptr<void, decltype(finalized)> at_end(this, finalized);
   hooks_->around(event, [&] { membership()->backend->finalize(); });
+}
+
+std::shared_ptr<void> TorchComm::attachment(const std::string& name) const {
+  const std::lock_guard lock(attachments_mutex_);
+  const auto found = attachments_.find(name);
+  return found == attachments_.end() ? nullptr : found->second;
+}
+
+void TorchComm::attach(const std::string& name, std::shared_ptr<void> what) {
+  const std::lock_guard lock(attachments_mutex_);
+  attachments_[name].swap(what);  // the old one ends after the lock
+}
+
+void TorchComm::drop_attachments() {
+  std::map<std::string, std::shared_ptr<void>> dropped;
+  const std::lock_guard lock(attachments_mutex_);
+  dropped.swap(attachments_);
 }
 
 void TorchComm::abort() {

@@ -228,6 +228,11 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
 
   Hooks& hooks() { return *hooks_; }
 
+  // What else is made once for these members and ends with them: by finalize(), reconfigure() or the
+  // end of the object. It may not keep the communicator. Null if nothing was attached by the name.
+  std::shared_ptr<void> attachment(const std::string& name) const;
+  void attach(const std::string& name, std::shared_ptr<void> what);
+
  private:
   friend class TorchCommWindow;
   enum class State { kActive, kFinalizing, kFinalized, kAborted, kReconfiguring };
@@ -274,6 +279,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::mutex registered_mutex_;
   std::map<const void*, size_t> registered_;  // memory of tensor_register, and its bytes
   uint64_t registered_generation_ = 0;
+  void drop_attachments();
+  mutable std::mutex attachments_mutex_;
+  std::map<std::string, std::shared_ptr<void>> attachments_;
 };
 
 // Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.

@@ -64,7 +64,8 @@ struct GemmArgs {
   // e4m3 or e5m2.
   at::Tensor out;
   GemmEpilogue epilogue;
-  // out += epilogue(...) instead of out =; not for 8-bit out.
+  // out += epilogue(...) instead of out =; not for 8-bit out. On Hopper cuBLASLt rounds the product
+  // to the type of a 16-bit out before it adds: accumulate in fp32 where that matters.
   bool accumulate = false;
   // 8-bit operands on Hopper: partial sums are promoted to fp32 as they grow. Slower, more exact.
   bool use_split_accumulator = false;

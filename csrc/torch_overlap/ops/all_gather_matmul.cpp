@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
 
@@ -76,7 +77,17 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   };
   std::optional<Tensor> gathered;
   if (return_gathered) gathered = rows_of(out.gathered, dim);
-  if (choose_algorithm(kAllGatherMatmul, algorithm, rows, group_size) == Algorithm::kSequential) {
+  const auto chosen = choose_algorithm(kAllGatherMatmul, algorithm, communicator, x.scalar_type(),
+                                       rows, gather_bytes(*communicator, own), 0)
+                          .algorithm;
+  if (chosen == Algorithm::ring) {
+    std::vector<Tensor> defined_biases(weights.size());
+    for (size_t i = 0; i < biases.size(); ++i) {
+      defined_biases[i] = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
+    }
+    ring_gather_multiply(kAllGatherMatmul, communicator, own, weights, defined_biases, products,
+                         gathered.value_or(Tensor()));
+  } else if (chosen != Algorithm::chunked) {  // a forward pass has nothing for bulk to hide behind
     if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
     communicator->all_gather_single(*gathered, own, /*async_op=*/false);
     multiply(*gathered, 0);
@@ -127,6 +138,65 @@ Gradients gradients_out(const Tensor& x, at::TensorList weights, bool x_wanted,
   return out;
 }
 
+// The same over the channels. Ring: the gather goes on behind the partial products, which go to
+// their owners one by one. Bulk: the gather goes on behind the whole product, and its reduction
+// behind the products for the weights.
+std::tuple<Tensor, std::vector<Tensor>> gradients_over_channels(
+    at::TensorList grads, const Tensor& x, at::TensorList weights,
+    const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
+    bool x_wanted, at::IntArrayRef wanted, const std::shared_ptr<TorchComm>& comm, int64_t dim,
+    Algorithm algorithm) {
+  const auto own = to_rows(x, dim);
+  std::vector<Tensor> grad_rows;
+  for (const auto& grad : grads) grad_rows.push_back(to_rows(grad, dim));
+  auto [x_grad, weight_grads] = gradients_out(x, weights, x_wanted, wanted);
+
+  std::optional<ChannelGather> gather;
+  Tensor inputs;
+  if (!wanted.empty() && gathered) {
+    inputs = to_rows(*gathered, dim);
+  } else if (!wanted.empty()) {
+    gather.emplace(kAllGatherMatmul, comm, own);
+    inputs = gather->rows();
+  }
+  std::vector<GemmArgs> weight_products;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    GemmArgs args;
+    args.lhs = operand(grad_rows[wanted[i]].t());
+    args.rhs = {.data = inputs};
+    args.out = weight_grads[i];
+    weight_products.push_back(std::move(args));
+  }
+  const auto finish_gather = [&] {
+    if (gather) gather->finish();
+  };
+  if (!x_wanted) {
+    finish_gather();
+    for (const auto& args : weight_products) gemm(kAllGatherMatmul, args);
+    return {std::move(x_grad), std::move(weight_grads)};
+  }
+  ScatterMultiply sum{.inputs = grad_rows,
+                      .weights = weights.vec(),
+                      .start = gathered_grad ? to_rows(*gathered_grad, dim) : Tensor(),
+                      .bias = {},
+                      .mean = false,
+                      .out = rows_of(x_grad, dim)};
+  // Several of a 16-bit dtype are one product of all columns, which is rounded once.
+  if (grad_rows.size() > 1 && c10::isReducedFloatingType(x.scalar_type())) {
+    sum.inputs = {at::cat(grad_rows, 1)};
+    sum.weights = {at::cat(weights, 0)};
+  }
+  if (algorithm == Algorithm::ring) {
+    ring_multiply_scatter(kAllGatherMatmul, comm, sum);
+    finish_gather();
+    for (const auto& args : weight_products) gemm(kAllGatherMatmul, args);
+  } else {
+    bulk_multiply_scatter(kAllGatherMatmul, comm, sum, finish_gather, weight_products);
+  }
+  put_rows(sum.out, x_grad, dim);
+  return {std::move(x_grad), std::move(weight_grads)};
+}
+
 std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
     at::TensorList grads, const Tensor& x, at::TensorList weights,
     const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
@@ -136,8 +206,19 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   const int64_t dim = row_dim(x, gather_dim);
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
-  const bool chunked =
-      choose_algorithm(kAllGatherMatmul, algorithm, rows, group_size) == Algorithm::kChunked;
+  const bool gathers = !wanted.empty() && !gathered;
+  const auto chosen =
+      choose_algorithm(
+          kAllGatherMatmul, algorithm, communicator, x.scalar_type(), rows,
+          gathers ? gather_bytes(*communicator, own) : 0,
+          x_wanted ? scatter_bytes(*communicator, group_size * rows, own.size(1), x.scalar_type())
+                   : 0)
+          .algorithm;
+  const bool chunked = chosen == Algorithm::chunked;
+  if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
+    return gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted, wanted,
+                                   communicator, dim, chosen);
+  }
 
   std::optional<GatherPipeline> gather;
   Tensor inputs;

@@ -2,16 +2,8 @@
 
 #include <algorithm>
 
-#include "torch_overlap/base/errors.h"
 
 namespace torch_overlap::ops {
-namespace {
-
-// Below this many rows a chunk's GEMM takes less time than issuing its transfer: a GEMM of 256 x
-// 4096 x 4096 takes about 15 us on an H200.
-constexpr int64_t kMinChunkRows = 256;
-
-}  // namespace
 
 std::vector<GatherStep> gather_schedule(int rank, int size) {
   std::vector<GatherStep> steps;
@@ -33,21 +25,6 @@ std::vector<RowRange> row_chunks(int64_t rows, int64_t count) {
     chunks.push_back({begin, rows * (i + 1) / count - begin});
   }
   return chunks;
-}
-
-void check_algorithm(std::string_view op, std::string_view algorithm) {
-  TORCH_OVERLAP_CHECK(
-      algorithm == "auto" || algorithm == "sequential" || algorithm == "chunked", kValue, op,
-      ": expected algorithm to be one of auto, sequential, chunked, got '", algorithm, "'");
-}
-
-Algorithm choose_algorithm(std::string_view op, std::string_view algorithm, int64_t chunk_rows,
-                           int64_t group_size) {
-  check_algorithm(op, algorithm);
-  if (algorithm == "sequential") return Algorithm::kSequential;
-  if (algorithm == "chunked") return Algorithm::kChunked;
-  return group_size > 1 && chunk_rows >= kMinChunkRows ? Algorithm::kChunked
-                                                       : Algorithm::kSequential;
 }
 
 }  // namespace torch_overlap::ops

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
@@ -44,14 +43,5 @@ struct RowRange {
   int64_t length;
 };
 TORCH_OVERLAP_API std::vector<RowRange> row_chunks(int64_t rows, int64_t count);
-
-enum class Algorithm { kSequential, kChunked };
-
-// What `algorithm` asks for; a kValue error that lists the choices for an unknown one. "auto" takes
-// the chunked way when a GEMM of `chunk_rows` rows can be expected to outlast what a transfer costs
-// to start. All arguments are equal on all ranks, so all ranks choose the same.
-TORCH_OVERLAP_API Algorithm choose_algorithm(std::string_view op, std::string_view algorithm,
-                                             int64_t chunk_rows, int64_t group_size);
-void check_algorithm(std::string_view op, std::string_view algorithm);
 
 }  // namespace torch_overlap::ops

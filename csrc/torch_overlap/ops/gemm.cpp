@@ -9,19 +9,19 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// A kernel under the schema's own signature.
+// A kernel under the signature of the overload gemm.buffers.
 template <GemmResults (*kKernel)(const GemmCall&)>
-GemmResults with_call(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
-                      const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
-                      const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
-                      const OptionalTensor& lhs_swizzle, const OptionalTensor& rhs_swizzle,
-                      const OptionalTensor& workspace, int64_t scaling_mode,
-                      int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
-                      int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
-                      int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
-                      bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
-                      bool scales_swizzled, std::optional<at::ScalarType> out_dtype,
-                      const OptionalTensor& out_scale, const OptionalTensor& out_amax) {
+GemmResults with_buffers(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
+                         const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
+                         const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
+                         const OptionalTensor& lhs_swizzle, const OptionalTensor& rhs_swizzle,
+                         const OptionalTensor& workspace, int64_t scaling_mode,
+                         int64_t comm_overlap_method, int64_t comm_type, int64_t comm_overlap_id,
+                         int64_t lhs_axis_boundary, int64_t rhs_axis_boundary,
+                         int64_t aux_axis_boundary, bool lhs_transposed, bool rhs_transposed,
+                         bool fuse_bias, bool fuse_gelu, bool grad, bool use_split_accumulator,
+                         bool scales_swizzled, std::optional<at::ScalarType> out_dtype,
+                         const OptionalTensor& out_scale, const OptionalTensor& out_amax) {
   return kKernel({lhs,
                   lhs_scale_inv,
                   rhs,
@@ -49,6 +49,24 @@ GemmResults with_call(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, co
                   out_dtype,
                   out_scale,
                   out_amax});
+}
+
+// And of gemm, which writes into nothing.
+template <GemmResults (*kKernel)(const GemmCall&)>
+GemmResults with_values(const Tensor& lhs, const OptionalTensor& lhs_scale_inv, const Tensor& rhs,
+                        const OptionalTensor& rhs_scale_inv, const OptionalTensor& bias,
+                        const OptionalTensor& gelu_input, const OptionalTensor& aux_in,
+                        int64_t scaling_mode, int64_t comm_overlap_method, int64_t comm_type,
+                        int64_t comm_overlap_id, int64_t lhs_axis_boundary,
+                        int64_t rhs_axis_boundary, int64_t aux_axis_boundary, bool lhs_transposed,
+                        bool rhs_transposed, bool fuse_bias, bool fuse_gelu, bool grad,
+                        bool use_split_accumulator, bool scales_swizzled,
+                        std::optional<at::ScalarType> out_dtype, const OptionalTensor& out_scale) {
+  return with_buffers<kKernel>(
+      lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in, {}, {}, {}, scaling_mode,
+      comm_overlap_method, comm_type, comm_overlap_id, lhs_axis_boundary, rhs_axis_boundary,
+      aux_axis_boundary, lhs_transposed, rhs_transposed, fuse_bias, fuse_gelu, grad,
+      use_split_accumulator, scales_swizzled, out_dtype, out_scale, {});
 }
 
 void note_written(const OptionalTensor& tensor) {
@@ -191,49 +209,76 @@ GemmResults gemm_autocast(const GemmCall& call) {
 }  // namespace
 
 GemmResults gemm(const GemmCall& call) {
-  static const auto handle = find_op<decltype(with_call<gemm_kernel>)>("gemm");
-  return handle.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
-                     call.gelu_input, call.aux_in, call.lhs_swizzle, call.rhs_swizzle,
-                     call.workspace, call.scaling_mode, call.comm_overlap_method, call.comm_type,
-                     call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary,
-                     call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
-                     call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
-                     call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
+  if (call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax) {
+    static const auto buffers = find_op<decltype(with_buffers<gemm_kernel>)>("gemm", "buffers");
+    return buffers.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
+                        call.gelu_input, call.aux_in, call.lhs_swizzle, call.rhs_swizzle,
+                        call.workspace, call.scaling_mode, call.comm_overlap_method, call.comm_type,
+                        call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary,
+                        call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
+                        call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
+                        call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
+  }
+  static const auto values = find_op<decltype(with_values<gemm_kernel>)>("gemm");
+  return values.call(
+      call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias, call.gelu_input,
+      call.aux_in, call.scaling_mode, call.comm_overlap_method, call.comm_type,
+      call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary, call.aux_axis_boundary,
+      call.lhs_transposed, call.rhs_transposed, call.fuse_bias, call.fuse_gelu, call.grad,
+      call.use_split_accumulator, call.scales_swizzled, call.out_dtype, call.out_scale);
 }
 
 }  // namespace torch_overlap::ops
 
+namespace {
+
+constexpr const char* kGemmOperands =
+    "Tensor lhs, Tensor? lhs_scale_inv, Tensor rhs, Tensor? rhs_scale_inv, Tensor? bias=None,"
+    " Tensor? gelu_input=None, Tensor? aux_in=None,";
+constexpr const char* kGemmBuffers =
+    " Tensor(a!)? lhs_swizzle=None, Tensor(b!)? rhs_swizzle=None, Tensor(c!)? workspace=None,";
+constexpr const char* kGemmAttributes =
+    " int scaling_mode=0, int comm_overlap_method=0, int comm_type=0, int comm_overlap_id=0,"
+    " int lhs_axis_boundary=-1, int rhs_axis_boundary=-1, int aux_axis_boundary=-1,"
+    " bool lhs_transposed=False, bool rhs_transposed=False, bool fuse_bias=False,"
+    " bool fuse_gelu=False, bool grad=False, bool use_split_accumulator=False,"
+    " bool scales_swizzled=False, ScalarType? out_dtype=None, Tensor? out_scale=None";
+constexpr const char* kGemmResults =
+    " -> (Tensor output, Tensor bias_grad, Tensor pre_gelu_out, Tensor aux_out)";
+
+template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmCall&)>
+void register_gemm(torch::Library& m) {
+  m.impl("gemm", torch_overlap::ops::with_values<kKernel>);
+  m.impl("gemm.buffers", torch_overlap::ops::with_buffers<kKernel>);
+}
+
+}  // namespace
+
+// Two overloads: what writes into nothing stays a value for a compiler.
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "gemm(Tensor lhs, Tensor? lhs_scale_inv, Tensor rhs, Tensor? rhs_scale_inv,"
-      " Tensor? bias=None, Tensor? gelu_input=None, Tensor? aux_in=None,"
-      " Tensor(a!)? lhs_swizzle=None, Tensor(b!)? rhs_swizzle=None, Tensor(c!)? workspace=None,"
-      " int scaling_mode=0, int comm_overlap_method=0, int comm_type=0, int comm_overlap_id=0,"
-      " int lhs_axis_boundary=-1, int rhs_axis_boundary=-1, int aux_axis_boundary=-1,"
-      " bool lhs_transposed=False, bool rhs_transposed=False, bool fuse_bias=False,"
-      " bool fuse_gelu=False, bool grad=False, bool use_split_accumulator=False,"
-      " bool scales_swizzled=False, ScalarType? out_dtype=None, Tensor? out_scale=None,"
-      " Tensor(d!)? out_amax=None)"
-      " -> (Tensor output, Tensor bias_grad, Tensor pre_gelu_out, Tensor aux_out)",
-      {at::Tag::pt2_compliant_tag});
+  using torch_overlap::concat;
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(concat("gemm(", kGemmOperands, kGemmAttributes, ")", kGemmResults).c_str(), tags);
+  m.def(concat("gemm.buffers(", kGemmOperands, kGemmBuffers, kGemmAttributes,
+               ", Tensor(d!)? out_amax=None)", kGemmResults)
+            .c_str(),
+        tags);
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
-  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_kernel>);
+  register_gemm<torch_overlap::ops::gemm_kernel>(m);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
-  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_meta>);
-}
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { register_gemm<torch_overlap::ops::gemm_meta>(m); }
 
 TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
-  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autograd>);
+  register_gemm<torch_overlap::ops::gemm_autograd>(m);
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
-  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autocast<at::kCPU>>);
+  register_gemm<torch_overlap::ops::gemm_autocast<at::kCPU>>(m);
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
-  m.impl("gemm", torch_overlap::ops::with_call<torch_overlap::ops::gemm_autocast<at::kCUDA>>);
+  register_gemm<torch_overlap::ops::gemm_autocast<at::kCUDA>>(m);
 }

@@ -50,15 +50,15 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
                       kValue, op, ": expected no ", what, "_swizzle for ", to_string(mode),
                       scales_swizzled ? " with scales_swizzled" : "", ", got one");
   if (!swizzle) return;
-  const auto expected = empty_swizzled(op, *scale_inv);
   TORCH_OVERLAP_CHECK(
-      swizzle->scalar_type() == expected.scalar_type() && swizzle->device() == operand.device(),
-      kType, op, ": expected ", what, "_swizzle of dtype ", expected.scalar_type(), " on ",
+      (swizzle->scalar_type() == at::kFloat8_e8m0fnu || swizzle->scalar_type() == at::kByte) &&
+          swizzle->device() == operand.device(),
+      kType, op, ": expected ", what, "_swizzle of dtype float8_e8m0fnu or uint8 on ",
       operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device());
   TORCH_OVERLAP_CHECK(swizzle->is_contiguous(), kValue, op, ": expected ", what,
                       "_swizzle contiguous, got strides ", swizzle->sym_strides());
   check_size(op, concat(what, "_swizzle of as many elements as the padded scales,"),
-             expected.sym_numel(), swizzle->sym_numel());
+             empty_swizzled(op, *scale_inv).sym_numel(), swizzle->sym_numel());
 }
 
 void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor,
@@ -135,7 +135,7 @@ OptionalTensor as_vector(const OptionalTensor& tensor) {
 // Swizzles into the caller's buffer.
 void swizzle_into(std::string_view op, const Tensor& buffer, GemmOperand& operand) {
   const auto swizzled = swizzle_scales(op, operand.scale_inv);
-  operand.scale_inv = buffer.view(swizzled.sizes()).copy_(swizzled);
+  operand.scale_inv = buffer.view(at::kByte).view(swizzled.sizes()).copy_(swizzled.view(at::kByte));
   operand.swizzled = true;
 }
 
@@ -235,8 +235,11 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
     return tensor.reshape_symint({sizes.rows, sizes.cols});
   };
   GemmArgs args;
+  // Two operands of 128 x 128 are not multiplied: the mode is that of the weights, on the right.
+  const auto lhs_mode =
+      mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode;
   args.lhs = gemm_operand(matrix("lhs", call.lhs, call.lhs_axis_boundary), call.lhs_transposed,
-                          mode, call.lhs_scale_inv, call.scales_swizzled);
+                          lhs_mode, call.lhs_scale_inv, call.scales_swizzled);
   args.rhs = gemm_operand(matrix("rhs", call.rhs, call.rhs_axis_boundary), call.rhs_transposed,
                           mode, call.rhs_scale_inv, call.scales_swizzled);
   if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);

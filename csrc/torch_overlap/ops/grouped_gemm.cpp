@@ -2,6 +2,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
+
 #include "torch_overlap/ops/gemm_call.h"
 #include "torch_overlap/ops/register.h"
 
@@ -21,8 +23,14 @@ struct GroupedOptions {
 
 void check_list(std::string_view what, size_t got, size_t expected, bool may_be_empty) {
   TORCH_OVERLAP_CHECK(got == expected || (may_be_empty && got == 0), kValue, kGroupedGemm,
-                      ": expected ", may_be_empty ? "no " : "", what, may_be_empty ? " or " : ", ",
-                      "one for each of the ", expected, " of lhs, got ", got);
+                      ": expected ", may_be_empty ? "no " : "", what, may_be_empty ? " or" : ",",
+                      " one for each of the ", expected, " of lhs, got ", got);
+}
+
+void check_scale_list(std::string_view what, size_t got, size_t expected, bool scaled) {
+  TORCH_OVERLAP_CHECK(scaled || got == 0, kValue, kGroupedGemm, ": expected no ", what,
+                      " for NO_SCALING, got ", got, "; pass a scaling_mode");
+  if (scaled) check_list(what, got, expected, false);
 }
 
 void check_matrix(std::string_view what, size_t index, const Tensor& matrix) {
@@ -36,9 +44,12 @@ std::vector<GemmCall> grouped_calls(at::TensorList lhs, at::TensorList rhs,
                                     at::TensorList rhs_scale_inv, const GroupedOptions& options) {
   check_list("rhs", rhs.size(), lhs.size(), false);
   check_list("biases", biases.size(), lhs.size(), true);
-  const bool scaled = options.scaling_mode != 0;
-  check_list("lhs_scale_inv", lhs_scale_inv.size(), scaled ? lhs.size() : 0, false);
-  check_list("rhs_scale_inv", rhs_scale_inv.size(), scaled ? lhs.size() : 0, false);
+  const bool scaled = scaling_mode(kGroupedGemm, options.scaling_mode) != ScalingMode::NO_SCALING;
+  check_scale_list("lhs_scale_inv", lhs_scale_inv.size(), lhs.size(), scaled);
+  check_scale_list("rhs_scale_inv", rhs_scale_inv.size(), lhs.size(), scaled);
+  TORCH_OVERLAP_CHECK(!options.out_dtype || c10::elementSize(*options.out_dtype) > 1, kType,
+                      kGroupedGemm, ": expected out_dtype of more than 8 bits, got ",
+                      *options.out_dtype, "; use gemm for each, which takes their factors");
   std::vector<GemmCall> calls(lhs.size());
   for (size_t i = 0; i < calls.size(); ++i) {
     check_matrix("lhs", i, lhs[i]);
@@ -261,11 +272,6 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
-}
-
-// A group of nothing has no device.
-TORCH_LIBRARY_IMPL(torch_overlap, Undefined, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
 }
 

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
 
@@ -11,6 +12,31 @@ constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
 // Rows are reduced in this many pieces: each travels while the next is computed.
 constexpr int64_t kChunks = 4;
+
+// Whether this goes in pieces. "auto" does not take the channels, which move each element twice.
+bool goes_chunked(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
+  if (algorithm == "auto") return comm.size() > 1 && is_worth_chunks(rows / kChunks);
+  return algorithm == "chunked" || algorithm == "ring";
+}
+
+// The rows' sums at their owners, then all of them everywhere. Of reductions of 8- and 16-bit
+// floats this is the one that accumulates in fp32, in rank order.
+void ring_multiply_all_reduce(const std::shared_ptr<TorchComm>& comm, const Tensor& inputs,
+                              const Tensor& weight, const std::optional<Tensor>& bias, bool mean,
+                              const Tensor& out) {
+  const RowShare rows{inputs.size(0), comm->size()};
+  const auto own = at::empty({rows.length(comm->rank()), weight.size(0)}, out.options());
+  ring_multiply_scatter(kMatmulAllReduce, comm,
+                        {.inputs = {inputs},
+                         .weights = {weight.t()},
+                         .start = {},
+                         .bias = bias.value_or(Tensor()),
+                         .mean = mean,
+                         .out = own});
+  ChannelGather gather(kMatmulAllReduce, comm, own, rows.rows);
+  gather.finish();
+  out.copy_(gather.rows());
+}
 
 // The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.
 Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
@@ -38,8 +64,15 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto inputs = to_rows(x, 0);
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
-  if (choose_algorithm(kMatmulAllReduce, algorithm, inputs.size(0) / kChunks, group_size) ==
-      Algorithm::kSequential) {
+  if (algorithm == "ring") {
+    (void)choose_algorithm(kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
+                           inputs.size(0) / kChunks, static_cast<int64_t>(rows.nbytes()),
+                           scatter_bytes(*communicator, inputs.size(0), rows.size(1),
+                                         x.scalar_type()));
+    ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
+    return out;
+  }
+  if (!goes_chunked(*communicator, algorithm, inputs.size(0))) {
     linear_out(rows, inputs, weight, std::nullopt);
     communicator->all_reduce(rows, reduction, /*async_op=*/false);
   } else {
@@ -92,8 +125,7 @@ std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   const auto sum = grad.flatten(0, -2).clone(at::MemoryFormat::Contiguous);
   Tensor x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
-  if (choose_algorithm(kMatmulAllReduce, algorithm, sum.size(0) / kChunks, group_size) ==
-      Algorithm::kSequential) {
+  if (!goes_chunked(*communicator, algorithm, sum.size(0))) {
     communicator->all_reduce(sum, reduction, /*async_op=*/false);
     if (x_wanted) at::mm_out(x_rows, sum, weight);
   } else {

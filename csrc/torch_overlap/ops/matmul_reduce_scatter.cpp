@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
 
@@ -53,8 +54,21 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   const auto sums = rows_of(out, dim);
 
   bool bias_pending = bias.has_value();
-  if (choose_algorithm(kMatmulReduceScatter, algorithm, rows, group_size) ==
-      Algorithm::kSequential) {
+  const auto chosen =
+      choose_algorithm(
+          kMatmulReduceScatter, algorithm, communicator, x.scalar_type(), rows, 0,
+          scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()))
+          .algorithm;
+  if (chosen == Algorithm::ring) {
+    ring_multiply_scatter(kMatmulReduceScatter, communicator,
+                          {.inputs = {inputs},
+                           .weights = {weight.t()},
+                           .start = {},
+                           .bias = bias.value_or(Tensor()),
+                           .mean = mean,
+                           .out = sums});
+    bias_pending = false;
+  } else if (chosen != Algorithm::chunked) {
     communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),
                                         mean ? RedOpType::AVG : RedOpType::SUM,
                                         /*async_op=*/false);

@@ -31,9 +31,9 @@ using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 // The operator torch_overlap::<name>. Look it up once: `static const auto op = find_op<F>("x");`
 template <typename F>
-auto find_op(const char* name) {
+auto find_op(const char* name, const char* overload = "") {
   const std::string full = std::string("torch_overlap::") + name;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "").typed<F>();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), overload).typed<F>();
 }
 
 // Results that an operation started: `out` is valid once `work` is waited for.

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <mutex>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/store_bootstrap.h"
@@ -56,6 +57,7 @@ std::shared_ptr<OverlapGroup> OverlapGroup::of(Callbacks callbacks, int rank, in
   TORCH_OVERLAP_CHECK(size > 0 && rank >= 0 && rank < size, kValue,
                       "OverlapGroup: expected a rank in [0, ", size, "), got ", rank);
   std::shared_ptr<OverlapGroup> group(new OverlapGroup);
+  group->is_outside_ = true;
   group->callbacks_ = std::move(callbacks);
   group->rank_ = rank;
   group->size_ = size;
@@ -66,24 +68,29 @@ std::shared_ptr<OverlapGroup> OverlapGroup::of(Callbacks callbacks, int rank, in
 }
 
 std::chrono::milliseconds OverlapGroup::timeout() const {
-  return comm_ ? comm_->membership()->context.timeout() : timeout_;
+  const auto comm = comm_.lock();
+  return comm ? comm->membership()->context.timeout() : timeout_;
 }
 
 std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) const {
-  if (!comm_) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
-  const auto members = comm_->membership();
+  const auto comm = comm_.lock();
+  if (!comm) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
+  const auto members = comm->membership();
   if (!members->context.store) return nullptr;
   return std::make_unique<StoreBootstrap>(members->context.store, concat(what, " of '", name_, "'"),
                                           rank_, size_, timeout());
 }
 
 void OverlapGroup::require_active(std::string_view op) const {
-  if (!comm_) return;
-  TORCH_OVERLAP_CHECK(!comm_->is_finalized(), kState, op, ": expected a live communicator, got '",
+  if (is_outside_) return;
+  const auto comm = comm_.lock();
+  TORCH_OVERLAP_CHECK(comm, kState, op, ": expected a live communicator, got '", name_,
+                      "', which is gone");
+  TORCH_OVERLAP_CHECK(!comm->is_finalized(), kState, op, ": expected a live communicator, got '",
                       name_, "', which is finalized");
-  TORCH_OVERLAP_CHECK(!comm_->is_aborted(), kState, op, ": expected a live communicator, got '",
+  TORCH_OVERLAP_CHECK(!comm->is_aborted(), kState, op, ": expected a live communicator, got '",
                       name_, "', which was aborted");
-  TORCH_OVERLAP_CHECK(comm_->generation() == generation_, kState, op,
+  TORCH_OVERLAP_CHECK(comm->generation() == generation_, kState, op,
                       ": expected the members that the buffer was made for, got '", name_,
                       "' after reconfigure(); make a new buffer");
 }
@@ -160,31 +167,66 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
   return part_.narrow(0, at, bytes).view(dtype).view(sizes);
 }
 
-void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
-                             OverlapChannel* lender) {
-  const bool borrows = lender != nullptr && lender != this;
-  std::unique_lock lock(mutex_, std::defer_lock);
-  std::unique_lock lender_lock(borrows ? lender->mutex_ : mutex_, std::defer_lock);
-  borrows ? std::lock(lock, lender_lock) : lock.lock();
-  group_->require_active(op);
-  TORCH_OVERLAP_CHECK(broken_.empty(), kState, op, ": expected a usable buffer, got one of which ",
-                      "an operation ended half way: ", broken_, "; make a new one");
-  transport_->check();
-  Lanes& lanes = borrows ? *lender->lanes_ : *lanes_;
-  Session session{lanes, *transport_};
+OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
+                                     OverlapChannel* lender)
+    : channel_(channel),
+      lock_(channel.mutex_, std::defer_lock),
+      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_} {
+  if (lender != nullptr && lender != &channel) {
+    lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
+    std::lock(lock_, lender_lock_);
+  } else {
+    lock_.lock();
+  }
+  channel.group_->require_active(op);
+  TORCH_OVERLAP_CHECK(channel.broken_.empty(), kState, op,
+                      ": expected a usable buffer, got one of which an operation ended half way: ",
+                      channel.broken_, "; make a new one");
   try {
-    lanes_->enter();
-    transport_->begin();
-    lanes.fork();
-    body(session);
-    lanes.join();
-    transport_->end();
-    lanes_->leave();
+    channel.transport_->check();
+    channel.lanes_->enter();
+    channel.transport_->begin();
+    session_.lanes.fork();
   } catch (...) {
-    lanes.cancel();
-    broken_ = Fault::current().text;
+    fail();
     throw;
   }
+}
+
+OverlapChannel::Operation::~Operation() {
+  if (!open_) return;
+  session_.lanes.cancel();
+  channel_.broken_ = "it was given up";
+}
+
+void OverlapChannel::Operation::finish() {
+  try {
+    session_.lanes.join();
+    channel_.transport_->end();
+    channel_.lanes_->leave();
+  } catch (...) {
+    fail();
+    throw;
+  }
+  open_ = false;
+}
+
+void OverlapChannel::Operation::fail() noexcept {
+  session_.lanes.cancel();
+  channel_.broken_ = Fault::current().text;
+  open_ = false;
+}
+
+void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
+                             OverlapChannel* lender) {
+  Operation operation(op, *this, lender);
+  try {
+    body(operation.session());
+  } catch (...) {
+    operation.fail();
+    throw;
+  }
+  operation.finish();
 }
 
 }  // namespace torch_overlap

@@ -37,8 +37,8 @@ class TORCH_OVERLAP_API OverlapGroup {
   c10::Device device() const { return device_; }
   const std::string& name() const { return name_; }
   std::chrono::milliseconds timeout() const;
-  // Null for an outside framework's.
-  const std::shared_ptr<TorchComm>& comm() const { return comm_; }
+  // Null for an outside framework's, and once it is gone: a group does not keep it.
+  std::shared_ptr<TorchComm> comm() const { return comm_.lock(); }
   // For something that is set up now: `what` is its own name in the group.
   std::unique_ptr<Bootstrap> bootstrap(const std::string& what) const;
   // Throws unless operations can begin: finalized, aborted, other members.
@@ -48,7 +48,8 @@ class TORCH_OVERLAP_API OverlapGroup {
 
  private:
   OverlapGroup() = default;
-  std::shared_ptr<TorchComm> comm_;
+  std::weak_ptr<TorchComm> comm_;
+  bool is_outside_ = false;
   uint64_t generation_ = 0;
   Callbacks callbacks_;
   int rank_ = 0;
@@ -118,6 +119,29 @@ class TORCH_OVERLAP_API OverlapChannel {
   };
   void operate(std::string_view op, const std::function<void(Session&)>& body,
                OverlapChannel* lender = nullptr);
+
+  // One that goes on while the caller does other things, on other channels too: the lanes are
+  // joined by finish(). Dropped without it, the channel is of no more use.
+  class TORCH_OVERLAP_API Operation {
+   public:
+    // Throws as operate().
+    Operation(std::string_view op, OverlapChannel& channel, OverlapChannel* lender = nullptr);
+    ~Operation();
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
+
+    Session& session() { return session_; }
+    void finish();
+    // Of the exception being handled.
+    void fail() noexcept;
+
+   private:
+    OverlapChannel& channel_;
+    std::unique_lock<std::mutex> lock_;
+    std::unique_lock<std::mutex> lender_lock_;
+    Session session_;
+    bool open_ = true;
+  };
 
  private:
   OverlapChannel() = default;

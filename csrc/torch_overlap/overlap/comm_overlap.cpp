@@ -65,7 +65,9 @@ std::shared_ptr<CommOverlapCore> CommOverlapCore::create(std::shared_ptr<Overlap
 
 CommOverlapCore::CommOverlapCore(std::shared_ptr<OverlapGroup> group,
                                  const CommOverlapConfig& config)
-    : config_(config), tokens_(config.buffer_shape.empty() ? 0 : config.buffer_shape[0]) {
+    : config_(config),
+      comm_(group->comm()),
+      tokens_(config.buffer_shape.empty() ? 0 : config.buffer_shape[0]) {
   const auto request = channel_request(*group, config);
   channel_ = OverlapChannel::create(std::move(group), request);
   data_ = channel_->data(0, {config_.numel()}, config_.buffer_dtype);
@@ -402,7 +404,7 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
 void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
   const GemmArgs product = partial_product(op, args, rs_output);
   run_scatter_gemm(op, channel(),
-                   {.gemm = product,
+                   {.gemms = {product},
                     .rows = rows(),
                     .partial = get_buffer(),
                     .at = parts_at(config()),

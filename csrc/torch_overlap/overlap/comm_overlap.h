@@ -129,6 +129,7 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   void require_split(std::string_view op, CommOverlapType type, bool atomic) const;
 
   const CommOverlapConfig config_;
+  const std::shared_ptr<TorchComm> comm_;  // kept; null for an outside framework
   std::shared_ptr<OverlapChannel> channel_;
   Tensor data_;  // the whole buffer, flat
   std::atomic<int64_t> tokens_;

@@ -7,7 +7,7 @@ namespace torch_overlap {
 void CommTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   auto started = std::make_shared<WorkPtr>();
   arriving_.insert_or_assign(move.get_flag, started);
-  lanes.run(lane, "exchange", [comm = comm_, move, started] {
+  lanes.run(lane, "exchange", [comm = comm_.lock(), move, started] {
     std::vector<P2POp> ops;
     if (move.give.numel() > 0) ops.push_back({P2POp::Type::SEND, move.give, move.to});
     if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});

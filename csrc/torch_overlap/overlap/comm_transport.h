@@ -11,7 +11,7 @@ namespace torch_overlap {
 // Through a communicator: sends and receives, for ranks that cannot reach each other's memory.
 class CommTransport final : public Transport {
  public:
-  explicit CommTransport(std::shared_ptr<TorchComm> comm) : comm_(std::move(comm)) {}
+  explicit CommTransport(const std::shared_ptr<TorchComm>& comm) : comm_(comm) {}
 
   std::string_view name() const override { return "send and receive"; }
   bool is_direct() const override { return false; }
@@ -25,7 +25,7 @@ class CommTransport final : public Transport {
                   at::ScalarType dtype) const override;
 
  private:
-  const std::shared_ptr<TorchComm> comm_;
+  const std::weak_ptr<TorchComm> comm_;  // which may keep the channel
   // By flag: the operation that brings what it tells of. Made when the lane comes to it.
   std::map<int, std::shared_ptr<WorkPtr>> arriving_;
 };

@@ -207,8 +207,8 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     sum.parts.push_back(
         channel.data(problem.at + peer * slot, {length, columns}, problem.partial.scalar_type()));
   }
-  GemmArgs whole = problem.gemm;
-  AmaxOfParts largest(std::exchange(whole.out_amax, {}), schedule.steps.size());
+  std::vector<GemmArgs> gemms = problem.gemms;
+  AmaxOfParts largest(std::exchange(gemms.at(0).out_amax, {}), schedule.steps.size());
   channel.operate(op, [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
     const int comm = lanes.comm();
@@ -216,10 +216,16 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const int chunk = schedule.steps[i].first;
       lane = static_cast<int>(i) % lanes.computes();
+      // Products are to begin in this order also where lanes are branches of a graph: what one is
+      // behind, if only for a moment, comes later. Nothing is waited for.
+      if (i > 0 && i < static_cast<size_t>(lanes.computes())) session.arrived(lane, {});
       if (rows.length(chunk) > 0) {
-        GemmArgs part = gemm_rows(op, whole, rows.begin(chunk), rows.length(chunk));
-        largest.next(part);
-        put_gemm(lanes, lane, op, part);
+        for (size_t j = 0; j < gemms.size(); ++j) {
+          GemmArgs part = gemm_rows(op, gemms[j], rows.begin(chunk), rows.length(chunk));
+          part.accumulate |= j > 0;
+          if (j == 0) largest.next(part);
+          put_gemm(lanes, lane, op, part);
+        }
       }
       if (i >= schedule.exchanges.size()) continue;
       const Exchange& exchange = schedule.exchanges[i];
@@ -239,6 +245,45 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     }
   });
   largest.finish();
+}
+
+BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
+                                   const RowShare& rows, const at::Tensor& own,
+                                   const at::Tensor& gathered, int64_t at) {
+  const int rank = channel.group().rank();
+  operation_.emplace(op, channel);
+  auto& session = operation_->session();
+  const int comm = session.lanes.comm();
+  try {
+    for (const Exchange& exchange :
+         gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
+      session.exchange(comm, {.to = exchange.to,
+                              .give = own,
+                              .at = at + rows.begin(rank) * row_bytes(gathered),
+                              .flag = rank,
+                              .from = exchange.from,
+                              .get = rows_of_rank(gathered, rows, exchange.from),
+                              .get_flag = exchange.from});
+      flags_.push_back(exchange.from);
+    }
+    session.lanes.run(comm, "copy", [to = rows_of_rank(gathered, rows, rank), own] {
+      to.copy_(own);
+    });
+  } catch (...) {
+    operation_->fail();
+    throw;
+  }
+}
+
+void BackgroundGather::finish() {
+  auto& session = operation_->session();
+  try {
+    session.arrived(session.lanes.comm(), flags_);
+  } catch (...) {
+    operation_->fail();
+    throw;
+  }
+  operation_->finish();
 }
 
 void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,

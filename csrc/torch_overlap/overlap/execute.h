@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -32,7 +33,8 @@ TORCH_OVERLAP_API void run_gather_gemm(std::string_view op, OverlapChannel& chan
 
 // A product whose rows are summed over ranks, each by its owner.
 struct ScatterGemm {
-  GemmArgs gemm;  // of all rows: out is `partial`
+  // Of all rows: out is `partial`. The first writes, those behind it accumulate.
+  std::vector<GemmArgs> gemms;
   RowShare rows;
   at::Tensor partial;  // [rows, columns], contiguous: where this rank's products go
   int64_t at = 0;      // byte of the channel's data: room for size x rows.largest() rows
@@ -44,6 +46,21 @@ struct ScatterGemm {
 // Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
+
+// An all-gather that goes on beside what the caller does next: started by the constructor, and there
+// after finish(). Uses flags 0 .. size - 1.
+class TORCH_OVERLAP_API BackgroundGather {
+ public:
+  // `own` [length, k] to `gathered` [rows, k], in the channel's data from byte `at` on.
+  BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
+                   const at::Tensor& own, const at::Tensor& gathered, int64_t at = 0);
+  // `gathered` is valid on the caller's stream.
+  void finish();
+
+ private:
+  std::optional<OverlapChannel::Operation> operation_;
+  std::vector<int> flags_;
+};
 
 // A product in pieces of its columns or rows, each of which is summed over ranks while the next is
 // made.

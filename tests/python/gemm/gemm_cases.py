@@ -168,6 +168,7 @@ def make_case(
     product_error: float = 0.0,
     gelu_error: float = 2e-6,
     sum_error: float = 0.0,
+    rounds_before_accumulate: bool = False,
     **more: object,
 ) -> Case:
     """Allowed beside float32 sums, relative: `product_error` of sum |lhs||rhs|, `sum_error` of a sum of rows of out."""
@@ -246,6 +247,8 @@ def make_case(
     if accumulate:
         out.copy_(draw(m, n) * value.abs().mean())
         error = error + (out.double().abs() + value.abs()) * unit * 4
+        if rounds_before_accumulate:
+            error = error + value.abs() * rounding(out_dtype)
         value = value + out.double()
     expect("out", value, error, out_dtype)
     activation = epilogue.startswith(("gelu", "bias_gelu"))

@@ -399,33 +399,46 @@ def scales(*shape, dtype=torch.float32):
     return torch.ones(shape).to(dtype)
 
 
+VALUE, TYPE = to.InvalidValueError, to.InvalidTypeError
 ERRORS = [
-    (lambda: ops.quantize(torch.ones(())), to.InvalidValueError, r"^quantize: expected x of one or more dimensions"),
-    (lambda: ops.quantize(x32(dtype=torch.int32)), to.InvalidTypeError, r"^quantize: expected x of dtype float32.*got Int"),
-    (lambda: ops.quantize(x32(dtype=E4M3)), to.InvalidTypeError, r"^quantize: expected x of dtype float32"),
-    (lambda: ops.quantize(x32(), CURRENT, torch.bfloat16), to.InvalidTypeError, r"^quantize: expected the 8-bit dtype"),
-    (lambda: ops.quantize(x32(), 0), to.InvalidValueError, r"^quantize: expected a scaling mode of 8-bit values"),
-    (lambda: ops.quantize(x32(), 6), to.InvalidValueError, r"^quantize: expected a scaling mode, got 6"),
-    (lambda: ops.quantize(x32(), CURRENT, swizzled=True), to.InvalidValueError, r"^quantize: expected swizzled scales for MXFP8"),
-    (lambda: ops.quantize(x32(cols=33), MXFP8), to.InvalidValueError, r"multiple of 32 elements for MXFP8_1D_SCALING, got 33"),
-    (lambda: ops.quantize(x32(rows=33), MXFP8, columnwise=True), to.InvalidValueError, r"multiple of 32 elements.*got 33"),
-    (lambda: ops.quantize_delayed(x32(), scales(2)), to.InvalidValueError, r"^quantize_delayed: expected a scale of one element"),
-    (lambda: ops.quantize_delayed(x32(), scales(1, dtype=torch.float16)), to.InvalidTypeError, r"expected scale of dtype float32"),
-    (lambda: ops.dequantize(x32(), scales(1)), to.InvalidTypeError, r"^dequantize: expected the 8-bit dtype"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), 0), to.InvalidValueError, r"^dequantize: expected a scaling mode of 8-bit"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(2)), to.InvalidValueError, r"^dequantize: expected scale_inv of shape \[1\]"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 2, dtype=E8M0), MXFP8), to.InvalidValueError, r"expected scale_inv of shape \[32, 1\]"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 1), MXFP8), to.InvalidTypeError, r"expected scale_inv of dtype Float8_e8m0fnu"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, torch.int32), to.InvalidTypeError, r"expected a result of dtype"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, swizzled=True), to.InvalidValueError, r"swizzled scales for MXFP8"),
-    (lambda: ops.swizzle_scales(scales(4, 4)), to.InvalidTypeError, r"^swizzle_scales: expected scales of dtype float8_e8m0fnu"),
-    (lambda: ops.swizzle_scales(scales(4, dtype=E8M0)), to.InvalidValueError, r"^swizzle_scales: expected scales \[rows, blocks\]"),
-    (lambda: ops.unswizzle_scales(scales(4, 4, dtype=E8M0), 4, 4), to.InvalidValueError, r"^unswizzle_scales: expected swizzled scales \[128, 4\]"),
-    (lambda: ops.update_scale_(torch.zeros(3), scales(2)), to.InvalidValueError, r"^update_scale_: expected amax_history \[length\]"),
-    (lambda: ops.update_scale_(torch.zeros(3), scales(1, dtype=torch.float64)), to.InvalidTypeError, r"of dtype float32"),
-    (lambda: ops.update_scale_(torch.zeros(3), scales(1), amax_compute="mean"), to.InvalidValueError, r"got 'mean'"),
+    (lambda: ops.quantize(torch.ones(())), VALUE, r"^quantize: expected x of one or more dimensions"),
+    (lambda: ops.quantize(x32(dtype=torch.int32)), TYPE, r"^quantize: expected x of dtype float32.*got Int"),
+    (lambda: ops.quantize(x32(dtype=E4M3)), TYPE, r"^quantize: expected x of dtype float32"),
+    (lambda: ops.quantize(x32(), CURRENT, torch.bfloat16), TYPE, r"^quantize: expected the 8-bit dtype"),
+    (lambda: ops.quantize(x32(), 0), VALUE, r"^quantize: expected a scaling mode of 8-bit values"),
+    (lambda: ops.quantize(x32(), 6), VALUE, r"^quantize: expected a scaling mode, got 6"),
+    (lambda: ops.quantize(x32(), CURRENT, swizzled=True), VALUE, r"^quantize: expected swizzled scales for MXFP8"),
+    (lambda: ops.quantize(x32(cols=33), MXFP8), VALUE, r"multiple of 32 elements for MXFP8_1D_SCALING, got 33"),
+    (lambda: ops.quantize(x32(rows=33), MXFP8, columnwise=True), VALUE, r"multiple of 32 elements.*got 33"),
+    (lambda: ops.quantize_delayed(x32(), scales(2)), VALUE, r"^quantize_delayed: expected a scale of one element"),
+    (lambda: ops.quantize_delayed(x32(), scales(1, dtype=torch.float16)), TYPE, r"expected scale of dtype float32"),
+    (lambda: ops.dequantize(x32(), scales(1)), TYPE, r"^dequantize: expected the 8-bit dtype"),
+    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), 0), VALUE, r"^dequantize: expected a scaling mode of 8-bit"),
+    (lambda: ops.dequantize(x32(dtype=E4M3), scales(2)), VALUE, r"^dequantize: expected scale_inv of shape \[1\]"),
+    (
+        lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 2, dtype=E8M0), MXFP8),
+        VALUE,
+        r"expected scale_inv of shape \[32, 1\]",
+    ),
+    (
+        lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 1), MXFP8),
+        TYPE,
+        r"expected scale_inv of dtype Float8_e8m0fnu",
+    ),
+    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, torch.int32), TYPE, r"expected a result of dtype"),
+    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, swizzled=True), VALUE, r"swizzled scales for MXFP8"),
+    (lambda: ops.swizzle_scales(scales(4, 4)), TYPE, r"^swizzle_scales: expected scales of dtype float8_e8m0fnu"),
+    (lambda: ops.swizzle_scales(scales(4, dtype=E8M0)), VALUE, r"^swizzle_scales: expected scales \[rows, blocks\]"),
+    (
+        lambda: ops.unswizzle_scales(scales(4, 4, dtype=E8M0), 4, 4),
+        VALUE,
+        r"^unswizzle_scales: expected swizzled scales \[128, 4\]",
+    ),
+    (lambda: ops.update_scale_(torch.zeros(3), scales(2)), VALUE, r"^update_scale_: expected amax_history \[length\]"),
+    (lambda: ops.update_scale_(torch.zeros(3), scales(1, dtype=torch.float64)), TYPE, r"of dtype float32"),
+    (lambda: ops.update_scale_(torch.zeros(3), scales(1), amax_compute="mean"), VALUE, r"got 'mean'"),
     (lambda: DelayedScaling(0), ValueError, r"one or more steps, got 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(ERRORS)))

@@ -56,6 +56,7 @@ def case_of(*sizes, **options):
         "device": f"cuda:{torch.cuda.current_device()}",
         "gelu_error": GELU_ERROR,
         "sum_error": ROUNDED_SUMS,
+        "rounds_before_accumulate": True,  # kernels for Hopper do
         **options,
     }
     scaling = options.get("scaling")

@@ -133,51 +133,70 @@ struct alignas(n * sizeof(T)) Pack {
 };
 
 struct SumConfig {
-  static constexpr int kThreads = 256;
-  static constexpr int kMostBlocksPerRowSet = 65535;
+  static constexpr int kThreads = 512;
+  // Packs that a thread has under way at once: with few blocks, loads from other GPUs need many.
+  static constexpr int kUnroll = 4;
+  static constexpr int kMostBlocks = 65535;
 };
 
-// A block takes rows blockIdx.x * blockDim.y + threadIdx.y, and so on; a thread takes `n` columns
-// at a time.
+template <typename Part, int n>
+__device__ __forceinline__ Pack<Part, n> load_pack(const Part* from) {
+  if constexpr (sizeof(Pack<Part, n>) == 16) {
+    // Written by others: not by way of L1.
+    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(from));
+    return reinterpret_cast<const Pack<Part, n>&>(raw);
+  } else {
+    return *reinterpret_cast<const Pack<Part, n>*>(from);
+  }
+}
+
+// A thread takes `n` columns of `unroll` rows at a time. A block takes rows in steps of blockDim.y.
 template <typename Part, typename Out, int n>
 __global__ void __launch_bounds__(SumConfig::kThreads)
     sum_kernel(__grid_constant__ const SumParams p) {
   using A = Accumulator<Part>;
+  constexpr int unroll = SumConfig::kUnroll;
   const A scale = static_cast<A>(p.factor) *
                   (p.scale_inv == nullptr ? static_cast<A>(1) : static_cast<A>(*p.scale_inv));
   const bool scales = p.scale_inv != nullptr || p.factor != 1;
-  const int64_t row_step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows;
-       row += row_step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; first < p.rows;
+       first += step * unroll) {
     for (int64_t column = static_cast<int64_t>(threadIdx.x) * n; column < p.columns;
          column += static_cast<int64_t>(blockDim.x) * n) {
-      A total[n];
-#pragma unroll 8
+      A total[unroll][n];
       for (int part = 0; part < p.count; ++part) {
-        // Written by others: not by way of L1.
-        const auto* from = static_cast<const Part*>(p.parts[part]) + row * p.part_stride[part];
-        Pack<Part, n> loaded;
-        if constexpr (sizeof(loaded) == 16) {
-          const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(from + column));
-          loaded = reinterpret_cast<const Pack<Part, n>&>(raw);
-        } else {
-          loaded = *reinterpret_cast<const Pack<Part, n>*>(from + column);
+        const auto* from = static_cast<const Part*>(p.parts[part]) + column;
+        Pack<Part, n> loaded[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+          const int64_t row = first + u * step;
+          if (row < p.rows) loaded[u] = load_pack<Part, n>(from + row * p.part_stride[part]);
         }
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+#pragma unroll
+          for (int i = 0; i < n; ++i) {
+            const A value = widen(loaded[u].values[i]);
+            total[u][i] = part == 0 ? value : total[u][i] + value;
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < unroll; ++u) {
+        const int64_t row = first + u * step;
+        if (row >= p.rows) continue;
+        Pack<Out, n> stored;
 #pragma unroll
         for (int i = 0; i < n; ++i) {
-          const A value = widen(loaded.values[i]);
-          total[i] = part == 0 ? value : total[i] + value;
+          A value = total[u][i];
+          if (scales) value *= scale;
+          if (p.bias != nullptr) value += widen(static_cast<const Out*>(p.bias)[column + i]);
+          stored.values[i] = narrow<Out>(value);
         }
+        *reinterpret_cast<Pack<Out, n>*>(static_cast<Out*>(p.out) + row * p.out_stride + column) =
+            stored;
       }
-      Pack<Out, n> stored;
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        if (scales) total[i] *= scale;
-        if (p.bias != nullptr) total[i] += widen(static_cast<const Out*>(p.bias)[column + i]);
-        stored.values[i] = narrow<Out>(total[i]);
-      }
-      auto* to = static_cast<Out*>(p.out) + row * p.out_stride + column;
-      *reinterpret_cast<Pack<Out, n>*>(to) = stored;
     }
   }
 }
@@ -214,8 +233,8 @@ cudaError_t launch_sum_of(const SumParams& p, int blocks, int cluster, cudaStrea
   unsigned int x = kWarp;
   while (x < SumConfig::kThreads && x < packs) x *= 2;
   const dim3 block(x, SumConfig::kThreads / x);
-  const int64_t rows = (p.rows + block.y - 1) / block.y;
-  int64_t grid = std::min<int64_t>(rows, blocks == 0 ? SumConfig::kMostBlocksPerRowSet : blocks);
+  const int64_t rows = (p.rows + block.y * SumConfig::kUnroll - 1) / (block.y * SumConfig::kUnroll);
+  int64_t grid = std::min<int64_t>(rows, blocks == 0 ? SumConfig::kMostBlocks : blocks);
   if (cluster > 1) grid = (grid + cluster - 1) / cluster * cluster;
   SumParams params = p;
   void* arguments[] = {&params};

@@ -16,9 +16,8 @@ void require(cudaError_t status, std::string_view what) { cuda::check(status, wh
 
 // The communicator's, whose watchdog then sees what expires; else one of its own.
 std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
-  if (group.comm()) {
-    const auto backend =
-        std::dynamic_pointer_cast<NcclBackend>(group.comm()->membership()->backend);
+  if (const auto comm = group.comm()) {
+    const auto backend = std::dynamic_pointer_cast<NcclBackend>(comm->membership()->backend);
     if (backend) return backend->wait_board();
   }
   return std::make_shared<WaitBoard>(group.device().index());

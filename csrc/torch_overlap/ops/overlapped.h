@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/op_channels.h"
+
+// How the fused operators run their products over a channel of their communicator.
+namespace torch_overlap::ops {
+
+// What an operator does, and why that: `algorithm` as it was asked for, or what "auto" has found.
+// Pure in its arguments but for the channel, which all ranks have alike; so all choose the same.
+enum class Algorithm { sequential, chunked, ring, bulk };
+struct Choice {
+  Algorithm algorithm;
+  std::string why;
+};
+std::string_view to_string(Algorithm algorithm);
+// Throws a kValue error that lists the choices for an unknown one.
+void check_algorithm(std::string_view op, std::string_view algorithm);
+// `chunk_rows`: of one rank's chunk; `bytes`: what a channel must have room for, 0: none is used.
+// kUnsupported where "ring" or "bulk" was asked for and cannot be.
+Choice choose_algorithm(std::string_view op, std::string_view algorithm,
+                        const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
+                        int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes);
+
+// Whether a chunk of so many rows outlasts what its transfer costs to start.
+bool is_worth_chunks(int64_t rows);
+
+// op(x) as an operand: x [m, k] itself, or the transpose of what lies in memory.
+GemmOperand operand(const at::Tensor& x);
+
+// products[i] = all rows * weights[i]^T + biases[i]; `gathered`, if defined, becomes all rows.
+void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                          const at::Tensor& own, at::TensorList weights,
+                          const std::vector<at::Tensor>& biases,
+                          const std::vector<at::Tensor>& products, const at::Tensor& gathered);
+
+// out = this rank's rows of the sum (or mean) over ranks of sum_i inputs[i] weights[i] + bias.
+struct ScatterMultiply {
+  std::vector<at::Tensor> inputs;   // [rows of all, k_i]
+  std::vector<at::Tensor> weights;  // [k_i, columns]
+  at::Tensor start;                 // [rows of all, columns]: added to this rank's; or undefined
+  at::Tensor bias;
+  bool mean = false;
+  at::Tensor out;
+};
+void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           const ScatterMultiply& problem);
+
+// The same with one product for all rows: `before_sum` is called behind it, and the reduction goes on
+// beside `beside`.
+void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           const ScatterMultiply& problem, const std::function<void()>& before_sum,
+                           const std::vector<GemmArgs>& beside);
+
+// All ranks' rows, gathered in the background.
+class ChannelGather {
+ public:
+  // `all_rows`: of all ranks, each with its part of them; 0: all have as many as this one.
+  ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
+                int64_t all_rows = 0);
+  // Valid after finish(), until the next operation on the gather channel.
+  const at::Tensor& rows() const { return rows_; }
+  void finish() { gather_->finish(); }
+
+ private:
+  std::shared_ptr<OverlapChannel> channel_;
+  at::Tensor rows_;
+  std::optional<BackgroundGather> gather_;
+};
+
+// Bytes of a channel that the two need.
+int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own);
+int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype);
+
+}  // namespace torch_overlap::ops

@@ -1,0 +1,42 @@
+#include "torch_overlap/overlap/op_channels.h"
+
+namespace torch_overlap {
+namespace {
+
+// Memory comes in pieces of this size anyway.
+constexpr int64_t kStep = 2 << 20;
+
+std::string attachment_name(OperatorChannel which) {
+  return which == OperatorChannel::gather ? "operators' gather channel"
+                                          : "operators' scatter channel";
+}
+
+}  // namespace
+
+std::shared_ptr<OverlapChannel> existing_operator_channel(const TorchComm& comm,
+                                                          OperatorChannel which) {
+  return std::static_pointer_cast<OverlapChannel>(comm.attachment(attachment_name(which)));
+}
+
+std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
+                                                 const std::shared_ptr<TorchComm>& comm,
+                                                 OperatorChannel which, int64_t bytes) {
+  auto channel = existing_operator_channel(*comm, which);
+  if (channel && channel->bytes() >= bytes) return channel;
+  if (overlap_device(op, comm->device().type()).is_capturing()) return nullptr;
+  const int64_t room = (bytes + kStep - 1) / kStep * kStep;
+  const auto name = attachment_name(which);
+  const int size = comm->size();
+  channel = OverlapChannel::create(OverlapGroup::of(comm), {.op = std::string(op),
+                                                            .name = name,
+                                                            .digest = concat(room, " bytes"),
+                                                            .bytes = room,
+                                                            .flags = 2 * size,
+                                                            .lanes = {.computes = 2},
+                                                            .use_ce = true,
+                                                            .fault = {}});
+  comm->attach(name, channel);
+  return channel;
+}
+
+}  // namespace torch_overlap

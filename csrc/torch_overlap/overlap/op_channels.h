@@ -1,0 +1,27 @@
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/overlap/channel.h"
+
+namespace torch_overlap {
+
+// The channels that operators use, which have no buffer of their own. Two are enough, since one
+// operator at a time is issued: one for what is gathered, one for what is scattered, which a
+// gradient has under way together.
+enum class OperatorChannel { gather, scatter };
+
+// The channel of a communicator with room for `bytes`: made, or made anew with more room, by the
+// first call that needs it. Collective then: all ranks ask for the same. Null where it would have to
+// be made during a capture, where no memory can be shared. It ends with the communicator.
+TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> operator_channel(
+    std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which,
+    int64_t bytes);
+
+// Whether one is there, and what it is: for explain.
+TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> existing_operator_channel(const TorchComm& comm,
+                                                                            OperatorChannel which);
+
+}  // namespace torch_overlap
