@@ -78,6 +78,7 @@ def run_both(comm: to.TorchComm, seed: int) -> None:
     pretence = to._C._PretendUnreachable()
     sent = Gather(comm)
     del pretence
+    comm.barrier(async_op=False)  # threads share the pretence
     direct = Gather(comm)
     for turn in range(5):
         sent.step(seed + turn)
