@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -137,11 +138,14 @@ def run_digest(comm: to.TorchComm, seed: int) -> None:
             to.CommOverlapBase(comm, mine)
         first, last = str(info.value).split(" on rank 0 and ")
         assert last.endswith(f" on rank {size - 1}")
-        name, value = next(iter(change.items()))
+        (name,) = change
         for text, config in ((first, config_of(comm)), (last, config_of(comm, **change))):
             value = getattr(config, name)
-            shown = {torch.float32: "Float", torch.float64: "Double"}.get(value, getattr(value, "name", value))
-            assert f"{name}={int(shown) if isinstance(shown, bool) else shown}" in text, (name, text)
+            if name == "buffer_dtype":
+                shown = "Double" if value == torch.float64 else "Float"
+            else:
+                shown = int(value) if isinstance(value, bool) else getattr(value, "name", value)
+            assert f"{name}={shown}" in text, (name, text)
         Scatter(comm, PIPELINE).step(seed + i)
 
 
@@ -284,8 +288,6 @@ def refuse(comm: to.TorchComm, case: Case, bad: dict[str, Bad], seed: int) -> No
             try:
                 call()
             except error as raised:
-                import re
-
                 assert re.search(match, str(raised)), f"{name}: {raised}"
             except Exception as raised:
                 raise AssertionError(f"{name}: expected {error.__name__}, got {raised!r}") from raised
