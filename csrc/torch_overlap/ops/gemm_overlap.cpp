@@ -105,6 +105,9 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   GemmResults results{at::empty_symint(scaled_sizes(shape.sizes, 1, tp), options), none, none,
                       none};
   if (call.lhs.is_meta()) return results;
+  TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
+                      ": expected an output of ", buffer->config().buffer_shape[1],
+                      " features, as the buffer has, got ", shape.n);
   buffer->set_active_tokens(shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
@@ -129,6 +132,10 @@ GemmResults run_overlapped(const GemmCall& call) {
                       ", ", to_string(method), " (", static_cast<int64_t>(method), "), got ",
                       call.comm_overlap_method);
   if (method == CommOverlapMethod::BULK) return run_bulk(call, buffer, type);
+  TORCH_OVERLAP_CHECK(buffer->config().comm_type == type, kUnsupported, kGemm,
+                      ": Operation not supported. Expected comm_type to be that of buffer ",
+                      call.comm_overlap_id, ", ", to_string(buffer->config().comm_type), ", got ",
+                      to_string(type));
   return type == CommOverlapType::AG ? run_gather(call, buffer) : run_scatter(call, buffer);
 }
 
