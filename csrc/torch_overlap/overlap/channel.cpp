@@ -33,6 +33,14 @@ class CallbackBootstrap final : public Bootstrap {
   const OverlapGroup::Callbacks callbacks_;
 };
 
+// Also when an error ends the meeting: its keys do not stay in the store.
+struct LeavesAtEnd {
+  Bootstrap* bootstrap;
+  ~LeavesAtEnd() {
+    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap)) of_store->leave();
+  }
+};
+
 }  // namespace
 
 PretendUnreachable::PretendUnreachable() { ++pretending_unreachable; }
@@ -77,8 +85,10 @@ std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) cons
   if (!comm) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
   const auto members = comm->membership();
   if (!members->context.store) return nullptr;
-  return std::make_unique<StoreBootstrap>(members->context.store, concat(what, " of '", name_, "'"),
-                                          rank_, size_, timeout());
+  const uint64_t number = members->registrations->fetch_add(1);
+  return std::make_unique<StoreBootstrap>(members->context.store,
+                                          concat(what, " #", number, " of '", name_, "'"), rank_,
+                                          size_, timeout());
 }
 
 void OverlapGroup::require_active(std::string_view op) const {
@@ -120,6 +130,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     if (fault) throw Error(fault.kind, fault.text);
     channel->obstacle_ = "the communicator has no peers";
   } else {
+    const LeavesAtEnd leaves{bootstrap.get()};
     agree(*bootstrap, request.op, fault);
     const auto digests = bootstrap->all_gather(request.digest);
     for (int rank = 1; rank < group->size(); ++rank) {
@@ -141,7 +152,6 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
         channel->obstacle_ = error.what();  // the same on all ranks
       }
     }
-    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap.get())) of_store->leave();
   }
   TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
                       ": expected ranks that reach each other's memory, or a communicator; ",

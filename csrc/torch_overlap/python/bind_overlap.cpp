@@ -217,13 +217,13 @@ void register_class(py::module_& m, const char* name, const char* doc) {
              const py::gil_scoped_release no_gil;
              return std::make_shared<Class>(OverlapGroup::of(comm), config);
            }),
-           py::arg("comm"), py::arg("config"))
+           py::arg("comm").none(false), py::arg("config"))
       .def(
           py::init([](const std::shared_ptr<OverlapGroup>& group, const CommOverlapConfig& config) {
             const py::gil_scoped_release no_gil;
             return std::make_shared<Class>(group, config);
           }),
-          py::arg("group"), py::arg("config"));
+          py::arg("group").none(false), py::arg("config"));
 }
 
 }  // namespace
@@ -264,7 +264,7 @@ void register_overlap(py::module_& m) {
             const py::gil_scoped_release no_gil;
             self.bulk_overlap_external_ag(*lender);
           },
-          py::arg("lender"));
+          py::arg("lender").none(false));
   using Core = CommOverlapCore;
   def_product(
       core, "bulk_overlap",
@@ -302,7 +302,8 @@ void register_overlap(py::module_& m) {
   register_class<CommOverlapP2PBase>(m, "CommOverlapP2PBase",
                                      "Chunks from rank to rank (RING_EXCHANGE).");
 
-  m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer,
+  m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer, py::arg("comm").none(false),
+        py::arg("config"),
         py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_comm_overlap_buffer", &destroy_comm_overlap_buffer,
         py::call_guard<py::gil_scoped_release>());
