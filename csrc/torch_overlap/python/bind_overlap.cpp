@@ -1,6 +1,7 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
 #include "torch_overlap/overlap/cpu/host_lanes.h"
@@ -110,6 +111,8 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
                                                  const py::object& barrier, int rank, int size,
                                                  const py::object& device, std::string name,
                                                  const py::object& timeout) {
+  TORCH_OVERLAP_CHECK(PyCallable_Check(all_gather.ptr()) && PyCallable_Check(barrier.ptr()), kType,
+                      "OverlapGroup: expected two callables, all_gather and barrier");
   const auto gather = share(all_gather);
   const auto meet = share(barrier);
   OverlapGroup::Callbacks callbacks{.all_gather =

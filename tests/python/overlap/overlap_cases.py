@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -100,9 +102,25 @@ def product(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x @ w.T, (x.abs() @ w.abs().T) * unit * (x.shape[1] + 8)
 
 
-def make(comm: TorchComm, kind: Type, method: Method, shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> Any:
-    config = to.CommOverlapConfig(kind, method, list(shape), dtype, comm.get_size(), **options)
-    return (to.CommOverlapP2PBase if method == RING else to.CommOverlapBase)(comm, config)
+Ranks = TorchComm | to.OverlapGroup
+
+
+def make(ranks: Ranks, kind: Type, method: Method, shape: tuple[int, int], dtype: torch.dtype, **options: Any) -> Any:
+    config = to.CommOverlapConfig(kind, method, list(shape), dtype, ranks.get_size(), **options)
+    return (to.CommOverlapP2PBase if method == RING else to.CommOverlapBase)(ranks, config)
+
+
+def store_group(rank: int, size: int, store: Any, *, name: str = "outside", seconds: float = 30) -> to.OverlapGroup:
+    """A group of two callbacks over a Store."""
+    steps = itertools.count()
+
+    def all_gather(mine: bytes) -> list[bytes]:
+        step = next(steps)
+        store.set(f"{name}/{step}/{rank}", mine)
+        return [store.get(f"{name}/{step}/{r}") for r in range(size)]
+
+    return to.OverlapGroup(all_gather, lambda: all_gather(b"here") and None, rank, size, torch.device("cpu"), name,
+                           timedelta(seconds=seconds))  # fmt: skip
 
 
 @contextmanager
@@ -117,7 +135,7 @@ def interleaving(seed: int) -> Iterator[None]:
 class Case:
     """One buffer and a call on it, again and again with fresh data."""
 
-    def __init__(self, comm: TorchComm, tokens: int = 13, active: int | None = None, k: int = 32, n: int = 48) -> None:
+    def __init__(self, comm: Ranks, tokens: int = 13, active: int | None = None, k: int = 32, n: int = 48) -> None:
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
         self.tokens, self.active, self.k, self.n = tokens, tokens if active is None else active, k, n
         self.mine = share(self.active, self.size, self.rank)
@@ -132,7 +150,7 @@ class Case:
 class Gather(Case):
     """split_overlap_ag and atomic_gemm_overlap_ag."""
 
-    def __init__(self, comm: TorchComm, dtype: torch.dtype = torch.float32, *, layout: str = "TN",
+    def __init__(self, comm: Ranks, dtype: torch.dtype = torch.float32, *, layout: str = "TN",
                  epilogue: str = "none", accumulate: bool = False, copy: bool = True, fill: bool = False,
                  buffer_dtype: torch.dtype | None = None, weight_dtype: torch.dtype | None = None,
                  out_dtype: torch.dtype | None = None, atomic: bool = False, options: dict[str, Any] | None = None,
@@ -208,7 +226,7 @@ class Gather(Case):
 class Scatter(Case):
     """split_overlap_rs and atomic_gemm_overlap_rs."""
 
-    def __init__(self, comm: TorchComm, method: Method, dtype: torch.dtype = torch.float32, *, layout: str = "TN",
+    def __init__(self, comm: Ranks, method: Method, dtype: torch.dtype = torch.float32, *, layout: str = "TN",
                  bias: bool = True, operand_dtype: torch.dtype | None = None, out_dtype: torch.dtype | None = None,
                  atomic: bool = False, options: dict[str, Any] | None = None, **sizes: Any) -> None:  # fmt: skip
         super().__init__(comm, **sizes)
@@ -266,7 +284,7 @@ class Scatter(Case):
 class Bulk(Case):
     """bulk_overlap: a product beside a collective that it has nothing to do with."""
 
-    def __init__(self, comm: TorchComm, kind: Type, dtype: torch.dtype = torch.float32, *, in_place: bool = True,
+    def __init__(self, comm: Ranks, kind: Type, dtype: torch.dtype = torch.float32, *, in_place: bool = True,
                  both: bool = False, out_dtype: torch.dtype | None = None, product_dtype: torch.dtype | None = None,
                  options: dict[str, Any] | None = None, **sizes: Any) -> None:  # fmt: skip
         super().__init__(comm, **sizes)
@@ -318,7 +336,7 @@ class Bulk(Case):
 class External(Case):
     """bulk_overlap_external_ag, on the streams of another buffer, which is used before and after."""
 
-    def __init__(self, comm: TorchComm, dtype: torch.dtype = torch.bfloat16, lender: str = "ring", **sizes: Any) -> None:
+    def __init__(self, comm: Ranks, dtype: torch.dtype = torch.bfloat16, lender: str = "ring", **sizes: Any) -> None:
         super().__init__(comm, **sizes)
         self.dtype = dtype
         self.lender: Any = Gather(comm, **sizes) if lender == "ring" else Bulk(comm, RS, **sizes)
