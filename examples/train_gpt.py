@@ -34,8 +34,8 @@ DEFAULTS = {
     "cpu": dict(dtype="float32", dim=128, layers=3, heads=4, sequence=128, batch=8, steps=1200, rate=5e-3),
     "cuda": dict(dtype="bfloat16", dim=1024, layers=8, heads=16, sequence=1024, batch=16, steps=600, rate=1e-3),
 }
-# What --overlap asks of the operators (torch_overlap.ops); until each way has a name there, they overlap by chunks.
-OVERLAP = {"none": "sequential", "bulk": "chunked", "pipeline": "chunked", "ring": "chunked", "auto": "auto"}
+# What --overlap asks of the operators (torch_overlap.ops).
+OVERLAP = {"none": "sequential", "bulk": "bulk", "pipeline": "chunked", "ring": "ring", "auto": "auto"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 PROMPT = "class File:\n    def "
 
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--no-graph", action="store_true", help="on cuda: run every step eagerly, not as a CUDA graph")
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
     add("--overlap", choices=tuple(OVERLAP), default="auto", help="how communication hides (default: %(default)s)")
-    add("--algorithm", choices=("auto", "sequential", "chunked"), help="of the fused operators, in place of --overlap")
+    add("--algorithm", choices=sorted(set(OVERLAP.values())), help="of the fused operators, in place of --overlap")
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
     add("--rate", type=float, help="highest learning rate (default: depends on the device)")

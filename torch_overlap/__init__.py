@@ -66,6 +66,7 @@ from torch_overlap._C import (  # noqa: E402
     get_window,
     window_names,
 )
+from torch_overlap._explain import Explanation, explain  # noqa: E402
 from torch_overlap._health import health  # noqa: E402
 from torch_overlap.comm import (  # noqa: E402
     Timeout,
@@ -108,6 +109,7 @@ __all__ = [
     "CommOverlapP2PBase",
     "CommOverlapType",
     "Error",
+    "Explanation",
     "GatherOptions",
     "GatherSingleOptions",
     "InvalidTypeError",
@@ -145,6 +147,7 @@ __all__ = [
     "destroy_all_comm_overlap_buffers",
     "destroy_comm_overlap_buffer",
     "device_mesh",
+    "explain",
     "flight_recorder",
     "get_comm",
     "get_mem_allocator",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_overlap.nn._choice import explain as _explain  # noqa: F401
 from torch_overlap.nn.layout import ParameterLayout, mark_replicated, split_parameters, sync_replicated_grads
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.state import full_state_dict, load_full_state_dict

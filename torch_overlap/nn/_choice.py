@@ -1,49 +1,44 @@
-"""Which way a fused operator takes for given shapes."""
+"""Refusal of a fused operator's fallback."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from torch_overlap._C import TorchComm, UnsupportedError
+from torch_overlap._explain import explain
 from torch_overlap.ops._arguments import group
 
-SEQUENTIAL = "sequential"
-# As in ops/chunking.cpp and ops/matmul_all_reduce.cpp.
-_MIN_CHUNK_ROWS = 256
-_ALL_REDUCE_CHUNKS = 4
+_SEQUENTIAL = "sequential"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The algorithm that an operator takes, and why."""
+def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:
+    """Raises where `op` of x and weights of `features` rows would communicate and multiply one after the other.
 
-    algorithm: str
-    reason: str
-
-
-def explain(op: str, shapes: Sequence[Sequence[int]], comm: TorchComm, *, algorithm: str = "auto") -> Choice:
-    """The choice of `op` for operands of `shapes`: that of x, then those of the weights. Sends nothing."""
-    if algorithm != "auto":
-        return Choice(algorithm, "it was asked for")
-    rows, size = math.prod(shapes[0][:-1]), group(comm)[1]
-    chunks = {"all_gather_matmul": 1, "matmul_reduce_scatter": size, "matmul_all_reduce": _ALL_REDUCE_CHUNKS}[op]
-    if size > 1 and rows // chunks >= _MIN_CHUNK_ROWS:
-        return Choice("chunked", f"its chunks have {rows // chunks} rows")
-    return Choice(SEQUENTIAL, f"its chunks have {rows // chunks} rows, and overlap pays from {_MIN_CHUNK_ROWS} on")
-
-
-def require_fused(who: str, op: str, shapes: Sequence[Sequence[int]], comm: TorchComm, algorithm: str) -> None:
-    """Raises where `op` would communicate and multiply one after the other. One rank communicates with nobody.
+    One rank communicates with nobody.
 
     Raises:
         UnsupportedError: naming the operator, its shapes and the reason.
     """
-    choice = explain(op, shapes, comm, algorithm=algorithm)
-    if group(comm)[1] > 1 and choice.algorithm == SEQUENTIAL:
-        listed = ", ".join(str(list(shape)) for shape in shapes)
+    if group(comm)[1] == 1:
+        return
+    shape = tuple(x.shape)
+    taken, why = _explained(op, shape, x.dtype, features, comm, algorithm)
+    if taken == _SEQUENTIAL:
         raise UnsupportedError(
-            f"{who}: expected an overlapped {op} (require_fused=True), got '{SEQUENTIAL}' for operands {listed}: "
-            f"{choice.reason}; give it more rows, another algorithm, or require_fused=False"
+            f"{who}: expected an overlapped {op} (require_fused=True), got '{_SEQUENTIAL}' for operands "
+            f"{list(shape)}, {[features, shape[-1]]}: {why}; give it more rows, another algorithm, or "
+            "require_fused=False"
         )
+
+
+@torch.compiler.assume_constant_result
+def _explained(
+    op: str, shape: Sequence[int], dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
+) -> tuple[str, str]:
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    weight = torch.empty(features, shape[-1], dtype=dtype, device="meta")
+    found = explain(op, x, [weight] if op == "all_gather_matmul" else weight, comm, algorithm=algorithm)
+    return found.algorithm, found.why

@@ -39,9 +39,8 @@ class _ParallelLinear(nn.Module):
 
     def _require_fused(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
-            shapes = [tuple(x.shape), (features, x.shape[-1])]
             name: str = self._get_name()  # type: ignore[no-untyped-call]
-            _choice.require_fused(name, op, shapes, self.comm, self.algorithm)
+            _choice.require_fused(name, op, x, features, self.comm, self.algorithm)
 
     def _describe(self, **values: object) -> str:
         common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,

@@ -156,7 +156,7 @@ CollapsedOperand collapse(std::string_view op, std::string_view what, const Tens
   return {boundary, product(sizes.slice(0, boundary)), product(sizes.slice(boundary))};
 }
 
-GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
+GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   const auto mode = scaling_mode(op, call.scaling_mode);
   check_operand(op, "lhs", call.lhs, call.lhs_scale_inv, call.lhs_swizzle, mode,
                 call.scales_swizzled);
@@ -193,8 +193,11 @@ GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
   const auto wide = wide_dtype(call);
   const auto dtype = call.out_dtype.value_or(wide);
   check_out_dtype(op, call.lhs.scalar_type(), mode, dtype);
-  // Of what is kept beside the output: never 8-bit.
-  const auto beside = is_eight_bit(dtype) ? wide : dtype;
+  return {m, n, std::move(sizes), dtype, is_eight_bit(dtype) ? wide : dtype};
+}
+
+GemmResults empty_gemm_results(const GemmCall& call, std::string_view op) {
+  const auto [m, n, sizes, dtype, beside] = gemm_result_shape(call, op);
   const auto on = at::TensorOptions().device(call.lhs.device());
   const bool has_bias_grad = call.fuse_bias && call.grad;
   const bool has_pre_gelu = call.fuse_gelu && !call.grad;

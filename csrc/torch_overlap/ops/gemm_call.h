@@ -5,6 +5,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/gemm.h"
@@ -60,8 +61,17 @@ struct CollapsedOperand {
 CollapsedOperand collapse(std::string_view op, std::string_view what, const at::Tensor& tensor,
                           int64_t boundary);
 
-// Checks what needs no data and allocates the results; symbolic shapes and Meta tensors too.
-// Messages begin with `op`.
+// What a call without communication results in. Checks what needs no data; symbolic shapes and Meta
+// tensors too. Messages begin with `op`.
+struct GemmResultShape {
+  c10::SymInt m;
+  c10::SymInt n;
+  std::vector<c10::SymInt> sizes;  // of the output
+  at::ScalarType dtype;
+  at::ScalarType beside;  // of what is kept beside the output: never 8-bit
+};
+GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op = "gemm");
+// Allocates them.
 GemmResults empty_gemm_results(const GemmCall& call, std::string_view op = "gemm");
 
 // An operand for the GEMM layer. Without a copy where its rows, or without block scales its

@@ -1,14 +1,142 @@
-#include "torch_overlap/base/errors.h"
-#include "torch_overlap/ops/gemm_call.h"
+#include <ATen/ops/empty.h>
 
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/checks.h"
+#include "torch_overlap/ops/gemm_call.h"
+#include "torch_overlap/overlap/registry.h"
+
+// The operator gemm over a buffer of the registry.
 namespace torch_overlap::ops {
+namespace {
+
+constexpr std::string_view kGemm = "gemm";
+
+using Buffer = std::shared_ptr<CommOverlapCore>;
+
+// `x` with its first dimension times `times`, divided by `parts`.
+std::vector<c10::SymInt> scaled_sizes(c10::SymIntArrayRef sizes, int64_t times, int64_t parts) {
+  auto scaled = sizes.vec();
+  scaled[0] = scaled[0] * times / parts;
+  return scaled;
+}
+
+at::Tensor as_matrix(const at::Tensor& tensor, int64_t columns) {
+  return tensor.reshape({-1, columns});
+}
+
+// A product beside the collective of aux_in.
+GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType type) {
+  TORCH_OVERLAP_CHECK(call.aux_in, kValue, kGemm,
+                      ": expected aux_in, which the collective of method BULK takes, got none");
+  const at::Tensor& aux = *call.aux_in;
+  const int64_t tp = buffer->get_tp_size();
+  const bool gathers = type == CommOverlapType::AG;
+  const auto matrix = collapse(kGemm, "aux", aux, call.aux_axis_boundary);
+  TORCH_OVERLAP_CHECK(matrix.boundary > 0, kValue, kGemm,
+                      ": expected aux_axis_boundary to leave a dimension of rows, got ",
+                      call.aux_axis_boundary, " for shape ", aux.sym_sizes());
+  if (!gathers) check_divisible(kGemm, aux, 0, tp);
+  auto results = empty_gemm_results(call);
+  auto& aux_out = std::get<3>(results);
+  const bool widens = !gathers && aux.element_size() == 1;  // the sum of 8-bit values
+  aux_out = at::empty_symint(
+      scaled_sizes(aux.sym_sizes(), gathers ? tp : 1, gathers ? 1 : tp),
+      widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
+  if (aux.is_meta()) return results;
+  const int64_t rows = matrix.rows.expect_int();
+  const int64_t columns = matrix.cols.expect_int();
+  buffer->set_active_tokens(gathers ? rows * tp : rows);
+  buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
+  const auto args = gemm_args(call, results);
+  const auto target = as_matrix(aux_out, columns);
+  buffer->bulk_overlap(args, type, gathers ? at::Tensor() : target);
+  if (gathers) target.copy_(buffer->get_buffer().view(target.scalar_type()));
+  return results;
+}
+
+// A product of the gathered lhs; aux_out becomes it.
+GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
+  TORCH_OVERLAP_CHECK(!call.lhs_transposed, kUnsupported, kGemm,
+                      ": expected lhs as it is with comm_type AG, got lhs_transposed");
+  TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
+                      ": expected no aux_in for AG with method RING_EXCHANGE, got one");
+  const auto matrix = collapse(kGemm, "lhs", call.lhs, call.lhs_axis_boundary);
+  const auto sizes = scaled_sizes(call.lhs.sym_sizes(), buffer->get_tp_size(), 1);
+  GemmCall whole = call;
+  if (call.lhs.is_meta()) {
+    whole.lhs = at::empty_symint(sizes, call.lhs.options());
+    auto results = empty_gemm_results(whole);
+    std::get<3>(results) = at::empty_symint(sizes, call.lhs.options());
+    return results;
+  }
+  const int64_t rows = matrix.rows.expect_int();
+  const int64_t columns = matrix.cols.expect_int();
+  buffer->set_active_tokens(rows * buffer->get_tp_size());
+  const auto gathered = buffer->get_buffer();
+  TORCH_OVERLAP_CHECK(gathered.size(1) == columns &&
+                          gathered.element_size() == call.lhs.element_size(),
+                      kValue, kGemm, ": expected lhs of ", gathered.size(1), " features of ",
+                      gathered.element_size(), " bytes, as the buffer has, got ", columns, " of ",
+                      call.lhs.element_size());
+  whole.lhs = gathered.view(call.lhs.scalar_type()).view_symint(sizes);
+  auto results = empty_gemm_results(whole);
+  auto& aux_out = std::get<3>(results);
+  aux_out = at::empty_symint(sizes, call.lhs.options());
+  auto args = gemm_args(whole, results);
+  args.lhs.data = call.lhs.reshape({rows, columns}).contiguous();
+  const auto copy = as_matrix(aux_out, columns);
+  buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_ag(args, copy)
+                           : buffer->split_overlap_ag(args, copy);
+  return results;
+}
+
+// This rank's rows of the sum of all ranks' products.
+GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
+  TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
+                      ": expected no aux_in for RS with a method other than BULK, got one");
+  const auto shape = gemm_result_shape(call);
+  const int64_t tp = buffer->get_tp_size();
+  TORCH_OVERLAP_CHECK(shape.sizes[0] % tp == 0, kValue, kGemm,
+                      ": GEMM->RS overlap output buffer is sized incorrectly: expected a first "
+                      "dimension that ",
+                      tp, " ranks can share, got ", shape.sizes[0]);
+  const auto options = call.lhs.options().dtype(shape.dtype);
+  const auto none = at::empty({0}, options.dtype(shape.beside));
+  GemmResults results{at::empty_symint(scaled_sizes(shape.sizes, 1, tp), options), none, none,
+                      none};
+  if (call.lhs.is_meta()) return results;
+  TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
+                      ": expected an output of ", buffer->config().buffer_shape[1],
+                      " features, as the buffer has, got ", shape.n);
+  buffer->set_active_tokens(shape.m.expect_int());
+  const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
+  GemmResults partial = results;
+  std::get<0>(partial) = buffer->get_buffer();
+  const auto args = gemm_args(call, partial);
+  buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_rs(args, output)
+                           : buffer->split_overlap_rs(args, output);
+  return results;
+}
+
+}  // namespace
 
 GemmResults run_overlapped(const GemmCall& call) {
-  TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue,
-                      "gemm: expected comm_type to be NONE (0), RS (1) or AG (2), got ",
+  TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue, kGemm,
+                      ": expected comm_type to be NONE (0), RS (1) or AG (2), got ",
                       call.comm_type, ", an invalid collective type");
-  fail(ErrorKind::kUnsupported, "gemm: expected comm_type NONE (0), got ", call.comm_type,
-       "; use all_gather_matmul or matmul_reduce_scatter");
+  const auto type = static_cast<CommOverlapType>(call.comm_type);
+  const auto buffer = find_comm_overlap_buffer(kGemm, call.comm_overlap_id);
+  const auto method = buffer->config().method;
+  TORCH_OVERLAP_CHECK(call.comm_overlap_method == static_cast<int64_t>(method), kValue, kGemm,
+                      ": expected comm_overlap_method to be that of buffer ", call.comm_overlap_id,
+                      ", ", to_string(method), " (", static_cast<int64_t>(method), "), got ",
+                      call.comm_overlap_method);
+  if (method == CommOverlapMethod::BULK) return run_bulk(call, buffer, type);
+  TORCH_OVERLAP_CHECK(buffer->config().comm_type == type, kUnsupported, kGemm,
+                      ": Operation not supported. Expected comm_type to be that of buffer ",
+                      call.comm_overlap_id, ", ", to_string(buffer->config().comm_type), ", got ",
+                      to_string(type));
+  return type == CommOverlapType::AG ? run_gather(call, buffer) : run_scatter(call, buffer);
 }
 
 }  // namespace torch_overlap::ops

@@ -10,13 +10,8 @@ namespace {
 
 constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
-// Rows are reduced in this many pieces: each travels while the next is computed.
-constexpr int64_t kChunks = 4;
-
-// Whether this goes in pieces. "auto" does not take the channels, which move each element twice.
 bool goes_chunked(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
-  if (algorithm == "auto") return comm.size() > 1 && is_worth_chunks(rows / kChunks);
-  return algorithm == "chunked" || algorithm == "ring";
+  return choose_all_reduce(comm, algorithm, rows).algorithm != Algorithm::sequential;
 }
 
 // The rows' sums at their owners, then all of them everywhere. Of reductions of 8- and 16-bit
@@ -66,7 +61,7 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   if (algorithm == "ring") {
     (void)choose_algorithm(kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
-                           inputs.size(0) / kChunks, static_cast<int64_t>(rows.nbytes()),
+                           inputs.size(0) / kAllReduceChunks, static_cast<int64_t>(rows.nbytes()),
                            scatter_bytes(*communicator, inputs.size(0), rows.size(1),
                                          x.scalar_type()));
     ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
@@ -76,7 +71,7 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
     linear_out(rows, inputs, weight, std::nullopt);
     communicator->all_reduce(rows, reduction, /*async_op=*/false);
   } else {
-    const auto chunks = row_chunks(inputs.size(0), kChunks);
+    const auto chunks = row_chunks(inputs.size(0), kAllReduceChunks);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < chunks.size(); ++i) {
       const auto [begin, length] = chunks[i];
@@ -129,7 +124,7 @@ std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
     communicator->all_reduce(sum, reduction, /*async_op=*/false);
     if (x_wanted) at::mm_out(x_rows, sum, weight);
   } else {
-    const auto chunks = row_chunks(sum.size(0), kChunks);
+    const auto chunks = row_chunks(sum.size(0), kAllReduceChunks);
     std::vector<WorkPtr> works;
     for (size_t i = 0; i < chunks.size(); ++i) {
       const Span span("chunk_comm", i);

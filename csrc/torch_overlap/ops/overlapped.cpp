@@ -22,21 +22,49 @@ bool is_multiplied(at::ScalarType dtype) {
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-// Why the channels of a communicator cannot be used; empty if they can. Makes them.
+// A channel as it is needed: made, or only looked for.
+enum class Need { make, look };
+
+// Why the channels of a communicator cannot be used; empty if they can.
 std::string obstacle(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     at::ScalarType dtype, int64_t gather_bytes, int64_t scatter_bytes) {
+                     at::ScalarType dtype, int64_t gather_bytes, int64_t scatter_bytes, Need need) {
   if (!is_multiplied(dtype)) return concat("products of ", dtype, " are torch's");
   if (comm->backend_name() == "fake") return "the communicator has no peers";
   for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, gather_bytes),
                                      std::pair(OperatorChannel::scatter, scatter_bytes)}) {
     if (bytes == 0) continue;
-    const auto channel = operator_channel(op, comm, which, bytes);
-    if (!channel) {
+    const auto channel = need == Need::make ? operator_channel(op, comm, which, bytes)
+                                            : existing_operator_channel(*comm, which);
+    if (need == Need::make && !channel) {
       return "no memory can be shared during a capture; call the operator once before it";
     }
-    if (!channel->transport().is_direct()) return channel->obstacle();
+    if (channel && !channel->transport().is_direct()) return channel->obstacle();
   }
   return {};
+}
+
+Choice choose(std::string_view op, std::string_view algorithm,
+              const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype, int64_t chunk_rows,
+              int64_t gather_bytes, int64_t scatter_bytes, Need need) {
+  check_algorithm(op, algorithm);
+  if (algorithm == "sequential") return {Algorithm::sequential, "asked for"};
+  if (algorithm == "chunked") return {Algorithm::chunked, "asked for"};
+  if (algorithm == "ring" || algorithm == "bulk") {
+    const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes, need);
+    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, op, ": expected what algorithm '", algorithm,
+                        "' needs, got: ", why);
+    return {algorithm == "ring" ? Algorithm::ring : Algorithm::bulk, "asked for"};
+  }
+  if (comm->size() == 1) return {Algorithm::sequential, "one rank"};
+  if (!is_worth_chunks(chunk_rows)) {
+    return {Algorithm::sequential, concat("chunks of ", chunk_rows, " rows are quicker computed "
+                                          "than sent; ", kMinChunkRows, " are worth it")};
+  }
+  // On a CPU nothing runs beside a product but the communicator's threads.
+  if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU"};
+  const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes, need);
+  if (!why.empty()) return {Algorithm::chunked, why};
+  return {Algorithm::ring, "ranks reach each other's memory"};
 }
 
 // Where a scatter of the problem happens.
@@ -94,25 +122,25 @@ void check_algorithm(std::string_view op, std::string_view algorithm) {
 Choice choose_algorithm(std::string_view op, std::string_view algorithm,
                         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
                         int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
-  check_algorithm(op, algorithm);
-  if (algorithm == "sequential") return {Algorithm::sequential, "asked for"};
+  return choose(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes, Need::make);
+}
+
+Choice explain_algorithm(std::string_view op, std::string_view algorithm,
+                         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
+                         int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
+  return choose(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes, Need::look);
+}
+
+Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
+  check_algorithm("matmul_all_reduce", algorithm);
+  if (algorithm == "ring") return {Algorithm::ring, "asked for"};
   if (algorithm == "chunked") return {Algorithm::chunked, "asked for"};
-  if (algorithm == "ring" || algorithm == "bulk") {
-    const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes);
-    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, op, ": expected what algorithm '", algorithm,
-                        "' needs, got: ", why);
-    return {algorithm == "ring" ? Algorithm::ring : Algorithm::bulk, "asked for"};
-  }
-  if (comm->size() == 1) return {Algorithm::sequential, "one rank"};
-  if (!is_worth_chunks(chunk_rows)) {
-    return {Algorithm::sequential, concat("chunks of ", chunk_rows, " rows are quicker computed "
-                                          "than sent; ", kMinChunkRows, " are worth it")};
-  }
-  // On a CPU nothing runs beside a product but the communicator's threads.
-  if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU"};
-  const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes);
-  if (!why.empty()) return {Algorithm::chunked, why};
-  return {Algorithm::ring, "ranks reach each other's memory"};
+  if (algorithm != "auto") return {Algorithm::sequential, "asked for"};
+  if (comm.size() == 1) return {Algorithm::sequential, "one rank"};
+  const int64_t chunk_rows = rows / kAllReduceChunks;
+  if (is_worth_chunks(chunk_rows)) return {Algorithm::chunked, concat("pieces of ", chunk_rows, " rows")};
+  return {Algorithm::sequential, concat("pieces of ", chunk_rows, " rows are quicker computed than "
+                                        "sent; ", kMinChunkRows, " are worth it")};
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }

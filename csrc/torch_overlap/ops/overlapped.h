@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/execute.h"
@@ -24,7 +25,7 @@ struct Choice {
   Algorithm algorithm;
   std::string why;
 };
-std::string_view to_string(Algorithm algorithm);
+TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
 // Throws a kValue error that lists the choices for an unknown one.
 void check_algorithm(std::string_view op, std::string_view algorithm);
 // `chunk_rows`: of one rank's chunk; `bytes`: what a channel must have room for, 0: none is used.
@@ -32,6 +33,19 @@ void check_algorithm(std::string_view op, std::string_view algorithm);
 Choice choose_algorithm(std::string_view op, std::string_view algorithm,
                         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
                         int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes);
+
+// The same without making a channel, so without communication: what would be chosen, on the
+// assumption that ranks reach each other's memory where nobody has tried yet.
+TORCH_OVERLAP_API Choice explain_algorithm(std::string_view op, std::string_view algorithm,
+                                           const std::shared_ptr<TorchComm>& comm,
+                                           at::ScalarType dtype, int64_t chunk_rows,
+                                           int64_t gather_bytes, int64_t scatter_bytes);
+// matmul_all_reduce's, of so many rows. "auto" does not take the channels, over which each element
+// moves twice.
+TORCH_OVERLAP_API Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm,
+                                           int64_t rows);
+// In how many pieces it goes when it is chunked: each travels while the next is computed.
+inline constexpr int64_t kAllReduceChunks = 4;
 
 // Whether a chunk of so many rows outlasts what its transfer costs to start.
 bool is_worth_chunks(int64_t rows);

@@ -3,8 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <iostream>
 #include <mutex>
 
+#include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/overlap/comm_transport.h"
@@ -156,6 +158,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
                       ": expected ranks that reach each other's memory, or a communicator; ",
                       channel->obstacle_);
+  channel->logs_ = Env::read().log_chunks;
   channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
   if (channel->memory_) {
     channel->transport_ =
@@ -177,11 +180,30 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
   return part_.narrow(0, at, bytes).view(dtype).view(sizes);
 }
 
+void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
+  if (channel.logs_) channel.log_gemm(lane, args);
+  lanes.run(lane, "gemm", [op, args] { torch_overlap::gemm(op, args); });
+}
+
+void OverlapChannel::log_exchange(const Transport::Move& move) const {
+  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": chunk ",
+                      move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to,
+                      ", chunk ", move.get_flag, " from rank ", move.from, " by ",
+                      transport_->name(), "\n");
+}
+
+void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
+  const auto [m, n, k] = gemm_shape(args);
+  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": product ", m,
+                      " x ", n, " x ", k, " on lane ", lane, "\n");
+}
+
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
                                      OverlapChannel* lender)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_} {
+      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_,
+               channel} {
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
     std::lock(lock_, lender_lock_);

@@ -45,6 +45,15 @@ def test_trains_and_equals_one_rank(launcher, tmp_path, ranks, algorithm, dtype,
     assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "bulk", "pipeline", "ring", "auto"])
+def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, overlap):
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
+    code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
+    assert_trained_and_checked(code, output, tmp_path, steps=10, tolerance=1e-3)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("extra", [(), ("--no-graph",)], ids=["graph", "eager"])
 def test_trains_on_two_gpus_and_equals_one(launcher, tmp_path, extra):

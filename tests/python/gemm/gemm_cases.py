@@ -169,6 +169,7 @@ def make_case(
     gelu_error: float = 2e-6,
     sum_error: float = 0.0,
     rounds_before_accumulate: bool = False,
+    rounds_product: bool = False,
     **more: object,
 ) -> Case:
     """Allowed beside float32 sums, relative: `product_error` of sum |lhs||rhs|, `sum_error` of a sum of rows of out."""
@@ -201,6 +202,8 @@ def make_case(
     wide = dtype == torch.float64
     unit = rounding(torch.float64 if wide else torch.float32)
     error = (lhs_values.abs() @ rhs_values.abs()) * (unit * (k + 8) + product_error)
+    if rounds_product:
+        error = error + sums.abs() * rounding(out_dtype)
     gelu_error = 1e-13 if wide else gelu_error
 
     tensors: dict[str, Tensor] = {}
