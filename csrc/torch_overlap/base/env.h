@@ -75,8 +75,8 @@ struct TORCH_OVERLAP_API Env {
 
   // --- Overlapped products
   // ----------------------------------------------------------------------------------------
-  // TORCH_OVERLAP_LOG_CHUNKS: write each product and each exchange to stderr as it is issued. Default
-  // false. Read when a buffer or an operator's channel is made.
+  // TORCH_OVERLAP_LOG_CHUNKS: write each product and each exchange to stderr as it is issued.
+  // Default false. Read when a buffer or an operator's channel is made.
   bool log_chunks = false;
 
   static Env read();

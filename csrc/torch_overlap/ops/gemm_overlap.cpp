@@ -73,11 +73,10 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   const int64_t columns = matrix.cols.expect_int();
   buffer->set_active_tokens(rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
-  TORCH_OVERLAP_CHECK(gathered.size(1) == columns &&
-                          gathered.element_size() == call.lhs.element_size(),
-                      kValue, kGemm, ": expected lhs of ", gathered.size(1), " features of ",
-                      gathered.element_size(), " bytes, as the buffer has, got ", columns, " of ",
-                      call.lhs.element_size());
+  TORCH_OVERLAP_CHECK(
+      gathered.size(1) == columns && gathered.element_size() == call.lhs.element_size(), kValue,
+      kGemm, ": expected lhs of ", gathered.size(1), " features of ", gathered.element_size(),
+      " bytes, as the buffer has, got ", columns, " of ", call.lhs.element_size());
   whole.lhs = gathered.view(call.lhs.scalar_type()).view_symint(sizes);
   auto results = empty_gemm_results(whole);
   auto& aux_out = std::get<3>(results);
@@ -122,8 +121,8 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
 
 GemmResults run_overlapped(const GemmCall& call) {
   TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue, kGemm,
-                      ": expected comm_type to be NONE (0), RS (1) or AG (2), got ",
-                      call.comm_type, ", an invalid collective type");
+                      ": expected comm_type to be NONE (0), RS (1) or AG (2), got ", call.comm_type,
+                      ", an invalid collective type");
   const auto type = static_cast<CommOverlapType>(call.comm_type);
   const auto buffer = find_comm_overlap_buffer(kGemm, call.comm_overlap_id);
   const auto method = buffer->config().method;

@@ -187,9 +187,8 @@ void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs
 
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
   std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": chunk ",
-                      move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to,
-                      ", chunk ", move.get_flag, " from rank ", move.from, " by ",
-                      transport_->name(), "\n");
+                      move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to, ", chunk ",
+                      move.get_flag, " from rank ", move.from, " by ", transport_->name(), "\n");
 }
 
 void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
@@ -210,12 +209,18 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   } else {
     lock_.lock();
   }
-  channel.group_->require_active(op);
   TORCH_OVERLAP_CHECK(channel.broken_.empty(), kState, op,
                       ": expected a usable buffer, got one of which an operation ended half way: ",
                       channel.broken_, "; make a new one");
   try {
+    // Before the communicator, which a wait that expired has ended: this says which.
     channel.transport_->check();
+  } catch (...) {
+    fail();
+    throw;
+  }
+  channel.group_->require_active(op);
+  try {
     channel.lanes_->enter();
     channel.transport_->begin();
     session_.lanes.fork();

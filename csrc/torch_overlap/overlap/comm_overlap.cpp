@@ -384,10 +384,10 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
       ": expected lhs without scaling, or with one factor that all "
       "ranks share, got ",
       to_string(args.lhs.scaling));
-  TORCH_OVERLAP_CHECK(!args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(),
-                      kUnsupported, op,
-                      ": expected no bias gradient with the derivative of GELU, which is a sum over "
-                      "rows; sum those of D");
+  TORCH_OVERLAP_CHECK(
+      !args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(), kUnsupported, op,
+      ": expected no bias gradient with the derivative of GELU, which is a sum over "
+      "rows; sum those of D");
   Tensor own = chunk;
   if (args.lhs.data.defined()) {
     own = args.lhs.data;

@@ -262,9 +262,8 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                               .get_flag = exchange.from});
       flags_.push_back(exchange.from);
     }
-    session.lanes.run(comm, "copy", [to = rows_of_rank(gathered, rows, rank), own] {
-      to.copy_(own);
-    });
+    session.lanes.run(comm, "copy",
+                      [to = rows_of_rank(gathered, rows, rank), own] { to.copy_(own); });
   } catch (...) {
     operation_->fail();
     throw;

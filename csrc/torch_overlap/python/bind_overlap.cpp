@@ -2,10 +2,10 @@
 #include <pybind11/stl.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
 #include "torch_overlap/overlap/cpu/host_lanes.h"
-#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/overlap/registry.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -306,8 +306,7 @@ void register_overlap(py::module_& m) {
                                      "Chunks from rank to rank (RING_EXCHANGE).");
 
   m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer, py::arg("comm").none(false),
-        py::arg("config"),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("config"), py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_comm_overlap_buffer", &destroy_comm_overlap_buffer,
         py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_all_comm_overlap_buffers", &destroy_all_comm_overlap_buffers,
@@ -321,14 +320,13 @@ void register_overlap(py::module_& m) {
     }
     return entries;
   });
-  m.def("_explain_algorithm",
-        [](const std::string& op, const std::string& algorithm,
-           const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype, int64_t chunk_rows,
-           int64_t gather_bytes, int64_t scatter_bytes) {
-          const auto choice = ops::explain_algorithm(op, algorithm, comm, dtype, chunk_rows,
-                                                     gather_bytes, scatter_bytes);
-          return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
-        });
+  m.def("_explain_algorithm", [](const std::string& op, const std::string& algorithm,
+                                 const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
+                                 int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
+    const auto choice =
+        ops::explain_algorithm(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes);
+    return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
+  });
   m.def("_explain_all_reduce",
         [](const std::string& algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
           const auto choice = ops::choose_all_reduce(*comm, algorithm, rows);

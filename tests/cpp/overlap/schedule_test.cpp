@@ -14,9 +14,7 @@ namespace {
 constexpr int kSizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 12};
 constexpr GatherOrder kOrders[] = {GatherOrder::direct, GatherOrder::ring, GatherOrder::pairs};
 
-bool has_order(GatherOrder order, int size) {
-  return order != GatherOrder::pairs || size % 2 == 0;
-}
+bool has_order(GatherOrder order, int size) { return order != GatherOrder::pairs || size % 2 == 0; }
 
 template <typename Check>
 void for_every_gather(Check check) {
@@ -24,8 +22,8 @@ void for_every_gather(Check check) {
     for (const int size : kSizes) {
       if (!has_order(order, size)) continue;
       for (int rank = 0; rank < size; ++rank) {
-        SCOPED_TRACE(testing::Message() << "order " << static_cast<int>(order) << ", rank " << rank
-                                        << " of " << size);
+        SCOPED_TRACE(testing::Message()
+                     << "order " << static_cast<int>(order) << ", rank " << rank << " of " << size);
         check(order, size, rank, gather_schedule(rank, size, order));
       }
     }
@@ -127,10 +125,9 @@ TEST(OverlapGatherSchedule, TheRingKnowsItsNeighboursOnly) {
 
 TEST(OverlapGatherSchedule, ThePicturesOfRankOneOfFour) {
   const auto direct = gather_schedule(1, 4, GatherOrder::direct);
-  EXPECT_EQ(direct.exchanges,
-            (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
-                                   {.to = 3, .give = 1, .from = 3, .get = 3},
-                                   {.to = 0, .give = 1, .from = 2, .get = 2}}));
+  EXPECT_EQ(direct.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
+                                                     {.to = 3, .give = 1, .from = 3, .get = 3},
+                                                     {.to = 0, .give = 1, .from = 2, .get = 2}}));
   EXPECT_EQ(direct.steps, (std::vector<ChunkStep>{{1}, {0}, {3}, {2}}));
   const auto ring = gather_schedule(1, 4, GatherOrder::ring);
   EXPECT_EQ(ring.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},

@@ -1,4 +1,4 @@
-"""Overlapped products on static tensors of small integers, which eager calls and graphs compute exactly: see test_overlap.py.
+"""Overlapped products of small integers in static tensors, which are exact: see test_overlap.py and the graphs.
 
 Sums of products of small integers are exact in fp32; what is rounded (the partial products of a reduce-scatter to the
 buffer's dtype, each result to its own) is rounded once, as in the reference. So results are compared bit by bit.
@@ -52,7 +52,9 @@ class Case:
         self.name = f"{type(self).__name__} {dtype} {options}"
 
     def make(self, kind, method, columns, dtype=None):
-        config = to.CommOverlapConfig(kind, method, [self.capacity, columns], dtype or self.dtype, self.size, **self.options)
+        config = to.CommOverlapConfig(
+            kind, method, [self.capacity, columns], dtype or self.dtype, self.size, **self.options
+        )
         self.buffer = (to.CommOverlapP2PBase if method == RING else to.CommOverlapBase)(self.comm, config)
         self.buffer.set_active_tokens(self.tokens)
 
@@ -67,12 +69,14 @@ class Case:
         if count:
             row, column = (int(i) for i in off.nonzero()[0])
             raise AssertionError(
-                f"{self.name} {what} on rank {self.rank}: {count} of {off.numel()} elements are wrong; [{row}, {column}] is "
+                f"{self.name} {what} on rank {self.rank}: {count} of {off.numel()} are wrong; [{row}, {column}] is "
                 f"{got[row, column].item()}, expected {expected[row, column].item()}; path {self.buffer.last_path()}"
             )
 
     def scales(self):
-        return {"scaling_mode": CURRENT_SCALING, "A_scale_inv": self.one, "B_scale_inv": self.one} if self.is_8_bit else {}
+        return (
+            {"scaling_mode": CURRENT_SCALING, "A_scale_inv": self.one, "B_scale_inv": self.one} if self.is_8_bit else {}
+        )
 
 
 class Gather(Case):
@@ -86,7 +90,10 @@ class Gather(Case):
         self.make(AG, RING, self.hidden)
         self.w = integers(self.ffn, self.hidden, 1000 + self.rank).to(self.dtype)
         self.x = torch.zeros(self.rows, self.hidden, device="cuda").to(self.dtype)
-        self.out, self.copy = nan(self.tokens, self.ffn, dtype=self.plain), nan(self.tokens, self.hidden, dtype=self.dtype)
+        self.out, self.copy = (
+            nan(self.tokens, self.ffn, dtype=self.plain),
+            nan(self.tokens, self.hidden, dtype=self.dtype),
+        )
 
     def fill(self, step):
         self.x.copy_(integers(self.tokens, self.hidden, step)[self.mine])
@@ -116,7 +123,7 @@ class GatherAtomic(Gather):
 
 
 class Scatter(Case):
-    """rs_output [tokens of this rank, hidden] = sum over ranks of x [tokens, ffn / size] times their weights, and a bias."""
+    """rs_output [own tokens, hidden] = sum over ranks of x [tokens, ffn / size] times their weights, and a bias."""
 
     method = RING
     atomic = False
@@ -247,12 +254,34 @@ class External(BulkGather):
         self.same(self.buffer.get_buffer(), self.of(0, step), "buffer")
 
 
-KINDS = [Gather, GatherFilled, GatherAtomic, Scatter, ScatterAtomic, Scatter8Bits, Pipeline, PipelineAtomic, Pipeline8Bits,
-         BulkGather, BulkScatter, BulkScatterOutput, External]  # fmt: skip
+KINDS = [
+    Gather,
+    GatherFilled,
+    GatherAtomic,
+    Scatter,
+    ScatterAtomic,
+    Scatter8Bits,
+    Pipeline,
+    PipelineAtomic,
+    Pipeline8Bits,
+    BulkGather,
+    BulkScatter,
+    BulkScatterOutput,
+    External,
+]
 # One for each class and direction.
 SOME = [GatherFilled, Scatter, Pipeline, BulkGather, BulkScatter]
-OF_8_BITS = [Gather, GatherFilled, GatherAtomic, Scatter, Scatter8Bits, Pipeline, Pipeline8Bits, BulkGather,
-             BulkScatterOutput]  # fmt: skip
+OF_8_BITS = [
+    Gather,
+    GatherFilled,
+    GatherAtomic,
+    Scatter,
+    Scatter8Bits,
+    Pipeline,
+    Pipeline8Bits,
+    BulkGather,
+    BulkScatterOutput,
+]
 
 
 def capture(issue):

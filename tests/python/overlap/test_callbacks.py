@@ -15,8 +15,15 @@ from torch_overlap.testing import run_ranks
 
 
 def all_methods(group: to.OverlapGroup, seed: int) -> None:
-    cases = [Gather(group), Gather(group, E4M3, fill=True), Scatter(group, RING), Scatter(group, PIPELINE, torch.bfloat16),
-             Bulk(group, AG), Bulk(group, RS), Scatter(group, RING, E4M3, atomic=True)]  # fmt: skip
+    cases = [
+        Gather(group),
+        Gather(group, E4M3, fill=True),
+        Scatter(group, RING),
+        Scatter(group, PIPELINE, torch.bfloat16),
+        Bulk(group, AG),
+        Bulk(group, RS),
+        Scatter(group, RING, E4M3, atomic=True),
+    ]
     for turn in range(3):
         for case in cases:
             case.step(seed + turn)
@@ -69,14 +76,19 @@ def run_errors(rank: int, size: int, store: Any, seed: int) -> None:
             return [store.get(f"{name}/{step}/{r}") for r in range(size)]
 
         everything = {"all_gather": all_gather, "barrier": lambda: None, **changes}
-        return to.OverlapGroup(everything["all_gather"], everything["barrier"], rank, size, cpu, name, timedelta(seconds=5))
+        return to.OverlapGroup(
+            everything["all_gather"], everything["barrier"], rank, size, cpu, name, timedelta(seconds=5)
+        )
 
     def raising(mine: bytes) -> list[bytes]:
         raise RuntimeError(f"no way to {rank}")
 
     with pytest.raises(RuntimeError, match=f"no way to {rank}"):
         to.CommOverlapBase(group_of("raising", all_gather=raising), config)
-    with pytest.raises(to.InvalidValueError, match=rf"all_gather: expected the callback to return what {size} ranks gave, got 1 entries"):
+    with pytest.raises(
+        to.InvalidValueError,
+        match=rf"all_gather: expected the callback to return what {size} ranks gave, got 1 entries",
+    ):
         to.CommOverlapBase(group_of("short", all_gather=lambda mine: [mine]), config)
     for wrong in (None, 3, [1] * size):
         with pytest.raises((TypeError, RuntimeError)):
@@ -106,8 +118,11 @@ def run_unreachable(rank: int, size: int, store: Any) -> None:
     """Without a communicator there is no other way."""
     pretence = to._C._PretendUnreachable()
     try:
-        with pytest.raises(to.UnsupportedError, match="CommOverlap: expected ranks that reach each other's memory, or a "
-                                                      "communicator; ranks are told not to"):  # fmt: skip
+        with pytest.raises(
+            to.UnsupportedError,
+            match="CommOverlap: expected ranks that reach each other's memory, or a "
+            "communicator; ranks are told not to",
+        ):
             make(store_group(rank, size, store), AG, BULK, (8, 16), torch.float32)
     finally:
         del pretence

@@ -163,7 +163,13 @@ def test_active_tokens(backend: str, size: int, active: int, seed: int) -> None:
 
 
 def run_changing_tokens(comm: to.TorchComm, seed: int) -> None:
-    cases: list[Case] = [Gather(comm, fill=True), Scatter(comm, RING), Scatter(comm, PIPELINE), Bulk(comm, AG), Bulk(comm, RS)]
+    cases: list[Case] = [
+        Gather(comm, fill=True),
+        Scatter(comm, RING),
+        Scatter(comm, PIPELINE),
+        Bulk(comm, AG),
+        Bulk(comm, RS),
+    ]
     for turn, active in enumerate([13, 0, 1, 7, 13, 2, 12]):
         for case in cases:
             case.active = active

@@ -35,7 +35,9 @@ def call_of(name: str, case: Case) -> Callable[[], None]:
         return lambda: b.bulk_overlap_external_ag(b)
     if name.startswith("bulk"):
         kind = AG if name == "bulk ag" else RS
-        return lambda: b.bulk_overlap(torch.ones(4, 4), True, torch.ones(4, 4), False, torch.empty(4, 4), comm_type=kind)
+        return lambda: b.bulk_overlap(
+            torch.ones(4, 4), True, torch.ones(4, 4), False, torch.empty(4, 4), comm_type=kind
+        )
     method = getattr(b, METHODS[name][0])
     if name.startswith("ag"):
         x, out = torch.ones(case.rows, case.k), torch.empty(tokens, case.n)
@@ -45,8 +47,17 @@ def call_of(name: str, case: Case) -> Callable[[], None]:
 
 
 def new_comm(rank: int, size: int, store: Any, seconds: float = SECONDS, **options: Any) -> to.TorchComm:
-    return to.new_comm("gloo", "cpu", "overlap_failures", store=store, rank=rank, size=size,
-                       timeout=timedelta(seconds=seconds), abort_process_on_timeout_or_error=False, **options)  # fmt: skip
+    return to.new_comm(
+        "gloo",
+        "cpu",
+        "overlap_failures",
+        store=store,
+        rank=rank,
+        size=size,
+        timeout=timedelta(seconds=seconds),
+        abort_process_on_timeout_or_error=False,
+        **options,
+    )
 
 
 def run_late(rank: int, size: int, store: Any, seed: int, name: str) -> float:
@@ -65,7 +76,9 @@ def run_late(rank: int, size: int, store: Any, seed: int, name: str) -> float:
         text = str(info.value)
         assert f"rank {size - 1} to begin operation 2 within {SECONDS * 1000:.0f} ms, got operation 1" in text, text
         for _ in range(2):
-            with pytest.raises(to.StateError, match=f"^{op}: expected a usable buffer, .*{size - 1} to begin.*make a new one"):
+            with pytest.raises(
+                to.StateError, match=rf"^{op}: expected a usable buffer, .*{size - 1} to begin.*make a new one"
+            ):
                 call()
         store.set(f"expired/{rank}", "")
     store.wait([f"expired/{r}" for r in range(size - 1)])
@@ -101,7 +114,9 @@ def run_dead(comm: to.TorchComm, seed: int, how: str) -> None:
         comm.abort()
     word = "finalized" if how == "finalize" else "aborted"
     for name, case in cases.items():
-        with pytest.raises(to.StateError, match=rf"^{METHODS[name][0]}: expected a live communicator, got '.*', which (is|was) {word}"):
+        with pytest.raises(
+            to.StateError, match=rf"^{METHODS[name][0]}: expected a live communicator, got '.*', which (is|was) {word}"
+        ):
             call_of(name, case)()
         case.buffer.get_buffer().zero_()  # the memory stays
     with pytest.raises(to.StateError, match=word):
@@ -136,15 +151,22 @@ def run_reconfigure(rank: int, size: int, store: Any, seed: int) -> None:
             comm.abort()
             return
         comm.reconfigure(generation, [handles[r] for r in order])
-        with pytest.raises(to.StateError, match="^split_overlap_rs: expected the members that the buffer was made for, got "
-                                                "'overlap_failures' after reconfigure.*make a new buffer"):  # fmt: skip
+        with pytest.raises(
+            to.StateError,
+            match=r"^split_overlap_rs: expected the members that the buffer was made for, got "
+            "'overlap_failures' after reconfigure.*make a new buffer",
+        ):
             call_of("rs ring", case)()
         case = Scatter(comm, RING)  # of the new members
         case.step(seed + generation)
         to.destroy_comm_overlap_buffer(id)
         id = to.create_comm_overlap_buffer(comm, RS, PIPELINE, (8, 16), torch.float32)
-        out = torch.full((8 // comm.get_size(), 16) if comm.get_size() == 2 else (min(3, 8 - 3 * comm.get_rank()), 16), -1.0)
-        to.comm_overlap_buffer(id).split_overlap_rs(torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out)
+        out = torch.full(
+            (8 // comm.get_size(), 16) if comm.get_size() == 2 else (min(3, 8 - 3 * comm.get_rank()), 16), -1.0
+        )
+        to.comm_overlap_buffer(id).split_overlap_rs(
+            torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out
+        )
         assert (out == 4 * comm.get_size()).all()
     to.destroy_comm_overlap_buffer(id)
     comm.finalize()
@@ -161,7 +183,9 @@ def run_dropped(comm: to.TorchComm) -> None:
     if comm.get_rank() == 1:
         del buffer
         return
-    with pytest.raises(to.OperationTimeoutError, match="rank 1 to do its part of operation 1 within 4000 ms, got operation 0"):
+    with pytest.raises(
+        to.OperationTimeoutError, match="rank 1 to do its part of operation 1 within 4000 ms, got operation 0"
+    ):
         buffer.bulk_overlap(torch.ones(4, 4), True, torch.ones(4, 4), False, torch.empty(4, 4), comm_type=AG)
 
 

@@ -76,10 +76,15 @@ def run_dead(comm: to.TorchComm) -> None:
     to.destroy_comm_overlap_buffer(id)
     for dead in (id, 0, -1, id + 1000, 1 << 60):
         why = ", which was destroyed" if dead == id else ""
-        with pytest.raises(to.InvalidValueError, match=rf"destroy_comm_overlap_buffer: expected the id of a live buffer, got {dead}{why}$"):
+        with pytest.raises(
+            to.InvalidValueError,
+            match=rf"destroy_comm_overlap_buffer: expected the id of a live buffer, got {dead}{why}$",
+        ):
             to.destroy_comm_overlap_buffer(dead)
         why = why or r"; make one with create_comm_overlap_buffer\(\)"
-        with pytest.raises(to.InvalidValueError, match=f"expected comm_overlap_id to be the id of a live buffer, got {dead}{why}$"):
+        with pytest.raises(
+            to.InvalidValueError, match=rf"expected comm_overlap_id to be the id of a live buffer, got {dead}{why}$"
+        ):
             to.comm_overlap_buffer(dead)
     # Who holds the object goes on with it.
     out = torch.full((8 // comm.get_size(), 16), -1.0)
@@ -102,7 +107,7 @@ def run_all(comm: to.TorchComm) -> None:
     to.destroy_all_comm_overlap_buffers()
     assert to.comm_overlap_buffers() == {}
     to.destroy_all_comm_overlap_buffers()
-    with pytest.raises(to.InvalidValueError, match=f"got {ids[0]}, which was destroyed"):
+    with pytest.raises(to.InvalidValueError, match=rf"got {ids[0]}, which was destroyed"):
         to.destroy_comm_overlap_buffer(ids[0])
     later = create(comm)
     assert later > max(ids)
@@ -126,10 +131,14 @@ def run_comms(comm: to.TorchComm) -> None:
     assert len(set(ids)) == 3
     out = torch.full((8 // comm.get_size(), 16), -1.0)
     for id in (ids[0], ids[2]):
-        to.comm_overlap_buffer(id).split_overlap_rs(torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out)
+        to.comm_overlap_buffer(id).split_overlap_rs(
+            torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out
+        )
         assert (out == 4 * comm.get_size()).all()
     with pytest.raises(to.StateError):
-        to.comm_overlap_buffer(ids[1]).split_overlap_rs(torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out)
+        to.comm_overlap_buffer(ids[1]).split_overlap_rs(
+            torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out
+        )
     for id in ids:
         to.destroy_comm_overlap_buffer(id)
     second.finalize()
@@ -146,7 +155,9 @@ def run_ranks_as_threads(comm: to.TorchComm) -> list[int]:
     comm.barrier(async_op=False)
     out = torch.full((8 // comm.get_size(), 16), -1.0)
     for id in ids:
-        to.comm_overlap_buffer(id).split_overlap_rs(torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out)
+        to.comm_overlap_buffer(id).split_overlap_rs(
+            torch.ones(16, 4), True, torch.ones(8, 4), False, None, rs_output=out
+        )
         assert (out == 4 * comm.get_size()).all()
     for id in ids * 2:
         to.destroy_comm_overlap_buffer(id)
@@ -193,14 +204,19 @@ def run_helper(comm: to.TorchComm) -> None:
     off = CommOverlapHelper()
     assert not off.is_enabled
     assert off.create(comm) == 0
-    helper = CommOverlapHelper(AG, RING, (8, 16), torch.float32, num_comm_sm=2, comm_cga_size=2, atomic_gemm=True)
+    helper = CommOverlapHelper(AG, RING, (8, 16), torch.float32, num_comm_sm=2, num_max_streams=5, atomic_gemm=True)
     assert helper.is_enabled
     id = helper.create(comm)
     assert helper.create(comm) == id
     config = to.comm_overlap_buffer(id).config
-    assert (config.num_comm_sm, config.comm_cga_size, config.atomic_gemm) == (2, 2, True)
+    assert (config.num_comm_sm, config.num_max_streams, config.atomic_gemm) == (2, 5, True)
     # The rest is what is usual for the method.
-    assert (config.num_splits, config.use_ce, config.set_sm_margin, config.num_max_streams) == (comm.get_size(), True, False, 3)
+    assert (config.num_splits, config.use_ce, config.set_sm_margin, config.comm_cga_size) == (
+        comm.get_size(),
+        True,
+        False,
+        1,
+    )
     assert "RING_EXCHANGE" in repr(config)
     assert repr(config.buffer_shape) in repr(config)
     pipeline = to.CommOverlapConfig(RS, PIPELINE, [8, 16], torch.float32, 2)

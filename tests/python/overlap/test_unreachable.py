@@ -10,7 +10,6 @@ from overlap_cases import (
     AG,
     E4M3,
     E5M2,
-    LAYOUTS,
     PIPELINE,
     PLAIN,
     RING,
@@ -48,7 +47,9 @@ def run_cases(comm: to.TorchComm, seed: int, cases: list[tuple[type[Case], tuple
         assert path.endswith(" (ranks are told not to use each other's memory)"), path
 
 
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("local", 4), ("local", 6)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("local", 4), ("local", 6)]
+)
 def test_every_method_goes_through_the_communicator(backend: str, size: int, seed: int) -> None:
     pairs = [False, True] if size % 2 == 0 else [False]
     cases: list[Any] = [(Gather, (dtype,), {"fill": fill, "options": {"aggregate_ag": aggregate}})
@@ -70,7 +71,12 @@ def test_active_tokens(backend: str, size: int, active: int, seed: int) -> None:
     sizes = {"tokens": 16, "active": active}
     cases: list[Any] = [(Gather, (), sizes), (Gather, (), {"fill": True, **sizes})]
     cases += [(Scatter, (method,), sizes) for method in (RING, PIPELINE)]
-    cases += [(Bulk, (AG,), sizes), (Bulk, (RS,), sizes), (Bulk, (RS,), {"in_place": False, **sizes}), (External, (), sizes)]
+    cases += [
+        (Bulk, (AG,), sizes),
+        (Bulk, (RS,), sizes),
+        (Bulk, (RS,), {"in_place": False, **sizes}),
+        (External, (), sizes),
+    ]
     run_ranks(run_cases, size, seed, cases, backend=backend, timeout=120)
 
 
@@ -102,9 +108,13 @@ def run_fake(comm: to.TorchComm) -> None:
     assert gather.last_path().endswith("(the communicator has no peers)")
     for method in (RING, PIPELINE):
         scatter = make(comm, RS, method, (4 * size, 8), torch.float32)
-        scatter.split_overlap_rs(torch.ones(8, 6), True, torch.ones(4 * size, 6), False, None, rs_output=torch.empty(4, 8))
+        scatter.split_overlap_rs(
+            torch.ones(8, 6), True, torch.ones(4 * size, 6), False, None, rs_output=torch.empty(4, 8)
+        )
         with pytest.raises(to.InvalidValueError, match="sized incorrectly"):
-            scatter.split_overlap_rs(torch.ones(8, 6), True, torch.ones(4 * size, 6), False, None, rs_output=torch.empty(3, 8))
+            scatter.split_overlap_rs(
+                torch.ones(8, 6), True, torch.ones(4 * size, 6), False, None, rs_output=torch.empty(3, 8)
+            )
 
 
 def test_fake() -> None:

@@ -27,8 +27,7 @@ std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int ran
     if (until == Clock::time_point()) until = now + timeout;
     TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected rank ", rank, " to ",
                         does, " operation ", epoch + next, " within ", timeout.count(),
-                        " ms, got operation ", seen + next,
-                        "; do all ranks make the same calls?");
+                        " ms, got operation ", seen + next, "; do all ranks make the same calls?");
     return false;
   };
 }
