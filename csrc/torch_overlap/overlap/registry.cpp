@@ -27,13 +27,24 @@ Buffers& buffers() {
   return *instance;
 }
 
-// The entry of an equal buffer; with the lock.
+// Whether the buffer is of the members that its communicator has now.
+bool is_active(const Held& held) {
+  try {
+    held.buffer->group().require_active("create_comm_overlap_buffer");
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// The entry of an equal buffer that can be used; with the lock.
 std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
                                              const CommOverlapConfig& config) {
   auto& all = buffers().by_id;
   return std::find_if(all.begin(), all.end(), [&](const auto& item) {
     const Held& held = item.second;
-    return held.comm_address == &comm && !held.comm.expired() && held.entry.config == config;
+    return held.comm_address == &comm && !held.comm.expired() && held.entry.config == config &&
+           is_active(held);
   });
 }
 

@@ -13,7 +13,8 @@
 namespace torch_overlap {
 
 // Collective. The same communicator and configuration give the buffer that is there, and its
-// number: it is then held once more. Equal means equal in every field.
+// number: it is then held once more. Equal means equal in every field; one from before a
+// reconfigure() is none.
 TORCH_OVERLAP_API int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                                                      const CommOverlapConfig& config);
 // Takes one hold back; the last ends the buffer. A kValue error names an unknown or dead number.

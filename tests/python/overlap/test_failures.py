@@ -159,8 +159,11 @@ def run_reconfigure(rank: int, size: int, store: Any, seed: int) -> None:
             call_of("rs ring", case)()
         case = Scatter(comm, RING)  # of the new members
         case.step(seed + generation)
-        to.destroy_comm_overlap_buffer(id)
-        id = to.create_comm_overlap_buffer(comm, RS, PIPELINE, (8, 16), torch.float32)
+        old, id = id, to.create_comm_overlap_buffer(comm, RS, PIPELINE, (8, 16), torch.float32)
+        assert id > old
+        assert id == to.create_comm_overlap_buffer(comm, RS, PIPELINE, (8, 16), torch.float32)
+        for held in (old, id):
+            to.destroy_comm_overlap_buffer(held)
         out = torch.full(
             (8 // comm.get_size(), 16) if comm.get_size() == 2 else (min(3, 8 - 3 * comm.get_rank()), 16), -1.0
         )

@@ -141,7 +141,13 @@ def run_comms(comm: to.TorchComm) -> None:
         )
     for id in ids:
         to.destroy_comm_overlap_buffer(id)
+    id = create(second)
     second.finalize()
+    with pytest.raises(
+        to.StateError, match="CommOverlap: expected a live communicator, got 'again', which is finalized"
+    ):
+        create(second)
+    to.destroy_comm_overlap_buffer(id)
 
 
 def test_each_communicator_has_its_own() -> None:
