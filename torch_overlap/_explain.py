@@ -44,6 +44,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if given["algorithm"] == "bulk":
+        return Explanation(op, "sequential", "bulk hides the communication of gradients, and a forward pass has none")
     algorithm, why = _EXPLAINED[op](given)
     return Explanation(op, algorithm, why)
 

@@ -399,6 +399,7 @@ void TorchComm::finalize() {
     throw;
   }
   detail::remove_comm(this);
+  for (const auto& attached : attachments()) attached->drain(membership()->context.timeout());
   drop_attachments();
   const auto finalized = [this](void*) {
     state_.store(State::kFinalized);
@@ -408,19 +409,26 @@ void TorchComm::finalize() {
   hooks_->around(event, [&] { membership()->backend->finalize(); });
 }
 
-std::shared_ptr<void> TorchComm::attachment(const std::string& name) const {
+std::shared_ptr<CommAttachment> TorchComm::attachment(const std::string& name) const {
   const std::lock_guard lock(attachments_mutex_);
   const auto found = attachments_.find(name);
   return found == attachments_.end() ? nullptr : found->second;
 }
 
-void TorchComm::attach(const std::string& name, std::shared_ptr<void> what) {
+void TorchComm::attach(const std::string& name, std::shared_ptr<CommAttachment> what) {
   const std::lock_guard lock(attachments_mutex_);
   attachments_[name].swap(what);  // the old one ends after the lock
 }
 
+std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
+  std::vector<std::shared_ptr<CommAttachment>> all;
+  const std::lock_guard lock(attachments_mutex_);
+  for (const auto& [name, attached] : attachments_) all.push_back(attached);
+  return all;
+}
+
 void TorchComm::drop_attachments() {
-  std::map<std::string, std::shared_ptr<void>> dropped;
+  std::map<std::string, std::shared_ptr<CommAttachment>> dropped;
   const std::lock_guard lock(attachments_mutex_);
   dropped.swap(attachments_);
 }

@@ -50,6 +50,14 @@ struct Membership {
   std::shared_ptr<MismatchCheck> mismatch;
 };
 
+// What lives as long as the members of a communicator: see TorchComm::attach.
+class CommAttachment {
+ public:
+  virtual ~CommAttachment() = default;
+  // Before finalize() goes on: waits until the device is done with it, at most so long.
+  virtual void drain(Milliseconds timeout) noexcept = 0;
+};
+
 struct ReconfigureOptions {
   // Names the generation: equal on all members, and never used before for this communicator.
   int64_t uuid = 0;
@@ -231,8 +239,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // What else is made once for these members and ends with them: by finalize(), reconfigure() or
   // the end of the object. It may not keep the communicator. Null if nothing was attached by the
   // name.
-  std::shared_ptr<void> attachment(const std::string& name) const;
-  void attach(const std::string& name, std::shared_ptr<void> what);
+  std::shared_ptr<CommAttachment> attachment(const std::string& name) const;
+  void attach(const std::string& name, std::shared_ptr<CommAttachment> what);
 
  private:
   friend class TorchCommWindow;
@@ -281,8 +289,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::map<const void*, size_t> registered_;  // memory of tensor_register, and its bytes
   uint64_t registered_generation_ = 0;
   void drop_attachments();
+  std::vector<std::shared_ptr<CommAttachment>> attachments() const;
   mutable std::mutex attachments_mutex_;
-  std::map<std::string, std::shared_ptr<void>> attachments_;
+  std::map<std::string, std::shared_ptr<CommAttachment>> attachments_;
 };
 
 // Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.

@@ -23,37 +23,37 @@ namespace torch_overlap {
 // A matrix of 2 dimensions whose rows are contiguous (stride(1) == 1); rows may be part of longer
 // ones.
 struct GemmOperand {
-  at::Tensor data;
+  at::Tensor data{};
   bool transposed = false;  // op(X) = data^T
   ScalingMode scaling = ScalingMode::NO_SCALING;
   // Undefined without scaling. One factor for the tensor: fp32 of one element. Else of the matrix
   // [rows, k] as it is multiplied, [rows, blocks along k]; see quantize.h. Blocks of 1 x 128 are
   // read as they lie with strides (1, rows), blocks of 128 x 128 with a row stride that is a
   // multiple of 4; others are copied into that order at each call.
-  at::Tensor scale_inv;
+  at::Tensor scale_inv{};
   // MXFP8: whether scale_inv is in the order that the tensor cores read.
   bool swizzled = false;
   // The same matrix in the other orientation: data^T, contiguous, quantized along its own rows.
   // Hopper multiplies 8-bit operands only along contiguous k; this is read where `data` is not so,
   // on every device. One factor for the tensor may be left out here: it is the same.
-  at::Tensor columnwise_data;
-  at::Tensor columnwise_scale_inv;
+  at::Tensor columnwise_data{};
+  at::Tensor columnwise_scale_inv{};
 };
 
 // Vectors and matrices of the epilogue are fp32, fp16 or bf16 (fp64 where the operands are), of
 // unit stride in their last dimension. Everything is computed in fp32 (fp64) and rounded once.
 struct GemmEpilogue {
   // [n], added to the product.
-  at::Tensor bias;
+  at::Tensor bias{};
   // GELU (tanh form) of product + bias; pre_gelu_out [m, n], if defined, becomes what went in. Not
   // with gelu_input.
   bool gelu = false;
-  at::Tensor pre_gelu_out;
+  at::Tensor pre_gelu_out{};
   // [m, n]: the product is multiplied with the derivative of GELU there. Not with bias.
-  at::Tensor gelu_input;
+  at::Tensor gelu_input{};
   // Becomes the gradient of a bias: with gelu_input [n], the sum of the rows of what is put in out;
   // else [m], the sum of op(lhs) over k, which for dw = dy^T x is that of dy over tokens.
-  at::Tensor bias_grad;
+  at::Tensor bias_grad{};
 };
 
 struct GemmArgs {

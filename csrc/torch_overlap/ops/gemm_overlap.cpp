@@ -45,6 +45,7 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   if (aux.is_meta()) return results;
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
+  const auto use = buffer->use();
   buffer->set_active_tokens(gathers ? rows * tp : rows);
   buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
   const auto args = gemm_args(call, results);
@@ -71,6 +72,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   }
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
+  const auto use = buffer->use();
   buffer->set_active_tokens(rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
   TORCH_OVERLAP_CHECK(
@@ -107,6 +109,7 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
                       ": expected an output of ", buffer->config().buffer_shape[1],
                       " features, as the buffer has, got ", shape.n);
+  const auto use = buffer->use();
   buffer->set_active_tokens(shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;

@@ -21,6 +21,10 @@ bool is_multiplied(at::ScalarType dtype) {
          dtype == at::kBFloat16;
 }
 
+at::Tensor contiguous(const at::Tensor& bias) {
+  return bias.defined() ? bias.contiguous() : bias;
+}
+
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
 // A channel as it is needed: made, or only looked for.
@@ -40,6 +44,7 @@ std::string obstacle(std::string_view op, const std::shared_ptr<TorchComm>& comm
       return "no memory can be shared during a capture; call the operator once before it";
     }
     if (channel && !channel->transport().is_direct()) return channel->obstacle();
+    if (channel && channel->is_broken()) return "an earlier operation ended half way";
   }
   return {};
 }
@@ -162,9 +167,9 @@ int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own) {
 }
 
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
-  // The products of all rows, and as many that arrive.
-  (void)comm;
-  return 2 * rows * columns * element(dtype);
+  // The products of all rows, and a part of this rank's from each.
+  const RowShare share{rows, comm.size()};
+  return (rows + share.size * share.largest()) * columns * element(dtype);
 }
 
 void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,
@@ -186,7 +191,7 @@ void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>&
     args.lhs = {.data = problem.gathered};
     args.rhs = operand(weights[i].t());
     args.out = products[i];
-    args.epilogue.bias = biases[i];
+    args.epilogue.bias = contiguous(biases[i]);
     problem.gemms.push_back(std::move(args));
   }
   run_gather_gemm(op, *channel, problem);
@@ -197,6 +202,7 @@ ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchCom
   const RowShare rows{all_rows > 0 ? all_rows : own.size(0) * comm->size(), comm->size()};
   channel_ = operator_channel(op, comm, OperatorChannel::gather,
                               rows.rows * own.size(1) * element(own.scalar_type()));
+  use_.emplace(*channel_);
   rows_ = channel_->data(0, {rows.rows, own.size(1)}, own.scalar_type());
   gather_.emplace(op, *channel_, rows, own, rows_);
 }
@@ -204,6 +210,7 @@ ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchCom
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem) {
   const ScatterPlace place = place_of(op, comm, problem);
+  const OverlapChannel::Use use(*place.channel);
   if (problem.start.defined()) place.partial.copy_(problem.start);
   run_scatter_gemm(op, *place.channel,
                    {.gemms = partial_products(problem, place.partial),
@@ -213,13 +220,14 @@ void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
                     .out = problem.out,
                     .scale_inv = {},
                     .factor = problem.mean ? 1.0 / comm->size() : 1.0,
-                    .bias = problem.bias});
+                    .bias = contiguous(problem.bias)});
 }
 
 void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside) {
   const ScatterPlace place = place_of(op, comm, problem);
+  const OverlapChannel::Use use(*place.channel);
   if (problem.start.defined()) place.partial.copy_(problem.start);
   for (const auto& args : partial_products(problem, place.partial)) gemm(op, args);
   before_sum();

@@ -47,6 +47,11 @@ TORCH_OVERLAP_API Choice choose_all_reduce(const TorchComm& comm, std::string_vi
 // In how many pieces it goes when it is chunked: each travels while the next is computed.
 inline constexpr int64_t kAllReduceChunks = 4;
 
+// What `algorithm` means for a forward pass: "bulk" hides only the communication of gradients.
+inline std::string_view forward_algorithm(std::string_view algorithm) {
+  return algorithm == "bulk" ? "sequential" : algorithm;
+}
+
 // Whether a chunk of so many rows outlasts what its transfer costs to start.
 bool is_worth_chunks(int64_t rows);
 
@@ -83,12 +88,13 @@ class ChannelGather {
   // `all_rows`: of all ranks, each with its part of them; 0: all have as many as this one.
   ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
                 int64_t all_rows = 0);
-  // Valid after finish(), until the next operation on the gather channel.
+  // Valid after finish(), as long as this lives.
   const at::Tensor& rows() const { return rows_; }
   void finish() { gather_->finish(); }
 
  private:
   std::shared_ptr<OverlapChannel> channel_;
+  std::optional<OverlapChannel::Use> use_;
   at::Tensor rows_;
   std::optional<BackgroundGather> gather_;
 };

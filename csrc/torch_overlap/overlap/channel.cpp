@@ -120,7 +120,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     try {
       group->require_active(request.op);
       channel->device_ = &overlap_device(request.op, device.type());
-      TORCH_OVERLAP_CHECK(!channel->device_->is_capturing(), kState, request.op,
+      TORCH_OVERLAP_CHECK(channel->device_->capture() == 0, kState, request.op,
                           ": expected a stream that is not capturing, got one that is; make "
                           "buffers before the capture");
       channel->part_ = symmetric_empty({channel->layout_.total()}, at::kByte, device);
@@ -182,7 +182,14 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
 
 void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
   if (channel.logs_) channel.log_gemm(lane, args);
-  lanes.run(lane, "gemm", [op, args] { torch_overlap::gemm(op, args); });
+  GemmArgs own = args;
+  if (args.workspace.defined() && lanes.computes() > 1) {
+    // Products run side by side: each lane has its part of the caller's memory.
+    const auto memory = args.workspace.flatten();
+    const int64_t part = memory.size(0) / lanes.computes();
+    own.workspace = memory.narrow(0, lane * part, part);
+  }
+  lanes.run(lane, "gemm", [op, own] { torch_overlap::gemm(op, own); });
 }
 
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
@@ -233,6 +240,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
 OverlapChannel::Operation::~Operation() {
   if (!open_) return;
   session_.lanes.cancel();
+  channel_.transport_->give_up();
   channel_.broken_ = "it was given up";
 }
 
@@ -250,8 +258,44 @@ void OverlapChannel::Operation::finish() {
 
 void OverlapChannel::Operation::fail() noexcept {
   session_.lanes.cancel();
+  channel_.transport_->give_up();
   channel_.broken_ = Fault::current().text;
   open_ = false;
+}
+
+void OverlapChannel::keep_for_graph() {
+  const uint64_t capture = device_->capture();
+  if (capture == 0 || capture == kept_for_) return;
+  auto what = transport_->keepers();
+  what.push_back(std::make_shared<at::Tensor>(part_));
+  device_->keep_for_graph(std::move(what));
+  kept_for_ = capture;
+}
+
+bool OverlapChannel::is_broken() const {
+  const std::lock_guard lock(mutex_);
+  return !broken_.empty();
+}
+
+void OverlapChannel::check() const {
+  const std::lock_guard lock(mutex_);
+  transport_->check();
+}
+
+void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept {
+  transport_->drain(timeout);
+}
+
+OverlapChannel::Use::Use(OverlapChannel& channel) : channel_(channel), lock_(channel.mutex_) {
+  channel_.lanes_->enter();
+}
+
+OverlapChannel::Use::~Use() {
+  try {
+    channel_.lanes_->leave();
+    channel_.transport_->end();
+  } catch (const std::exception&) {  // the device is broken, or the capture
+  }
 }
 
 void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,

@@ -73,12 +73,12 @@ class TORCH_OVERLAP_API PretendUnreachable {
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that
 // the others write to, lanes to work on, and a transport between. One operation at a time, in the
 // order of the calls, which is the same on all ranks; each comes after the one before it also when
-// the caller's stream is another. In CUDA graphs the order between a replay and anything else is
+// the caller's stream is another; what else touches its data says so by a Use. In CUDA graphs the order between a replay and anything else is
 // that of the streams.
 //
 // Life: create() makes it, collectively. Its end frees the own memory once no other rank has it
 // mapped; nobody is asked. Threads: any; operations are ordered by a lock.
-class TORCH_OVERLAP_API OverlapChannel {
+class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
  public:
   struct Request {
     std::string_view op;  // for errors
@@ -107,6 +107,28 @@ class TORCH_OVERLAP_API OverlapChannel {
   const Transport& transport() const { return *transport_; }
   // Why data does not move directly; empty where it does.
   const std::string& obstacle() const { return obstacle_; }
+
+  // What reads or writes the data outside of an operation does so while this lives: it comes behind
+  // the operation before, and the next one behind it, also on other streams. Operations may lie
+  // within.
+  class TORCH_OVERLAP_API Use {
+   public:
+    explicit Use(OverlapChannel& channel);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    OverlapChannel& channel_;
+    std::unique_lock<std::recursive_mutex> lock_;
+  };
+
+  // Whether an operation ended half way: none is taken any more.
+  bool is_broken() const;
+  // Throws if a wait of an operation has expired since, in a replay too.
+  void check() const;
+  // Waits until the device is done with what was issued, at most so long.
+  void drain(std::chrono::milliseconds timeout) noexcept override;
 
   // One operation: between its begin and its end on the caller's stream `body` puts work on the
   // lanes, which are this channel's, or those of `lender`.
@@ -145,8 +167,8 @@ class TORCH_OVERLAP_API OverlapChannel {
 
    private:
     OverlapChannel& channel_;
-    std::unique_lock<std::mutex> lock_;
-    std::unique_lock<std::mutex> lender_lock_;
+    std::unique_lock<std::recursive_mutex> lock_;
+    std::unique_lock<std::recursive_mutex> lender_lock_;
     Session session_;
     bool open_ = true;
   };
@@ -162,8 +184,10 @@ class TORCH_OVERLAP_API OverlapChannel {
   std::string obstacle_;
   std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Transport> transport_;
-  std::mutex mutex_;
+  mutable std::recursive_mutex mutex_;
+  uint64_t kept_for_ = 0;  // the last capture whose graph keeps it
   bool logs_ = false;
+  void keep_for_graph();
   void log_exchange(const Transport::Move& move) const;
   void log_gemm(int lane, const GemmArgs& args) const;
   std::string broken_;  // what ended an operation half way; empty: nothing has

@@ -135,6 +135,7 @@ void CommOverlapCore::copy_into_buffer(const Tensor& input, bool local_chunk) {
   TORCH_OVERLAP_CHECK(input.device() == target.device(), kType,
                       "copy_into_buffer: expected a tensor on ", target.device(), ", got ",
                       input.device());
+  const OverlapChannel::Use use(*channel_);
   target.copy_(input.scalar_type() == target.scalar_type() ? input
                                                            : input.view(target.scalar_type()));
 }
@@ -230,7 +231,11 @@ void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
 }
 
 void CommOverlapCore::bulk_overlap_external_ag(CommOverlapCore& lender) {
-  require_bulk("bulk_overlap_external_ag");
+  constexpr std::string_view kOp = "bulk_overlap_external_ag";
+  require_bulk(kOp);
+  TORCH_OVERLAP_CHECK(lender.group().device() == group().device(), kType, kOp,
+                      ": expected a lender on ", group().device(), ", got one on ",
+                      lender.group().device());
   do_external_ag(lender);
 }
 

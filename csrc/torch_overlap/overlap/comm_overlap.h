@@ -74,6 +74,11 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // `input` [tokens, features], or the rows of this rank with local_chunk, in the buffer's dtype
   // (or one of the same size).
   void copy_into_buffer(const Tensor& input, bool local_chunk = false);
+  // While it lives no other thread uses the buffer, and what the caller reads or writes of it comes
+  // behind the call before and before the next, also when those are on other streams.
+  OverlapChannel::Use use() const { return OverlapChannel::Use(*channel_); }
+  // Throws if a wait for another rank has expired since the last call, in a replay of a graph too.
+  void check() const { channel_->check(); }
   // The active part of the buffer, or of it this rank's rows: a view.
   Tensor get_buffer(bool local_chunk = false) const;
   // The rows of rank `chunk_id`.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -28,11 +29,11 @@ struct SumArgs {
 
 // How a part of a channel lies in symmetric memory:
 //
-//   data (bytes, rounded up) | epoch | flags[flags] | done[size]        a line of 128 bytes each
+//   data (bytes, rounded up) | epoch | flags[flags] | begun[size]       a line of 128 bytes each
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
-// is there, and done[r] that of the last operation that rank r has left behind: it has begun the
-// next.
+// is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
+// before. The line of the epoch also has a word that a rank which gives up sets on all others.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;
@@ -40,9 +41,10 @@ struct ChannelLayout {
   int size = 1;
 
   int64_t epoch_at() const { return (bytes + kLine - 1) / kLine * kLine; }
+  int64_t gone_at() const { return epoch_at() + 2 * static_cast<int64_t>(sizeof(uint32_t)); }
   int64_t flag_at(int flag) const { return epoch_at() + kLine * (1 + flag); }
-  int64_t done_at(int rank) const { return flag_at(flags) + kLine * rank; }
-  int64_t total() const { return done_at(size); }
+  int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
+  int64_t total() const { return begun_at(size); }
 };
 
 // What a transport over symmetric memory needs to know.
@@ -68,7 +70,10 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual void sum(const SumArgs& args) = 0;
   // 0 where there is no such thing.
   virtual int sm_count(c10::Device device) = 0;
-  virtual bool is_capturing() = 0;
+  // The capture that the current stream is part of; 0: none is.
+  virtual uint64_t capture() = 0;
+  // Lets the graph of that capture keep what it needs.
+  virtual void keep_for_graph(std::vector<std::shared_ptr<void>> what) = 0;
 };
 
 TORCH_OVERLAP_API void register_overlap_device(c10::DeviceType type,

@@ -19,6 +19,11 @@ at::Tensor rows_of_rank(const at::Tensor& tensor, const RowShare& rows, int rank
   return tensor.narrow(0, rows.begin(rank), rows.length(rank));
 }
 
+Piece rows_of_step(const RowShare& rows, const ChunkStep& step) {
+  const int64_t begin = rows.begin(step.first);
+  return {begin, rows.begin(step.first + step.count) - begin};
+}
+
 // One reduce-scatter of what lies at `at` of every rank's data: [rows, columns], contiguous.
 struct ScatterPart {
   RowShare rows;
@@ -128,6 +133,19 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   for (GemmArgs& whole : gemms) {
     largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
   }
+  // By step; checked before anything is sent.
+  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      if (schedule.steps[i] == ChunkStep{rank}) part.lhs.data = own;
+      largest[j].next(part);
+      check_gemm(op, part);
+      products[i].push_back(std::move(part));
+    }
+  }
   channel.operate(op, [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
     const int comm = lanes.comm();
@@ -152,29 +170,20 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       const auto [first, count] = schedule.steps[i];
       const int lane = static_cast<int>(i) % lanes.computes();
       std::vector<int> flags;
-      int64_t length = 0;
       for (int chunk = first; chunk < first + count; ++chunk) {
         if (chunk != rank) flags.push_back(chunk);
-        length += rows.length(chunk);
       }
       if (needs_slot && static_cast<int>(flags.size()) < count) lanes.after(lane, copied);
       if (!flags.empty()) session.arrived(lane, flags);
-      if (length == 0) continue;
-      const int64_t begin = rows.begin(first);
-      const bool from_own = count == 1 && first == rank;
-      for (size_t j = 0; j < gemms.size(); ++j) {
-        GemmArgs part = gemm_rows(op, gemms[j], begin, length);
-        if (from_own) part.lhs.data = own;
-        largest[j].next(part);
-        session.gemm(lane, op, part);
-      }
-      if (problem.copy.defined()) {
-        lanes.run(lane, "copy",
-                  [to = problem.copy.narrow(0, begin, length),
-                   from = from_own ? own : problem.gathered.narrow(0, begin, length)] {
-                    to.copy_(from);
-                  });
-      }
+      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
+      if (!problem.copy.defined() || length == 0) continue;
+      const bool from_own = schedule.steps[i] == ChunkStep{rank};
+      lanes.run(lane, "copy",
+                [to = problem.copy.narrow(0, begin, length),
+                 from = from_own ? own : problem.gathered.narrow(0, begin, length)] {
+                  to.copy_(from);
+                });
     }
   });
   for (const auto& one : largest) one.finish();
@@ -205,27 +214,37 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
   }
   std::vector<GemmArgs> gemms = problem.gemms;
   AmaxOfParts largest(std::exchange(gemms.at(0).out_amax, {}), schedule.steps.size());
+  // By step; checked before anything is sent.
+  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      part.accumulate |= j > 0;
+      if (j == 0) largest.next(part);
+      check_gemm(op, part);
+      products[i].push_back(std::move(part));
+    }
+  }
   channel.operate(op, [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
     const int comm = lanes.comm();
     int lane = 0;
+    std::vector<Lanes::Mark> computed;
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const int chunk = schedule.steps[i].first;
       lane = static_cast<int>(i) % lanes.computes();
-      // Products are to begin in this order also where lanes are branches of a graph: what one is
-      // behind, if only for a moment, comes later. Nothing is waited for.
-      if (i > 0 && i < static_cast<size_t>(lanes.computes())) session.arrived(lane, {});
-      if (rows.length(chunk) > 0) {
-        for (size_t j = 0; j < gemms.size(); ++j) {
-          GemmArgs part = gemm_rows(op, gemms[j], rows.begin(chunk), rows.length(chunk));
-          part.accumulate |= j > 0;
-          if (j == 0) largest.next(part);
-          session.gemm(lane, op, part);
-        }
-      }
+      // In this order also where lanes are branches of a graph: a product comes behind the one
+      // before the last. Of the first two the second begins a moment later, behind a wait for
+      // nothing; that is not sure, but usual, and makes graphs quicker.
+      if (i == 1 && lanes.computes() > 1) session.arrived(lane, {});
+      if (i > 1 && lanes.computes() > 2) lanes.after(lane, computed[i - 2]);
+      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      computed.push_back(lanes.mark(lane));
       if (i >= schedule.exchanges.size()) continue;
       const Exchange& exchange = schedule.exchanges[i];
-      lanes.after(comm, lanes.mark(lane));
+      lanes.after(comm, computed.back());
       session.exchange(comm, {.to = exchange.to,
                               .give = rows_of_rank(problem.partial, rows, chunk),
                               .at = problem.at + rank * slot,
@@ -300,6 +319,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
     products.push_back(gemm_columns(op, whole, piece.begin, piece.length));
     products.back().out = blocks.back();
     largest.next(products.back());
+    check_gemm(op, products.back());
   }
   channel.operate(op, [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
@@ -350,6 +370,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const auto data = channel.data(problem.at, {rows.rows, problem.columns}, problem.dtype);
   const auto received =
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
+  for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
   channel.operate(
       op,
       [&](OverlapChannel::Session& session) {

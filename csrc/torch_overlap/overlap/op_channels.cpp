@@ -23,7 +23,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
                                                  OperatorChannel which, int64_t bytes) {
   auto channel = existing_operator_channel(*comm, which);
   if (channel && channel->bytes() >= bytes) return channel;
-  if (overlap_device(op, comm->device().type()).is_capturing()) return nullptr;
+  if (overlap_device(op, comm->device().type()).capture() != 0) return nullptr;
   const int64_t room = (bytes + kStep - 1) / kStep * kStep;
   const auto name = attachment_name(which);
   const int size = comm->size();

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,6 +39,12 @@ class TORCH_OVERLAP_API Transport {
   virtual void begin() = 0;
   // On the caller's stream, after join().
   virtual void end() = 0;
+  // The same for an operation that ended half way.
+  virtual void give_up() noexcept {}
+  // Waits until the device is done with all operations, at most so long.
+  virtual void drain(std::chrono::milliseconds timeout) noexcept {}
+  // What a graph that captured an operation needs to live.
+  virtual std::vector<std::shared_ptr<void>> keepers() const { return {}; }
 
   // `give` goes to rank `to`, at byte `at` of its data, and is told there by `flag`; what comes
   // from `from` goes to `get` in this rank's data, and is told by `get_flag`. Either may be empty.

@@ -255,6 +255,8 @@ void register_overlap(py::module_& m) {
              return reinterpret_cast<uintptr_t>(self.get_ubuf_dptr());
            })
       .def("last_path", &CommOverlapCore::last_path)
+      .def("check", &CommOverlapCore::check,
+           "Raises if a wait for another rank has expired since the last call, in a replay too.")
       .def("set_active_tokens", &CommOverlapCore::set_active_tokens, py::arg("tokens"))
       .def("copy_into_buffer", &CommOverlapCore::copy_into_buffer, py::arg("input"),
            py::arg("local_chunk") = false, py::call_guard<py::gil_scoped_release>())

@@ -2,6 +2,7 @@
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <map>
 #include <mutex>
@@ -25,12 +26,28 @@ Workspace aligned(const at::Tensor& memory) {
   return {.pointer = reinterpret_cast<void*>(usable), .bytes = bytes, .keeper = memory};
 }
 
-at::Tensor make_workspace(c10::cuda::CUDAStream stream) {
+int64_t workspace_bytes() {
   constexpr int64_t kHopperBytes = 32 * kMiB;
   constexpr int64_t kOlderBytes = 4 * kMiB;
-  const bool hopper = at::cuda::getCurrentDeviceProperties()->major >= 9;
-  return at::empty({hopper ? kHopperBytes : kOlderBytes},
-                   at::TensorOptions(at::kByte).device(stream.device()));
+  return at::cuda::getCurrentDeviceProperties()->major >= 9 ? kHopperBytes : kOlderBytes;
+}
+
+at::Tensor workspace_of_call(c10::cuda::CUDAStream stream) {
+  return at::empty({workspace_bytes()}, at::TensorOptions(at::kByte).device(stream.device()));
+}
+
+// Not from torch's caching allocator, which may hand out memory of a graph's pool also while nothing
+// is captured (the warm-up of torch.compile's graphs). Undefined where there is no memory left
+// beside what that allocator holds.
+at::Tensor lasting_workspace(c10::cuda::CUDAStream stream) {
+  const cuda::RelaxedCapture relaxed;  // another thread may capture
+  void* memory = nullptr;
+  if (cudaMalloc(&memory, workspace_bytes()) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return {};
+  }
+  return at::from_blob(memory, {workspace_bytes()},
+                       at::TensorOptions(at::kByte).device(stream.device()));
 }
 
 struct CachedWorkspaces {
@@ -48,7 +65,7 @@ CachedWorkspaces& cached_workspaces() {
 
 Workspace workspace_for(const GemmArgs& args, c10::cuda::CUDAStream stream) {
   if (args.workspace.defined()) return aligned(args.workspace);
-  if (cuda::capture_of(stream)) return aligned(make_workspace(stream));
+  if (cuda::capture_of(stream)) return aligned(workspace_of_call(stream));
   CachedWorkspaces& cached = cached_workspaces();
   const std::pair key(stream.device_index(), stream.stream());
   {
@@ -56,9 +73,9 @@ Workspace workspace_for(const GemmArgs& args, c10::cuda::CUDAStream stream) {
     const auto found = cached.by_stream.find(key);
     if (found != cached.by_stream.end()) return aligned(found->second);
   }
-  // Not under the lock: an allocation may run the callbacks of others. Of two threads on one stream
-  // the second drops its own.
-  const auto made = make_workspace(stream);
+  // Of two threads on one stream the second loses its own.
+  const auto made = lasting_workspace(stream);
+  if (!made.defined()) return aligned(workspace_of_call(stream));
   const std::lock_guard lock(cached.mutex);
   return aligned(cached.by_stream.try_emplace(key, made).first->second);
 }

@@ -27,7 +27,8 @@ class CpuOverlapDevice final : public OverlapDevice {
   }
 
   int sm_count(c10::Device) override { return 0; }
-  bool is_capturing() override { return false; }
+  uint64_t capture() override { return 0; }
+  void keep_for_graph(std::vector<std::shared_ptr<void>>) override {}
 };
 
 const OverlapDeviceRegistration cpu_overlap_registration(c10::kCPU,

@@ -12,37 +12,43 @@ namespace torch_overlap {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+constexpr unsigned int kPollsBetweenLooks = 1024;
+}  // namespace
+
 std::atomic_ref<uint32_t> HostTransport::word(int rank, int64_t at) const {
   return std::atomic_ref(
       *reinterpret_cast<uint32_t*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
 }
 
 std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int rank,
-                                             std::string_view does, uint32_t next) const {
-  return [this, at, epoch, rank, does, next, until = Clock::time_point()]() mutable {
+                                             std::string_view does) const {
+  return [this, at, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
+    // Now and then: an abort of the communicator ends the wait.
+    if (++asked % kPollsBetweenLooks == 0) options_.group->require_active(memory_->name());
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
     if (until == Clock::time_point()) until = now + timeout;
     TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected rank ", rank, " to ",
-                        does, " operation ", epoch + next, " within ", timeout.count(),
-                        " ms, got operation ", seen + next, "; do all ranks make the same calls?");
+                        does, " operation ", epoch, " within ", timeout.count(),
+                        " ms, got operation ", seen, "; do all ranks make the same calls?");
     return false;
   };
 }
 
 void HostTransport::begin() {
   const auto& layout = options_.layout;
+  ++epoch_;
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    word(rank, layout.done_at(memory_->rank())).store(epoch_, std::memory_order_release);
+    word(rank, layout.begun_at(memory_->rank())).store(epoch_, std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
-    const auto has_begun = reaches(layout.done_at(rank), epoch_, rank, "begin", /*next=*/1);
+    const auto has_begun = reaches(layout.begun_at(rank), epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();
   }
-  ++epoch_;
 }
 
 void HostTransport::end() {}
@@ -61,7 +67,7 @@ void HostTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
     host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, flag % memory_->size(),
-                             "do its part of", /*next=*/0));
+                             "do its part of"));
   }
 }
 

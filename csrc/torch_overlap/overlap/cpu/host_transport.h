@@ -31,8 +31,7 @@ class HostTransport final : public Transport {
   // Says whether the word has come to `epoch`; throws when that takes longer than the timeout,
   // counted from the first time that it is asked. For the error: what `rank` does, in the operation
   // of that epoch or the next one.
-  std::function<bool()> reaches(int64_t at, uint32_t epoch, int rank, std::string_view does,
-                                uint32_t next) const;
+  std::function<bool()> reaches(int64_t at, uint32_t epoch, int rank, std::string_view does) const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;

@@ -2,6 +2,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
@@ -30,6 +31,16 @@ cuda::SumType sum_type(at::ScalarType dtype) {
   }
 }
 
+class GraphKeeper final : public Body {
+ public:
+  explicit GraphKeeper(std::vector<std::shared_ptr<void>> what)
+      : Body(c10::cuda::current_device()), what_(std::move(what)) {}
+  bool may_go() noexcept override { return true; }
+
+ private:
+  const std::vector<std::shared_ptr<void>> what_;
+};
+
 class CudaOverlapDevice final : public OverlapDevice {
  public:
   std::unique_ptr<Lanes> make_lanes(c10::Device device, const LaneOptions& options) override {
@@ -48,6 +59,8 @@ class CudaOverlapDevice final : public OverlapDevice {
     TORCH_OVERLAP_CHECK(args.parts.size() <= cuda::kMostRanks, kUnsupported,
                         "sum: expected at most ", cuda::kMostRanks, " parts, got ",
                         args.parts.size());
+    TORCH_OVERLAP_CHECK(!args.bias.defined() || args.bias.is_contiguous(), kValue,
+                        "sum: expected a contiguous bias, got strides ", args.bias.strides());
     cuda::SumParams params{};
     for (const auto& part : args.parts) {
       params.parts[params.count] = part.const_data_ptr();
@@ -73,8 +86,16 @@ class CudaOverlapDevice final : public OverlapDevice {
     return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
   }
 
-  bool is_capturing() override {
-    return static_cast<bool>(cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream()));
+  uint64_t capture() override {
+    return cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream()).id;
+  }
+
+  void keep_for_graph(std::vector<std::shared_ptr<void>> what) override {
+    open_graveyard();
+    const auto capture = cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream());
+    cuda::on_graph_death(
+        capture.graph, [](void* body) { bury(static_cast<GraphKeeper*>(body)); },
+        new GraphKeeper(std::move(what)));
   }
 };
 

@@ -19,32 +19,46 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
   return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
-__device__ bool await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
+__device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
                            WaitKind kind, int peer, const WaitControl& control) {
   WaitRecord what{};
   what.kind = kind;
   what.window = words.id;
   what.peer = peer;
   what.expected = epoch;
-  return wait_until(control, word, [epoch](uint32_t seen) { return reached(seen, epoch); }, what);
+  const uint32_t* const gone = words.gone;
+  const bool is_there = wait_until(
+      control, word,
+      [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
+      what);
+  if (!is_there || load_acquire(gone) == 0) return;
+  what.kind = WaitKind::gone;
+  give_up(control, what, 0);
 }
 
 __global__ void __launch_bounds__(kWarp)
-    begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told, const uint32_t* done,
+    begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told,
+                 __grid_constant__ const WordOfAll gone, const uint32_t* begun,
                  WaitControl control) {
-  const uint32_t before = *words.epoch;
-  // What comes after a wait that failed need not be right, and nobody is invited to it.
+  const uint32_t epoch = *words.epoch + 1;
   const bool tells = !has_failed(control);
+  // What was read and written before is behind.
   __threadfence_system();
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
-    if (peer != words.rank && tells) store_release(told.at[peer], before);
+    if (peer != words.rank && tells) store_release(told.at[peer], epoch);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
     if (peer == words.rank) continue;
-    await_word(words, done + peer * kWordsInLine, before, WaitKind::begin, peer, control);
+    await_word(words, begun + peer * kWordsInLine, epoch, WaitKind::begin, peer, control);
   }
   __syncwarp();
-  if (threadIdx.x == 0) *words.epoch = before + 1;
+  if (!has_failed(control)) {
+    if (threadIdx.x == 0) *words.epoch = epoch;
+    return;
+  }
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
+    if (peer != words.rank) store_release(gone.at[peer], 1);
+  }
 }
 
 __global__ void __launch_bounds__(kWarp)
@@ -75,6 +89,7 @@ template <typename Vector>
 __global__ void __launch_bounds__(PushConfig::kThreads)
     push_kernel(ChannelWords words, Vector* to, const Vector* from, size_t count, size_t tail,
                 uint32_t* flag, WaitControl control) {
+  if (has_failed(control)) return;
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
   size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (; i + (PushConfig::kUnroll - 1) * stride < count; i += PushConfig::kUnroll * stride) {
@@ -96,7 +111,7 @@ __global__ void __launch_bounds__(PushConfig::kThreads)
   if (atomicAdd(words.ticket, 1U) + 1 < gridDim.x) return;
   *words.ticket = 0;
   __threadfence_system();
-  if (!has_failed(control)) store_release(flag, *words.epoch);
+  store_release(flag, *words.epoch);
 }
 
 // --- Sums
@@ -284,9 +299,9 @@ cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from
 
 }  // namespace
 
-cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const uint32_t* done,
-                         const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, done, control);
+cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
+                         const uint32_t* begun, const WaitControl& control, cudaStream_t stream) {
+  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, gone, begun, control);
   return cudaGetLastError();
 }
 
@@ -348,7 +363,19 @@ cudaError_t load_overlap_kernels() {
       reinterpret_cast<const void*>(sum_kernel<__half, __half, 8>),
       reinterpret_cast<const void*>(sum_kernel<__half, __half, 1>),
       reinterpret_cast<const void*>(sum_kernel<__nv_bfloat16, __nv_bfloat16, 8>),
-      reinterpret_cast<const void*>(sum_kernel<__nv_bfloat16, __nv_bfloat16, 1>)};
+      reinterpret_cast<const void*>(sum_kernel<__nv_bfloat16, __nv_bfloat16, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, float, 8>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, float, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, __half, 16>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, __half, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, __nv_bfloat16, 16>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e4m3, __nv_bfloat16, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, float, 8>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, float, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, __half, 16>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, __half, 1>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, __nv_bfloat16, 16>),
+      reinterpret_cast<const void*>(sum_kernel<__nv_fp8_e5m2, __nv_bfloat16, 1>)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);

@@ -17,6 +17,7 @@ inline constexpr int kMostRanks = 64;
 struct ChannelWords {
   uint32_t* epoch;
   uint32_t* ticket;  // 0 between kernels
+  uint32_t* gone;    // set by a rank that has given up
   uint64_t id;       // of the memory, for errors: of the rank that it is of
   int rank;
   int size;
@@ -27,11 +28,13 @@ struct WordOfAll {
   uint32_t* at[kMostRanks];
 };
 
-// Tells all others that the operations up to the epoch are behind, waits until they have told the
-// same, and takes the next epoch. `told`: this rank's word on every rank; `done`: the word of rank
-// 0 here, those of the others follow in steps of a line.
-cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const uint32_t* done,
-                         const WaitControl& control, cudaStream_t stream);
+// Tells all others that this rank begins the operation after the epoch, waits until they have told
+// the same, and takes that epoch. Where that fails it does not: the copies and words that follow
+// carry the old one, which nobody waits for; and it tells all others, by `gone`, that this rank has
+// given up. `told`: this rank's word on every rank; `begun`: the word of rank 0 here, those of the
+// others follow in steps of a line.
+cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
+                         const uint32_t* begun, const WaitControl& control, cudaStream_t stream);
 
 // Sets a word of every other rank to the epoch, after all that was before it on the stream. Nothing
 // is told once a wait has failed.

@@ -27,14 +27,16 @@ CudaLanes::CudaLanes(c10::DeviceIndex device, const LaneOptions& options)
       options_(options),
       shares_caller_(options.compute_priority == 0) {
   const c10::cuda::CUDAGuard guard(device);
-  ended_ = make_event();
+  eager_end_.event = make_event();
+  captured_end_.event = make_event();
   set_for({});  // now: a stream that is made during a capture costs time then
 }
 
 CudaLanes::~CudaLanes() {
   const RelaxedCapture relaxed;
   for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
-  (void)cudaEventDestroy(ended_);
+  (void)cudaEventDestroy(eager_end_.event);
+  (void)cudaEventDestroy(captured_end_.event);
 }
 
 CudaLanes::Set& CudaLanes::set_for(const Capture& capture) {
@@ -84,9 +86,9 @@ void CudaLanes::fork() {
 void CudaLanes::enter() {
   const auto caller = c10::cuda::getCurrentCUDAStream(device_).stream();
   const Capture capture = capture_of(caller);
-  if (has_ended_ && ended_in_ == capture.id && ended_on_ != caller) {
-    check(cudaStreamWaitEvent(caller, ended_), "cudaStreamWaitEvent");
-  }
+  const End& end = capture ? captured_end_ : eager_end_;
+  if (!end.is_recorded || end.capture != capture.id || end.stream == caller) return;
+  check(cudaStreamWaitEvent(caller, end.event), "cudaStreamWaitEvent");
 }
 
 cudaStream_t CudaLanes::stream_of(int lane) {
@@ -137,10 +139,12 @@ void CudaLanes::join() {
 
 void CudaLanes::leave() {
   const auto caller = c10::cuda::getCurrentCUDAStream(device_).stream();
-  check(cudaEventRecord(ended_, caller), "cudaEventRecord");
-  ended_on_ = caller;
-  ended_in_ = capture_of(caller).id;
-  has_ended_ = true;
+  const Capture capture = capture_of(caller);
+  End& end = capture ? captured_end_ : eager_end_;
+  check(cudaEventRecord(end.event, caller), "cudaEventRecord");
+  end.is_recorded = true;
+  end.stream = caller;
+  end.capture = capture.id;
 }
 
 void CudaLanes::cancel() noexcept {

@@ -55,11 +55,15 @@ class CudaLanes final : public Lanes {
   cudaEvent_t forked_ = nullptr;
   std::vector<cudaEvent_t> events_;
   size_t used_ = 0;
-  // The end of the operation before.
-  cudaEvent_t ended_ = nullptr;
-  cudaStream_t ended_on_ = nullptr;
-  unsigned long long ended_in_ = 0;  // the capture; 0: none
-  bool has_ended_ = false;
+  // The end of the operation before, of eager ones and of those of the last capture.
+  struct End {
+    cudaEvent_t event = nullptr;
+    bool is_recorded = false;
+    cudaStream_t stream = nullptr;
+    unsigned long long capture = 0;
+  };
+  End eager_end_;
+  End captured_end_;
 };
 
 }  // namespace torch_overlap::cuda

@@ -1,7 +1,10 @@
 #include "torch_overlap/overlap/cuda/transport.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <thread>
 
 #include "torch_overlap/comm/backends/nccl/backend.h"
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
@@ -25,7 +28,7 @@ std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
 
 }  // namespace
 
-// The memory and the words of its waits, for as long as a graph or the device may use them.
+// The memory and the words of its waits, for as long as the device may use them.
 class CudaTransport::Hold final : public Body {
  public:
   Hold(const CudaTransport& of, cudaEvent_t until)
@@ -49,9 +52,13 @@ CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOpti
       board_(board_of(*options_.group)),
       words_{.epoch = word(memory_->rank(), options_.layout.epoch_at()),
              .ticket = word(memory_->rank(), options_.layout.epoch_at()) + 1,
+             .gone = word(memory_->rank(), options_.layout.gone_at()),
              .id = memory_->id(),
              .rank = memory_->rank(),
-             .size = memory_->size()} {
+             .size = memory_->size()},
+      cluster_(at::cuda::getDeviceProperties(memory_->device().index())->major >= 9
+                   ? options_.cluster
+                   : 1) {
   TORCH_OVERLAP_CHECK(memory_->size() <= kMostRanks, kUnsupported, memory_->name(),
                       ": expected at most ", kMostRanks, " ranks that share memory, got ",
                       memory_->size());
@@ -78,29 +85,37 @@ WordOfAll CudaTransport::word_of_all(int64_t at) const {
   return words;
 }
 
-void CudaTransport::keep_for_graph() {
-  const Capture capture = capture_of(current_stream());
-  if (!capture || capture.id == kept_for_) return;
-  on_graph_death(
-      capture.graph, [](void* body) { bury(static_cast<Hold*>(body)); }, new Hold(*this, nullptr));
-  kept_for_ = capture.id;
-}
-
 void CudaTransport::check() const {
   if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
 void CudaTransport::begin() {
-  keep_for_graph();
   require(
-      launch_begin(words_, word_of_all(options_.layout.done_at(memory_->rank())),
-                   word(memory_->rank(), options_.layout.done_at(0)), control(), current_stream()),
+      launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
+                   word_of_all(options_.layout.gone_at()),
+                   word(memory_->rank(), options_.layout.begun_at(0)), control(), current_stream()),
       "overlap: begin");
 }
 
 void CudaTransport::end() {
   const cudaStream_t stream = current_stream();
   if (!capture_of(stream)) require(cudaEventRecord(ended_, stream), "cudaEventRecord");
+}
+
+void CudaTransport::give_up() noexcept {
+  try {
+    end();
+  } catch (const std::exception&) {  // the device is broken, or the capture
+  }
+}
+
+void CudaTransport::drain(std::chrono::milliseconds timeout) noexcept {
+  const RelaxedCapture relaxed;
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  while (cudaEventQuery(ended_) == cudaErrorNotReady && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  (void)cudaGetLastError();
 }
 
 void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
@@ -111,7 +126,7 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
     if (!options_.use_ce) {
       require(launch_push(words_, there(move.to, move.at), from, bytes, flag, control(),
-                          options_.blocks, options_.cluster, stream),
+                          options_.blocks, cluster_, stream),
               "overlap: push");
       return;
     }

@@ -29,6 +29,9 @@ class CudaTransport final : public Transport {
   void check() const override;
   void begin() override;
   void end() override;
+  void give_up() noexcept override;
+  void drain(std::chrono::milliseconds timeout) noexcept override;
+  std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
   void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
   void post(Lanes& lanes, int lane, int flag) override;
@@ -44,14 +47,12 @@ class CudaTransport final : public Transport {
   WordOfAll word_of_all(int64_t at) const;
   cudaStream_t current_stream() const;
   WaitControl control() const;
-  // The graph that captures the current stream, if one does, keeps what it needs of this.
-  void keep_for_graph();
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;
   const std::shared_ptr<WaitBoard> board_;
   const ChannelWords words_;
-  unsigned long long kept_for_ = 0;
+  const int cluster_;
   cudaEvent_t ended_ = nullptr;
 };
 

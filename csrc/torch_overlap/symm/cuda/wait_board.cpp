@@ -121,8 +121,11 @@ std::optional<std::string> WaitBoard::expired() const {
   switch (record.kind) {
     case WaitKind::begin:
       return concat(name, ": expected rank ", record.peer, " to begin operation ",
-                    record.expected + 1, within, "operation ", record.seen + 1,
+                    record.expected, within, "operation ", record.seen,
                     "; do all ranks make the same calls?");
+    case WaitKind::gone:
+      return concat(name, ": expected all ranks to take part in operation ", record.expected,
+                    ", got one that has given up; its own error says why");
     case WaitKind::chunk:
       return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
                     record.expected, within, "operation ", record.seen,

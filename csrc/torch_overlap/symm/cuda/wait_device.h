@@ -42,11 +42,37 @@ __device__ __forceinline__ uint64_t now_ns() {
   return value;
 }
 
-// Whether a wait has failed or the host has stopped them: what a rank would be told need not be
-// true any more. Looks at host memory.
+// Whether a wait has failed: what a rank would be told need not be true any more.
 __device__ __forceinline__ bool has_failed(const WaitControl& control) {
-  return *static_cast<const volatile uint32_t*>(control.failed) != kFine ||
+  return *static_cast<const volatile uint32_t*>(control.failed) != kFine;
+}
+
+// The same, or the host has stopped the waits. Looks at host memory: a trip over PCIe.
+__device__ __forceinline__ bool has_failed_or_stopped(const WaitControl& control) {
+  return has_failed(control) ||
          *static_cast<const volatile uint32_t*>(&control.record->stopped) != 0;
+}
+
+// Puts `what` on record, with what was seen, if nothing is yet: from here on all waits fail.
+__device__ __forceinline__ void give_up(const WaitControl& control, const WaitRecord& what,
+                                        uint64_t seen) {
+  const volatile uint32_t* failed = control.failed;
+  if (atomicCAS(control.failed, kFine, kWriting) != kFine) {
+    while (*failed == kWriting) __nanosleep(64);  // until the few words below are written
+    return;
+  }
+  volatile WaitRecord* record = control.record;
+  record->kind = what.kind;
+  record->window = what.window;
+  record->peer = what.peer;
+  record->expected = what.expected;
+  record->seen = seen;
+  record->timeout_ns = control.timeout_ns;
+  __threadfence_system();
+  record->expired = 1;
+  // The host must see that before it sees another wait end.
+  __threadfence_system();
+  atomicExch(control.failed, kFailed);
 }
 
 // Waits until `is_there(seen)`, where seen = load_acquire(address). False if it gave up: expired
@@ -72,22 +98,7 @@ __device__ bool wait_until(const WaitControl& control, const Word* address, cons
       look_at_host = now + kLookAtHostNs;
     }
     if (now - begin >= control.timeout_ns) {
-      if (atomicCAS(control.failed, kFine, kWriting) == kFine) {
-        volatile WaitRecord* record = control.record;
-        record->kind = what.kind;
-        record->window = what.window;
-        record->peer = what.peer;
-        record->expected = what.expected;
-        record->seen = seen;
-        record->timeout_ns = control.timeout_ns;
-        __threadfence_system();
-        record->expired = 1;
-        // The host must see that before it sees another wait end.
-        __threadfence_system();
-        atomicExch(control.failed, kFailed);
-      } else {
-        while (*failed == kWriting) __nanosleep(64);  // until the few words above are written
-      }
+      give_up(control, what, seen);
       return false;
     }
     __nanosleep(nap);

@@ -7,8 +7,9 @@ namespace torch_overlap::cuda {
 // What a wait was for; `window`, `peer`, `expected` and `seen` mean another thing in each.
 enum class WaitKind : uint32_t {
   signal,  // of rank `peer` in the window
-  begin,   // of the operation after `expected` of an overlap buffer, on rank `peer`
+  begin,   // of operation `expected` of an overlap buffer, on rank `peer`
   chunk,   // of operation `expected` of an overlap buffer, by rank `peer`
+  gone,    // as begin or chunk, but another rank has given up meanwhile
 };
 
 // What a kernel needs to wait; of one communicator, or of one that has none.

@@ -47,7 +47,7 @@ cudaError_t launch_put_of(void* to, const void* from, size_t bytes, cudaStream_t
 
 __global__ void signal_kernel(uint64_t* count, WaitControl control) {
   // The host's word too: the data may come from an operation that an abort has ended.
-  if (has_failed(control)) return;
+  if (has_failed_or_stopped(control)) return;
   // The kernels and copies before this one on the stream have ended, and what they wrote is in the
   // memory of the peer or on its way there: the fence orders it before the count.
   __threadfence_system();
