@@ -80,8 +80,9 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, state: Float8Sta
 def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, dim: int | None) -> _Plan:
     kind, features = x.device.type, weights[0].size(1)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if dtype not in _DTYPES:
-        raise TypeError(f"{who}: expected x of float32, float16 or bfloat16 with fp8, got {dtype}; convert it")
+    for what, found in (("x", dtype), ("weights", weights[0].dtype)):
+        if found not in _DTYPES:
+            raise TypeError(f"{who}: expected {what} of float32, float16 or bfloat16 with fp8, got {found}; convert it")
     if x.dim() < 2:
         raise ValueError(f"{who}: expected x of two or more dimensions, got shape {list(x.shape)}; use x.unsqueeze(0)")
     if x.size(-1) != features:
@@ -114,11 +115,16 @@ def _quantize(
     found = [ops.quantize_delayed(part, scale, dtype, columnwise=columnwise) for part in parts]
     data, scale_inv, columns, amax = found[0]
     if len(found) > 1:
-        data = torch.cat([part[0] for part in found], dim)
+        data = _concatenated([part[0] for part in found], dim)
         amax = torch.cat([part[3] for part in found]).amax()
         if columnwise:
-            columns = torch.cat([part[2] for part in found], 1 if dim == 0 else 0)
+            columns = _concatenated([part[2] for part in found], 1 if dim == 0 else 0)
     return _Operand(data, scale_inv, columns if columnwise else None), amax
+
+
+def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """As bytes: autocast knows no 8-bit floats."""
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -130,7 +136,8 @@ def _product(lhs: _Scaled, rhs: _Scaled, dtype: torch.dtype, bias: Tensor | None
     """lhs [..., k] rhs [n, k]^T + bias. In bfloat16, which holds every 8-bit value, where k does not suit FP8."""
     if lhs[0].size(-1) % ALIGNMENT != 0:
         assert bias is None
-        wide = lhs[0].to(torch.bfloat16).matmul(rhs[0].to(torch.bfloat16).t())
+        with torch.autocast(lhs[0].device.type, enabled=False):
+            wide = lhs[0].to(torch.bfloat16).matmul(rhs[0].to(torch.bfloat16).t())
         return (wide * (lhs[1] * rhs[1])).to(dtype)
     return ops.gemm(
         *lhs, *rhs, bias, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, rhs_transposed=True,
