@@ -79,7 +79,8 @@ def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> Tr
     config = Config(args.dim, args.layers, args.heads, args.sequence)
     fp8 = None if args.fp8 == "none" else to.nn.Float8Recipe(args.fp8)
     return Trainer(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
-                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, graph=not args.no_graph, fp8=fp8)  # fmt: skip
+                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, fp8=fp8,
+                   graph=not args.no_graph)  # fmt: skip
 
 
 def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[float]:
