@@ -6,7 +6,9 @@
 (M, N, K) are of the whole layer: an all-gather has x [M / tp, K] and w [N / tp, K], a reduce-scatter x [M, K / tp] and
 w [N, K / tp]. bf16, random data, inputs that rotate beyond the L2 cache. "gemm" is the whole rank-local product by the
 algorithm of cuBLASLt that was measured to be the fastest: ratio_gemm is the time over that one's, in the same round.
-Every time is the slowest rank's.
+Every time is the slowest rank's. "op" is the operator; "ring" and "pipeline" are the methods of
+the overlap classes; "nccl" and "torch" are the collective and the product one after the other, and torch's
+symm_mem.fused_*.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ def gather_calls(comm: to.TorchComm, m: int, n: int, k: int) -> tuple[Calls, int
 
     calls: Calls = {
         "gemm": lambda i: product(whole, ws[i % sets], out),
+        "op": lambda i: to.ops.all_gather_matmul(xs[i % sets], [ws[i % sets]], comm, algorithm="ring"),
         "ring": lambda i: ring.split_overlap_ag(ws[i % sets], True, xs[i % sets], False, out),
         "nccl": nccl,
         "torch": lambda i: torch.ops.symm_mem.fused_all_gather_matmul(xs[i % sets], [ws[i % sets].t()], 0, name),
@@ -101,6 +104,7 @@ def scatter_calls(comm: to.TorchComm, m: int, n: int, k: int) -> tuple[Calls, in
 
     calls: Calls = {
         "gemm": lambda i: product(xs[i % sets], ws[i % sets], whole),
+        "op": lambda i: to.ops.matmul_reduce_scatter(xs[i % sets], ws[i % sets], comm, algorithm="ring"),
         "ring": lambda i: ring.split_overlap_rs(ws[i % sets], True, xs[i % sets], False, None, rs_output=out),
         "pipeline": lambda i: pipeline.split_overlap_rs(ws[i % sets], True, xs[i % sets], False, None, rs_output=out),
         "nccl": nccl,
@@ -149,7 +153,7 @@ def main() -> None:
             for mode in ("graph", "eager"):
                 samples = measure(comm, calls, sets, mode, args.rounds)
                 gemm_us, gemm_iqr = median_and_iqr(samples["gemm"])
-                for algorithm in (name for name in ("ring", "pipeline") if name in calls):
+                for algorithm in (name for name in ("op", "ring", "pipeline") if name in calls):
                     us, iqr = median_and_iqr(samples[algorithm])
                     over, spread = ratio(samples, algorithm, "gemm")
                     peers = {name: median_and_iqr(samples[name])[0] for name in ("nccl", "torch")}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from enum import Enum, IntEnum
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -551,3 +551,231 @@ class ScalingMode(IntEnum):
     CURRENT_TENSOR_SCALING = 3
     BLOCK_1D_SCALING = 4
     BLOCK_2D_SCALING = 5
+
+# --- Overlap ---------------------------------------------------------------------------------------
+
+class CommOverlapType(IntEnum):
+    NONE = 0
+    RS = 1
+    AG = 2
+
+class CommOverlapMethod(IntEnum):
+    NONE = 0
+    BULK = 1
+    PIPELINE = 2
+    RING_EXCHANGE = 3
+
+class CommOverlapAlgo(IntEnum):
+    NO_OVERLAP = 0
+    BULK_OVERLAP_AG = 1
+    BULK_OVERLAP_RS = 2
+    SPLIT_PIPELINED_AG_P2P = 3
+    SPLIT_PIPELINED_RS = 4
+    SPLIT_PIPELINED_RS_P2P = 5
+    ATOMIC_GEMM_RS = 6
+    ATOMIC_GEMM_AG_P2P = 7
+    ATOMIC_GEMM_RS_P2P = 8
+    EXTERNAL_BULK_OVERLAP_AG = 9
+
+class CommOverlapConfig:
+    comm_type: CommOverlapType
+    method: CommOverlapMethod
+    buffer_shape: list[int]
+    buffer_dtype: torch.dtype
+    tp_size: int
+    num_splits: int
+    num_max_streams: int
+    comm_cga_size: int
+    gemm_priority: int
+    comm_priority: int
+    num_comm_sm: int
+    set_sm_margin: bool
+    use_ce: bool
+    atomic_gemm: bool
+    rs_overlap_first_gemm: bool
+    aggregate_ag: bool
+    def __init__(
+        self,
+        comm_type: CommOverlapType,
+        method: CommOverlapMethod,
+        buffer_shape: Sequence[int],
+        buffer_dtype: torch.dtype,
+        tp_size: int,
+        *,
+        num_splits: int | None = None,
+        num_max_streams: int | None = None,
+        comm_cga_size: int | None = None,
+        gemm_priority: int = 0,
+        comm_priority: int = 0,
+        num_comm_sm: int | None = None,
+        set_sm_margin: bool | None = None,
+        use_ce: bool | None = None,
+        atomic_gemm: bool = False,
+        rs_overlap_first_gemm: bool = False,
+        aggregate_ag: bool = False,
+    ) -> None: ...
+
+class OverlapGroup:
+    def __init__(
+        self,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        barrier: Callable[[], object],
+        rank: int,
+        size: int,
+        device: torch.device,
+        name: str = "outside",
+        timeout: timedelta | None = None,
+    ) -> None: ...
+    def get_rank(self) -> int: ...
+    def get_size(self) -> int: ...
+
+class CommOverlapCore:
+    @property
+    def config(self) -> CommOverlapConfig: ...
+    def get_tp_size(self) -> int: ...
+    def is_atomic_gemm(self) -> bool: ...
+    def is_p2p_overlap(self) -> bool: ...
+    def is_fp8_ubuf(self) -> bool: ...
+    def get_ubuf_dptr(self) -> int: ...
+    def last_path(self) -> str: ...
+    def set_active_tokens(self, tokens: int) -> None: ...
+    def copy_into_buffer(self, input: Tensor, local_chunk: bool = False) -> None: ...
+    def get_buffer(self, local_chunk: bool = False) -> Tensor: ...
+    def get_buffer_chunk_by_id(self, chunk_id: int) -> Tensor: ...
+    def set_ubuf_scale_inv(self, scale_inv: Tensor) -> None: ...
+    def bulk_overlap_external_ag(self, lender: CommOverlapCore) -> None: ...
+    def bulk_overlap(
+        self,
+        A: Tensor,
+        transa: bool,
+        B: Tensor | None,
+        transb: bool,
+        D: Tensor | None,
+        bias: Tensor | None = None,
+        pre_gelu_out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        grad: bool = False,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        rs_output: Tensor | None = None,
+        *,
+        scaling_mode: int = 0,
+        A_scale_inv: Tensor | None = None,
+        B_scale_inv: Tensor | None = None,
+        D_scale: Tensor | None = None,
+        D_amax: Tensor | None = None,
+        comm_type: CommOverlapType = ...,
+    ) -> None: ...
+    def split_overlap_ag(
+        self,
+        A: Tensor,
+        transa: bool,
+        B: Tensor | None,
+        transb: bool,
+        D: Tensor | None,
+        bias: Tensor | None = None,
+        pre_gelu_out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        grad: bool = False,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        B_copy: Tensor | None = None,
+        *,
+        scaling_mode: int = 0,
+        A_scale_inv: Tensor | None = None,
+        B_scale_inv: Tensor | None = None,
+        D_scale: Tensor | None = None,
+        D_amax: Tensor | None = None,
+        comm_type: CommOverlapType = ...,
+    ) -> None: ...
+    def atomic_gemm_overlap_ag(
+        self,
+        A: Tensor,
+        transa: bool,
+        B: Tensor | None,
+        transb: bool,
+        D: Tensor | None,
+        bias: Tensor | None = None,
+        pre_gelu_out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        grad: bool = False,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        B_copy: Tensor | None = None,
+        *,
+        scaling_mode: int = 0,
+        A_scale_inv: Tensor | None = None,
+        B_scale_inv: Tensor | None = None,
+        D_scale: Tensor | None = None,
+        D_amax: Tensor | None = None,
+        comm_type: CommOverlapType = ...,
+    ) -> None: ...
+    def split_overlap_rs(
+        self,
+        A: Tensor,
+        transa: bool,
+        B: Tensor | None,
+        transb: bool,
+        D: Tensor | None,
+        bias: Tensor | None = None,
+        pre_gelu_out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        grad: bool = False,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        rs_output: Tensor | None = None,
+        *,
+        scaling_mode: int = 0,
+        A_scale_inv: Tensor | None = None,
+        B_scale_inv: Tensor | None = None,
+        D_scale: Tensor | None = None,
+        D_amax: Tensor | None = None,
+        comm_type: CommOverlapType = ...,
+    ) -> None: ...
+    def atomic_gemm_overlap_rs(
+        self,
+        A: Tensor,
+        transa: bool,
+        B: Tensor | None,
+        transb: bool,
+        D: Tensor | None,
+        bias: Tensor | None = None,
+        pre_gelu_out: Tensor | None = None,
+        workspace: Tensor | None = None,
+        grad: bool = False,
+        accumulate: bool = False,
+        use_split_accumulator: bool = False,
+        rs_output: Tensor | None = None,
+        *,
+        scaling_mode: int = 0,
+        A_scale_inv: Tensor | None = None,
+        B_scale_inv: Tensor | None = None,
+        D_scale: Tensor | None = None,
+        D_amax: Tensor | None = None,
+        comm_type: CommOverlapType = ...,
+    ) -> None: ...
+
+class CommOverlapBase(CommOverlapCore):
+    @overload
+    def __init__(self, comm: TorchComm, config: CommOverlapConfig) -> None: ...
+    @overload
+    def __init__(self, group: OverlapGroup, config: CommOverlapConfig) -> None: ...
+
+class CommOverlapP2PBase(CommOverlapCore):
+    @overload
+    def __init__(self, comm: TorchComm, config: CommOverlapConfig) -> None: ...
+    @overload
+    def __init__(self, group: OverlapGroup, config: CommOverlapConfig) -> None: ...
+
+def _create_comm_overlap_buffer(comm: TorchComm, config: CommOverlapConfig) -> int: ...
+def _destroy_comm_overlap_buffer(id: int) -> None: ...
+def _destroy_all_comm_overlap_buffers() -> None: ...
+def _find_comm_overlap_buffer(id: int) -> CommOverlapCore: ...
+def _comm_overlap_buffers() -> dict[int, tuple[str, CommOverlapConfig, int]]: ...
+def _explain_algorithm(
+    op: str, algorithm: str, comm: TorchComm, dtype: torch.dtype, chunk_rows: int, gather_bytes: int, scatter_bytes: int
+) -> tuple[str, str]: ...
+def _explain_all_reduce(algorithm: str, comm: TorchComm, rows: int) -> tuple[str, str]: ...
+def _set_interleaving(seed: int) -> None: ...
+
+class _PretendUnreachable: ...

@@ -102,7 +102,7 @@ def create_comm_overlap_buffer(
 
 
 def destroy_comm_overlap_buffer(id: int) -> None:
-    """Takes one hold of the buffer back; the last one ends it. Raises InvalidValueError for an unknown or dead number."""
+    """Takes one hold of the buffer back; the last ends it. InvalidValueError for an unknown or dead number."""
     _C._destroy_comm_overlap_buffer(id)
 
 

@@ -109,6 +109,8 @@ void read_recorder(Env& env) {
   env.recorder_signal = signal_number("TORCHCOMM_FR_DUMP_SIGNAL");
 }
 
+void read_overlap(Env& env) { env.log_chunks = flag("TORCH_OVERLAP_LOG_CHUNKS", env.log_chunks); }
+
 }  // namespace
 
 Env Env::read() {
@@ -162,6 +164,7 @@ Env Env::read() {
                       env.unique_id_exchange, "'");
   env.serialization = to_lower(text("TORCHCOMMS_SERIALIZATION").value_or("torch_save"));
   read_recorder(env);
+  read_overlap(env);
   return env;
 }
 

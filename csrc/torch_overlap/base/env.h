@@ -73,6 +73,12 @@ struct TORCH_OVERLAP_API Env {
   // change their environment while threads run take their own risk.
   bool recorder_dynamic_file = false;
 
+  // --- Overlapped products
+  // ----------------------------------------------------------------------------------------
+  // TORCH_OVERLAP_LOG_CHUNKS: write each product and each exchange to stderr as it is issued.
+  // Default false. Read when a buffer or an operator's channel is made.
+  bool log_chunks = false;
+
   static Env read();
 };
 

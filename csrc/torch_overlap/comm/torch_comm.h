@@ -228,8 +228,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
 
   Hooks& hooks() { return *hooks_; }
 
-  // What else is made once for these members and ends with them: by finalize(), reconfigure() or the
-  // end of the object. It may not keep the communicator. Null if nothing was attached by the name.
+  // What else is made once for these members and ends with them: by finalize(), reconfigure() or
+  // the end of the object. It may not keep the communicator. Null if nothing was attached by the
+  // name.
   std::shared_ptr<void> attachment(const std::string& name) const;
   void attach(const std::string& name, std::shared_ptr<void> what);
 

@@ -73,11 +73,10 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   const int64_t columns = matrix.cols.expect_int();
   buffer->set_active_tokens(rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
-  TORCH_OVERLAP_CHECK(gathered.size(1) == columns &&
-                          gathered.element_size() == call.lhs.element_size(),
-                      kValue, kGemm, ": expected lhs of ", gathered.size(1), " features of ",
-                      gathered.element_size(), " bytes, as the buffer has, got ", columns, " of ",
-                      call.lhs.element_size());
+  TORCH_OVERLAP_CHECK(
+      gathered.size(1) == columns && gathered.element_size() == call.lhs.element_size(), kValue,
+      kGemm, ": expected lhs of ", gathered.size(1), " features of ", gathered.element_size(),
+      " bytes, as the buffer has, got ", columns, " of ", call.lhs.element_size());
   whole.lhs = gathered.view(call.lhs.scalar_type()).view_symint(sizes);
   auto results = empty_gemm_results(whole);
   auto& aux_out = std::get<3>(results);
@@ -105,6 +104,9 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   GemmResults results{at::empty_symint(scaled_sizes(shape.sizes, 1, tp), options), none, none,
                       none};
   if (call.lhs.is_meta()) return results;
+  TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
+                      ": expected an output of ", buffer->config().buffer_shape[1],
+                      " features, as the buffer has, got ", shape.n);
   buffer->set_active_tokens(shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
@@ -119,8 +121,8 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
 
 GemmResults run_overlapped(const GemmCall& call) {
   TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue, kGemm,
-                      ": expected comm_type to be NONE (0), RS (1) or AG (2), got ",
-                      call.comm_type, ", an invalid collective type");
+                      ": expected comm_type to be NONE (0), RS (1) or AG (2), got ", call.comm_type,
+                      ", an invalid collective type");
   const auto type = static_cast<CommOverlapType>(call.comm_type);
   const auto buffer = find_comm_overlap_buffer(kGemm, call.comm_overlap_id);
   const auto method = buffer->config().method;
@@ -129,6 +131,10 @@ GemmResults run_overlapped(const GemmCall& call) {
                       ", ", to_string(method), " (", static_cast<int64_t>(method), "), got ",
                       call.comm_overlap_method);
   if (method == CommOverlapMethod::BULK) return run_bulk(call, buffer, type);
+  TORCH_OVERLAP_CHECK(buffer->config().comm_type == type, kUnsupported, kGemm,
+                      ": Operation not supported. Expected comm_type to be that of buffer ",
+                      call.comm_overlap_id, ", ", to_string(buffer->config().comm_type), ", got ",
+                      to_string(type));
   return type == CommOverlapType::AG ? run_gather(call, buffer) : run_scatter(call, buffer);
 }
 

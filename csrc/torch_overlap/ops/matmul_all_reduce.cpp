@@ -60,10 +60,10 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   if (algorithm == "ring") {
-    (void)choose_algorithm(kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
-                           inputs.size(0) / kAllReduceChunks, static_cast<int64_t>(rows.nbytes()),
-                           scatter_bytes(*communicator, inputs.size(0), rows.size(1),
-                                         x.scalar_type()));
+    (void)choose_algorithm(
+        kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
+        inputs.size(0) / kAllReduceChunks, static_cast<int64_t>(rows.nbytes()),
+        scatter_bytes(*communicator, inputs.size(0), rows.size(1), x.scalar_type()));
     ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
     return out;
   }

@@ -17,7 +17,8 @@ constexpr int64_t kMinChunkRows = 256;
 constexpr int kBulkBlocks = 16;
 
 bool is_multiplied(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
 }
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
@@ -57,8 +58,10 @@ Choice choose(std::string_view op, std::string_view algorithm,
   }
   if (comm->size() == 1) return {Algorithm::sequential, "one rank"};
   if (!is_worth_chunks(chunk_rows)) {
-    return {Algorithm::sequential, concat("chunks of ", chunk_rows, " rows are quicker computed "
-                                          "than sent; ", kMinChunkRows, " are worth it")};
+    return {Algorithm::sequential, concat("chunks of ", chunk_rows,
+                                          " rows are quicker computed "
+                                          "than sent; ",
+                                          kMinChunkRows, " are worth it")};
   }
   // On a CPU nothing runs beside a product but the communicator's threads.
   if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU"};
@@ -138,9 +141,12 @@ Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm, int6
   if (algorithm != "auto") return {Algorithm::sequential, "asked for"};
   if (comm.size() == 1) return {Algorithm::sequential, "one rank"};
   const int64_t chunk_rows = rows / kAllReduceChunks;
-  if (is_worth_chunks(chunk_rows)) return {Algorithm::chunked, concat("pieces of ", chunk_rows, " rows")};
-  return {Algorithm::sequential, concat("pieces of ", chunk_rows, " rows are quicker computed than "
-                                        "sent; ", kMinChunkRows, " are worth it")};
+  if (is_worth_chunks(chunk_rows))
+    return {Algorithm::chunked, concat("pieces of ", chunk_rows, " rows")};
+  return {Algorithm::sequential, concat("pieces of ", chunk_rows,
+                                        " rows are quicker computed than "
+                                        "sent; ",
+                                        kMinChunkRows, " are worth it")};
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }

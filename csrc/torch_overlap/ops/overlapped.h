@@ -71,8 +71,8 @@ struct ScatterMultiply {
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem);
 
-// The same with one product for all rows: `before_sum` is called behind it, and the reduction goes on
-// beside `beside`.
+// The same with one product for all rows: `before_sum` is called behind it, and the reduction goes
+// on beside `beside`.
 void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside);

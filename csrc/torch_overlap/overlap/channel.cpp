@@ -3,8 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <iostream>
 #include <mutex>
 
+#include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/overlap/comm_transport.h"
@@ -31,6 +33,14 @@ class CallbackBootstrap final : public Bootstrap {
 
  private:
   const OverlapGroup::Callbacks callbacks_;
+};
+
+// Also when an error ends the meeting: its keys do not stay in the store.
+struct LeavesAtEnd {
+  Bootstrap* bootstrap;
+  ~LeavesAtEnd() {
+    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap)) of_store->leave();
+  }
 };
 
 }  // namespace
@@ -77,8 +87,10 @@ std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) cons
   if (!comm) return std::make_unique<CallbackBootstrap>(callbacks_, rank_, size_, timeout_);
   const auto members = comm->membership();
   if (!members->context.store) return nullptr;
-  return std::make_unique<StoreBootstrap>(members->context.store, concat(what, " of '", name_, "'"),
-                                          rank_, size_, timeout());
+  const uint64_t number = members->registrations->fetch_add(1);
+  return std::make_unique<StoreBootstrap>(members->context.store,
+                                          concat(what, " #", number, " of '", name_, "'"), rank_,
+                                          size_, timeout());
 }
 
 void OverlapGroup::require_active(std::string_view op) const {
@@ -120,6 +132,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     if (fault) throw Error(fault.kind, fault.text);
     channel->obstacle_ = "the communicator has no peers";
   } else {
+    const LeavesAtEnd leaves{bootstrap.get()};
     agree(*bootstrap, request.op, fault);
     const auto digests = bootstrap->all_gather(request.digest);
     for (int rank = 1; rank < group->size(); ++rank) {
@@ -141,11 +154,11 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
         channel->obstacle_ = error.what();  // the same on all ranks
       }
     }
-    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap.get())) of_store->leave();
   }
   TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
                       ": expected ranks that reach each other's memory, or a communicator; ",
                       channel->obstacle_);
+  channel->logs_ = Env::read().log_chunks;
   channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
   if (channel->memory_) {
     channel->transport_ =
@@ -167,23 +180,47 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
   return part_.narrow(0, at, bytes).view(dtype).view(sizes);
 }
 
+void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
+  if (channel.logs_) channel.log_gemm(lane, args);
+  lanes.run(lane, "gemm", [op, args] { torch_overlap::gemm(op, args); });
+}
+
+void OverlapChannel::log_exchange(const Transport::Move& move) const {
+  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": chunk ",
+                      move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to, ", chunk ",
+                      move.get_flag, " from rank ", move.from, " by ", transport_->name(), "\n");
+}
+
+void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
+  const auto [m, n, k] = gemm_shape(args);
+  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": product ", m,
+                      " x ", n, " x ", k, " on lane ", lane, "\n");
+}
+
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
                                      OverlapChannel* lender)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_} {
+      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_,
+               channel} {
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
     std::lock(lock_, lender_lock_);
   } else {
     lock_.lock();
   }
-  channel.group_->require_active(op);
   TORCH_OVERLAP_CHECK(channel.broken_.empty(), kState, op,
                       ": expected a usable buffer, got one of which an operation ended half way: ",
                       channel.broken_, "; make a new one");
   try {
+    // Before the communicator, which a wait that expired has ended: this says which.
     channel.transport_->check();
+  } catch (...) {
+    fail();
+    throw;
+  }
+  channel.group_->require_active(op);
+  try {
     channel.lanes_->enter();
     channel.transport_->begin();
     session_.lanes.fork();

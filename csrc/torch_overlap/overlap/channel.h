@@ -10,6 +10,7 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/device.h"
 #include "torch_overlap/symm/bootstrap.h"
 
@@ -113,7 +114,14 @@ class TORCH_OVERLAP_API OverlapChannel {
     Lanes& lanes;
     Transport& transport;
 
-    void exchange(int lane, const Transport::Move& move) { transport.exchange(lanes, lane, move); }
+    const OverlapChannel& channel;
+
+    void exchange(int lane, const Transport::Move& move) {
+      if (channel.logs_) channel.log_exchange(move);
+      transport.exchange(lanes, lane, move);
+    }
+    // Puts a product on the lane.
+    void gemm(int lane, std::string_view op, const GemmArgs& args);
     void arrived(int lane, const std::vector<int>& flags) { transport.arrived(lanes, lane, flags); }
     void post(int lane, int flag) { transport.post(lanes, lane, flag); }
   };
@@ -155,6 +163,9 @@ class TORCH_OVERLAP_API OverlapChannel {
   std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Transport> transport_;
   std::mutex mutex_;
+  bool logs_ = false;
+  void log_exchange(const Transport::Move& move) const;
+  void log_gemm(int lane, const GemmArgs& args) const;
   std::string broken_;  // what ended an operation half way; empty: nothing has
 };
 

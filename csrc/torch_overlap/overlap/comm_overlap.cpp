@@ -9,6 +9,7 @@ namespace torch_overlap {
 namespace {
 
 constexpr std::string_view kCreate = "CommOverlap";
+constexpr int64_t kScaledRows = 128;  // scales of blocks are cut there
 
 bool receives_parts(const CommOverlapConfig& config) {
   return config.method == CommOverlapMethod::RING_EXCHANGE &&
@@ -182,6 +183,19 @@ void CommOverlapCore::check_rs_output(std::string_view op, const Tensor& rs_outp
                       ", got ", rs_output.scalar_type());
 }
 
+void CommOverlapCore::check_bias_of_sum(std::string_view op, const Tensor& bias,
+                                        const Tensor& rs_output) const {
+  if (!bias.defined()) return;
+  const int64_t columns = rs_output.size(1);
+  TORCH_OVERLAP_CHECK(bias.dim() == 1 && bias.size(0) == columns && bias.is_contiguous(), kValue,
+                      op, ": expected bias of shape [", columns, "], contiguous, got ",
+                      bias.sizes(), " of strides ", bias.strides());
+  TORCH_OVERLAP_CHECK(
+      bias.scalar_type() == rs_output.scalar_type() && bias.device() == rs_output.device(), kType,
+      op, ": expected bias of ", rs_output.scalar_type(), " on ", rs_output.device(),
+      ", as rs_output, got ", bias.scalar_type(), " on ", bias.device());
+}
+
 // --- Products
 // --------------------------------------------------------------------------------------
 
@@ -264,6 +278,7 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
   TORCH_OVERLAP_CHECK(n == config_.buffer_shape[1], kValue, op, ": expected a product of the ",
                       config_.buffer_shape[1], " features of the buffer, got ", n, " columns");
   check_rs_output(op, rs_output, n);
+  check_bias_of_sum(op, epilogue.bias, rs_output);
   (void)scale_of_sum(op);
   check_gemm(op, product);
   return with_margin(product);
@@ -288,6 +303,8 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
   constexpr std::string_view kOp = "bulk_overlap";
   const bool gathers = type == CommOverlapType::AG;
   check_gemm(kOp, args);
+  TORCH_OVERLAP_CHECK(gathers || config().buffer_dtype != at::kByte, kType, kOp,
+                      ": expected a floating-point buffer for RS, got uint8, which has no sums");
   if (!gathers && rs_output.defined()) check_rs_output(kOp, rs_output, config().buffer_shape[1]);
   TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
                       ": expected rs_output for the sum of an 8-bit buffer, got none");
@@ -367,6 +384,10 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
       ": expected lhs without scaling, or with one factor that all "
       "ranks share, got ",
       to_string(args.lhs.scaling));
+  TORCH_OVERLAP_CHECK(
+      !args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(), kUnsupported, op,
+      ": expected no bias gradient with the derivative of GELU, which is a sum over "
+      "rows; sum those of D");
   Tensor own = chunk;
   if (args.lhs.data.defined()) {
     own = args.lhs.data;
@@ -375,6 +396,8 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
                         kValue, op, ": expected lhs to be this rank's rows, contiguous, ",
                         chunk.sizes(), " of ", config().buffer_dtype, ", got ", own.sizes(), " of ",
                         own.scalar_type());
+    TORCH_OVERLAP_CHECK(own.device() == chunk.device(), kType, op, ": expected lhs on ",
+                        chunk.device(), ", got ", own.device());
     whole.lhs.data = buffer.view(own.scalar_type());
   } else {
     whole.lhs.data = buffer;
@@ -386,6 +409,9 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
         kValue, op, ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
         buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(), " of ",
         gathered.scalar_type());
+    TORCH_OVERLAP_CHECK(gathered.device() == buffer.device(), kType, op,
+                        ": expected the auxiliary buffer on ", buffer.device(), ", got ",
+                        gathered.device());
   }
   check_gemm(op, whole);
   whole = with_margin(whole);
@@ -403,6 +429,12 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
 
 void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
   const GemmArgs product = partial_product(op, args, rs_output);
+  TORCH_OVERLAP_CHECK(args.lhs.scaling == ScalingMode::NO_SCALING ||
+                          is_tensor_scaling(args.lhs.scaling) || config().tp_size == 1 ||
+                          rows().largest() % kScaledRows == 0,
+                      kUnsupported, op, ": expected parts of a multiple of ", kScaledRows,
+                      " rows with ", to_string(args.lhs.scaling), ", got parts of ",
+                      rows().largest(), "; use PIPELINE or one factor for the tensor");
   run_scatter_gemm(op, channel(),
                    {.gemms = {product},
                     .rows = rows(),

@@ -6,13 +6,13 @@ namespace torch_overlap {
 
 void CommTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   auto started = std::make_shared<WorkPtr>();
-  arriving_.insert_or_assign(move.get_flag, started);
   lanes.run(lane, "exchange", [comm = comm_.lock(), move, started] {
     std::vector<P2POp> ops;
     if (move.give.numel() > 0) ops.push_back({P2POp::Type::SEND, move.give, move.to});
     if (move.get.numel() > 0) ops.push_back({P2POp::Type::RECV, move.get, move.from});
     if (!ops.empty()) *started = comm->batch_send_recv(std::move(ops), /*async_op=*/true);
   });
+  arriving_.insert_or_assign(move.get_flag, Arrival{.started = lanes.mark(lane), .work = started});
 }
 
 void CommTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
@@ -20,7 +20,9 @@ void CommTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
     const auto found = arriving_.find(flag);
     TORCH_OVERLAP_CHECK(found != arriving_.end(), kRuntime, "expected an exchange for flag ", flag,
                         ", got none");
-    lanes.wait(lane, found->second);
+    // The lane of the exchange may not have come to it yet.
+    lanes.after(lane, found->second.started);
+    lanes.wait(lane, found->second.work);
   }
 }
 

@@ -26,8 +26,11 @@ class CommTransport final : public Transport {
 
  private:
   const std::weak_ptr<TorchComm> comm_;  // which may keep the channel
-  // By flag: the operation that brings what it tells of. Made when the lane comes to it.
-  std::map<int, std::shared_ptr<WorkPtr>> arriving_;
+  struct Arrival {
+    Lanes::Mark started;            // behind the start of `work` on its lane
+    std::shared_ptr<WorkPtr> work;  // made when the lane comes to it
+  };
+  std::map<int, Arrival> arriving_;  // by flag: what brings that which it tells of
 };
 
 }  // namespace torch_overlap

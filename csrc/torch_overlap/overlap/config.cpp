@@ -109,6 +109,10 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(num_comm_sm % comm_cga_size == 0, kValue, op,
                       ": expected num_comm_sm to be a multiple of comm_cga_size ", comm_cga_size,
                       ", got ", num_comm_sm);
+  TORCH_OVERLAP_CHECK(!(method == Method::RING_EXCHANGE && use_ce && comm_cga_size > 1),
+                      kUnsupported, op,
+                      ": expected comm_cga_size 1 where copy engines carry the data, got ",
+                      comm_cga_size, "; use_ce=False moves it with kernels");
   TORCH_OVERLAP_CHECK(!aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),
                       kValue, op, ": expected RING_EXCHANGE and AG with aggregate_ag, got ",
                       to_string(method), " and ", to_string(comm_type));

@@ -111,10 +111,6 @@ class AmaxOfParts {
   int64_t next_ = 0;
 };
 
-void put_gemm(Lanes& lanes, int lane, std::string_view op, const GemmArgs& args) {
-  lanes.run(lane, "gemm", [op, args] { gemm(op, args); });
-}
-
 }  // namespace
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
@@ -170,7 +166,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
         GemmArgs part = gemm_rows(op, gemms[j], begin, length);
         if (from_own) part.lhs.data = own;
         largest[j].next(part);
-        put_gemm(lanes, lane, op, part);
+        session.gemm(lane, op, part);
       }
       if (problem.copy.defined()) {
         lanes.run(lane, "copy",
@@ -224,7 +220,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
           GemmArgs part = gemm_rows(op, gemms[j], rows.begin(chunk), rows.length(chunk));
           part.accumulate |= j > 0;
           if (j == 0) largest.next(part);
-          put_gemm(lanes, lane, op, part);
+          session.gemm(lane, op, part);
         }
       }
       if (i >= schedule.exchanges.size()) continue;
@@ -266,9 +262,8 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                               .get_flag = exchange.from});
       flags_.push_back(exchange.from);
     }
-    session.lanes.run(comm, "copy", [to = rows_of_rank(gathered, rows, rank), own] {
-      to.copy_(own);
-    });
+    session.lanes.run(comm, "copy",
+                      [to = rows_of_rank(gathered, rows, rank), own] { to.copy_(own); });
   } catch (...) {
     operation_->fail();
     throw;
@@ -313,7 +308,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
     for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
       if (is_product) {
         const int lane = i % lanes.computes();
-        put_gemm(lanes, lane, op, products[i]);
+        session.gemm(lane, op, products[i]);
         made[i] = lanes.mark(lane);
         continue;
       }
@@ -392,7 +387,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
           put_end_of_reads(channel, session, comm, size);
         }
         for (size_t i = 0; i < problem.gemms.size(); ++i) {
-          put_gemm(lanes, static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
+          session.gemm(static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
         }
       },
       problem.lender);

@@ -47,8 +47,8 @@ struct ScatterGemm {
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
 
-// An all-gather that goes on beside what the caller does next: started by the constructor, and there
-// after finish(). Uses flags 0 .. size - 1.
+// An all-gather that goes on beside what the caller does next: started by the constructor, and
+// there after finish(). Uses flags 0 .. size - 1.
 class TORCH_OVERLAP_API BackgroundGather {
  public:
   // `own` [length, k] to `gathered` [rows, k], in the channel's data from byte `at` on.

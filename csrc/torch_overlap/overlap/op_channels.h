@@ -14,8 +14,8 @@ namespace torch_overlap {
 enum class OperatorChannel { gather, scatter };
 
 // The channel of a communicator with room for `bytes`: made, or made anew with more room, by the
-// first call that needs it. Collective then: all ranks ask for the same. Null where it would have to
-// be made during a capture, where no memory can be shared. It ends with the communicator.
+// first call that needs it. Collective then: all ranks ask for the same. Null where it would have
+// to be made during a capture, where no memory can be shared. It ends with the communicator.
 TORCH_OVERLAP_API std::shared_ptr<OverlapChannel> operator_channel(
     std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which,
     int64_t bytes);

@@ -1,10 +1,11 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
 #include "torch_overlap/overlap/cpu/host_lanes.h"
-#include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/overlap/registry.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -110,6 +111,8 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
                                                  const py::object& barrier, int rank, int size,
                                                  const py::object& device, std::string name,
                                                  const py::object& timeout) {
+  TORCH_OVERLAP_CHECK(PyCallable_Check(all_gather.ptr()) && PyCallable_Check(barrier.ptr()), kType,
+                      "OverlapGroup: expected two callables, all_gather and barrier");
   const auto gather = share(all_gather);
   const auto meet = share(barrier);
   OverlapGroup::Callbacks callbacks{.all_gather =
@@ -217,13 +220,13 @@ void register_class(py::module_& m, const char* name, const char* doc) {
              const py::gil_scoped_release no_gil;
              return std::make_shared<Class>(OverlapGroup::of(comm), config);
            }),
-           py::arg("comm"), py::arg("config"))
+           py::arg("comm").none(false), py::arg("config"))
       .def(
           py::init([](const std::shared_ptr<OverlapGroup>& group, const CommOverlapConfig& config) {
             const py::gil_scoped_release no_gil;
             return std::make_shared<Class>(group, config);
           }),
-          py::arg("group"), py::arg("config"));
+          py::arg("group").none(false), py::arg("config"));
 }
 
 }  // namespace
@@ -264,7 +267,7 @@ void register_overlap(py::module_& m) {
             const py::gil_scoped_release no_gil;
             self.bulk_overlap_external_ag(*lender);
           },
-          py::arg("lender"));
+          py::arg("lender").none(false));
   using Core = CommOverlapCore;
   def_product(
       core, "bulk_overlap",
@@ -302,8 +305,8 @@ void register_overlap(py::module_& m) {
   register_class<CommOverlapP2PBase>(m, "CommOverlapP2PBase",
                                      "Chunks from rank to rank (RING_EXCHANGE).");
 
-  m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer, py::arg("comm").none(false),
+        py::arg("config"), py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_comm_overlap_buffer", &destroy_comm_overlap_buffer,
         py::call_guard<py::gil_scoped_release>());
   m.def("_destroy_all_comm_overlap_buffers", &destroy_all_comm_overlap_buffers,
@@ -317,14 +320,13 @@ void register_overlap(py::module_& m) {
     }
     return entries;
   });
-  m.def("_explain_algorithm",
-        [](const std::string& op, const std::string& algorithm,
-           const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype, int64_t chunk_rows,
-           int64_t gather_bytes, int64_t scatter_bytes) {
-          const auto choice = ops::explain_algorithm(op, algorithm, comm, dtype, chunk_rows,
-                                                     gather_bytes, scatter_bytes);
-          return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
-        });
+  m.def("_explain_algorithm", [](const std::string& op, const std::string& algorithm,
+                                 const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
+                                 int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
+    const auto choice =
+        ops::explain_algorithm(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes);
+    return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
+  });
   m.def("_explain_all_reduce",
         [](const std::string& algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
           const auto choice = ops::choose_all_reduce(*comm, algorithm, rows);

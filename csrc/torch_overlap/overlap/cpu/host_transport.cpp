@@ -17,17 +17,17 @@ std::atomic_ref<uint32_t> HostTransport::word(int rank, int64_t at) const {
       *reinterpret_cast<uint32_t*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
 }
 
-std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch,
-                                             std::function<std::string(uint32_t)> what) const {
-  return [this, at, epoch, what = std::move(what), until = Clock::time_point()]() mutable {
+std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int rank,
+                                             std::string_view does, uint32_t next) const {
+  return [this, at, epoch, rank, does, next, until = Clock::time_point()]() mutable {
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
     if (until == Clock::time_point()) until = now + timeout;
-    TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected ", what(epoch),
-                        " within ", timeout.count(), " ms, got operation ", seen,
-                        "; do all ranks make the same calls?");
+    TORCH_OVERLAP_CHECK(now < until, kTimeout, memory_->name(), ": expected rank ", rank, " to ",
+                        does, " operation ", epoch + next, " within ", timeout.count(),
+                        " ms, got operation ", seen + next, "; do all ranks make the same calls?");
     return false;
   };
 }
@@ -39,9 +39,7 @@ void HostTransport::begin() {
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
-    const auto has_begun = reaches(layout.done_at(rank), epoch_, [&](uint32_t epoch) {
-      return concat("rank ", rank, " to begin operation ", epoch + 1);
-    });
+    const auto has_begun = reaches(layout.done_at(rank), epoch_, rank, "begin", /*next=*/1);
     while (!has_begun()) std::this_thread::yield();
   }
   ++epoch_;
@@ -62,9 +60,8 @@ void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
 void HostTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
-    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, [flag](uint32_t epoch) {
-                 return concat("chunk ", flag, " of operation ", epoch);
-               }));
+    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, flag % memory_->size(),
+                             "do its part of", /*next=*/0));
   }
 }
 

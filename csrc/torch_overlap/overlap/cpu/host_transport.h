@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "torch_overlap/overlap/device.h"
 
@@ -28,9 +29,10 @@ class HostTransport final : public Transport {
  private:
   std::atomic_ref<uint32_t> word(int rank, int64_t at) const;
   // Says whether the word has come to `epoch`; throws when that takes longer than the timeout,
-  // counted from the first time that it is asked.
-  std::function<bool()> reaches(int64_t at, uint32_t epoch,
-                                std::function<std::string(uint32_t)> what) const;
+  // counted from the first time that it is asked. For the error: what `rank` does, in the operation
+  // of that epoch or the next one.
+  std::function<bool()> reaches(int64_t at, uint32_t epoch, int rank, std::string_view does,
+                                uint32_t next) const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;

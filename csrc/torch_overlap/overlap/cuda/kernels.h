@@ -17,7 +17,7 @@ inline constexpr int kMostRanks = 64;
 struct ChannelWords {
   uint32_t* epoch;
   uint32_t* ticket;  // 0 between kernels
-  uint64_t id;       // of the memory, for errors
+  uint64_t id;       // of the memory, for errors: of the rank that it is of
   int rank;
   int size;
 };
@@ -41,7 +41,7 @@ cudaError_t launch_tell(const ChannelWords& words, const WordOfAll& told,
 // Waits until the words of `count` flags have come to the epoch.
 struct FlagList {
   const uint32_t* at[kMostRanks];
-  int32_t number[kMostRanks];  // for errors
+  int32_t number[kMostRanks];  // for errors: of the rank that it is of
   int count;
 };
 cudaError_t launch_await(const ChannelWords& words, const FlagList& flags,

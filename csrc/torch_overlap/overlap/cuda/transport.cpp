@@ -130,7 +130,7 @@ void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
     FlagList list{};
     for (const int flag : flags) {
       list.at[list.count] = word(memory_->rank(), options_.layout.flag_at(flag));
-      list.number[list.count++] = flag;
+      list.number[list.count++] = flag % memory_->size();
     }
     require(launch_await(words_, list, control(), current_stream()), "overlap: await");
   });

@@ -124,8 +124,8 @@ std::optional<std::string> WaitBoard::expired() const {
                     record.expected + 1, within, "operation ", record.seen + 1,
                     "; do all ranks make the same calls?");
     case WaitKind::chunk:
-      return concat(name, ": expected chunk ", record.peer, " of operation ", record.expected,
-                    within, "that of operation ", record.seen,
+      return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
+                    record.expected, within, "operation ", record.seen,
                     "; do all ranks make the same calls?");
     case WaitKind::signal:
       break;

@@ -8,7 +8,7 @@ namespace torch_overlap::cuda {
 enum class WaitKind : uint32_t {
   signal,  // of rank `peer` in the window
   begin,   // of the operation after `expected` of an overlap buffer, on rank `peer`
-  chunk,   // number `peer` of operation `expected` of an overlap buffer
+  chunk,   // of operation `expected` of an overlap buffer, by rank `peer`
 };
 
 // What a kernel needs to wait; of one communicator, or of one that has none.

@@ -1,0 +1,256 @@
+#include "torch_overlap/overlap/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+constexpr int kSizes[] = {1, 2, 3, 4, 5, 6, 7, 8, 12};
+constexpr GatherOrder kOrders[] = {GatherOrder::direct, GatherOrder::ring, GatherOrder::pairs};
+
+bool has_order(GatherOrder order, int size) { return order != GatherOrder::pairs || size % 2 == 0; }
+
+template <typename Check>
+void for_every_gather(Check check) {
+  for (const GatherOrder order : kOrders) {
+    for (const int size : kSizes) {
+      if (!has_order(order, size)) continue;
+      for (int rank = 0; rank < size; ++rank) {
+        SCOPED_TRACE(testing::Message()
+                     << "order " << static_cast<int>(order) << ", rank " << rank << " of " << size);
+        check(order, size, rank, gather_schedule(rank, size, order));
+      }
+    }
+  }
+}
+
+TEST(OverlapGatherSchedule, GetsEveryChunkOnceAndComputesEveryChunkOnce) {
+  for_every_gather([](GatherOrder, int size, int rank, const GatherSchedule& schedule) {
+    std::vector<int> got{rank};
+    for (const Exchange& exchange : schedule.exchanges) got.push_back(exchange.get);
+    std::sort(got.begin(), got.end());
+    std::vector<int> computed;
+    for (const ChunkStep& step : schedule.steps) {
+      for (int i = 0; i < step.count; ++i) computed.push_back(step.first + i);
+    }
+    std::sort(computed.begin(), computed.end());
+    std::vector<int> all(size);
+    std::iota(all.begin(), all.end(), 0);
+    EXPECT_EQ(got, all);
+    EXPECT_EQ(computed, all);
+  });
+}
+
+// Whoever one gives to gets that chunk from it in the same exchange: none waits for another one, so
+// none can deadlock.
+TEST(OverlapGatherSchedule, EveryExchangeIsAPermutation) {
+  for_every_gather([](GatherOrder order, int size, int rank, const GatherSchedule& schedule) {
+    for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
+      const Exchange& mine = schedule.exchanges[i];
+      const Exchange to = gather_schedule(mine.to, size, order).exchanges.at(i);
+      EXPECT_EQ(to.from, rank);
+      EXPECT_EQ(to.get, mine.give);
+      const Exchange from = gather_schedule(mine.from, size, order).exchanges.at(i);
+      EXPECT_EQ(from.to, rank);
+      EXPECT_EQ(from.give, mine.get);
+      EXPECT_NE(mine.to, rank);
+      EXPECT_NE(mine.from, rank);
+    }
+  });
+}
+
+TEST(OverlapGatherSchedule, GivesOnlyWhatIsThere) {
+  for_every_gather([](GatherOrder order, int, int rank, const GatherSchedule& schedule) {
+    std::set<int> there{rank};
+    for (const Exchange& exchange : schedule.exchanges) {
+      EXPECT_TRUE(there.contains(exchange.give));
+      if (order != GatherOrder::ring) EXPECT_EQ(exchange.give, rank);
+      there.insert(exchange.get);
+    }
+  });
+}
+
+TEST(OverlapGatherSchedule, NobodyIsGivenAChunkTwice) {
+  for_every_gather([](GatherOrder, int, int, const GatherSchedule& schedule) {
+    std::set<std::pair<int, int>> given;
+    for (const Exchange& exchange : schedule.exchanges) {
+      EXPECT_TRUE(given.insert({exchange.to, exchange.give}).second);
+    }
+  });
+}
+
+TEST(OverlapGatherSchedule, BeginsWithTheOwnChunk) {
+  for_every_gather([](GatherOrder order, int, int rank, const GatherSchedule& schedule) {
+    const ChunkStep expected = order == GatherOrder::pairs
+                                   ? ChunkStep{.first = rank - rank % 2, .count = 2}
+                                   : ChunkStep{.first = rank};
+    EXPECT_EQ(schedule.steps.front(), expected);
+  });
+}
+
+// Products come in the order in which what they read arrives.
+TEST(OverlapGatherSchedule, ProductsDoNotOvertakeArrivals) {
+  for_every_gather([](GatherOrder, int, int rank, const GatherSchedule& schedule) {
+    std::vector<int> arrived{rank};
+    for (const Exchange& exchange : schedule.exchanges) arrived.push_back(exchange.get);
+    std::ptrdiff_t last = -1;
+    for (const ChunkStep& step : schedule.steps) {
+      std::ptrdiff_t needs = -1;
+      for (int chunk = step.first; chunk < step.first + step.count; ++chunk) {
+        const auto at = std::find(arrived.begin(), arrived.end(), chunk);
+        needs = std::max(needs, at - arrived.begin());
+      }
+      EXPECT_GT(needs, last);
+      last = needs;
+    }
+  });
+}
+
+TEST(OverlapGatherSchedule, TheRingKnowsItsNeighboursOnly) {
+  for (const int size : kSizes) {
+    for (int rank = 0; rank < size; ++rank) {
+      for (const Exchange& exchange : gather_schedule(rank, size, GatherOrder::ring).exchanges) {
+        EXPECT_EQ(exchange.to, (rank + 1) % size);
+        EXPECT_EQ(exchange.from, (rank + size - 1) % size);
+      }
+    }
+  }
+}
+
+TEST(OverlapGatherSchedule, ThePicturesOfRankOneOfFour) {
+  const auto direct = gather_schedule(1, 4, GatherOrder::direct);
+  EXPECT_EQ(direct.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
+                                                     {.to = 3, .give = 1, .from = 3, .get = 3},
+                                                     {.to = 0, .give = 1, .from = 2, .get = 2}}));
+  EXPECT_EQ(direct.steps, (std::vector<ChunkStep>{{1}, {0}, {3}, {2}}));
+  const auto ring = gather_schedule(1, 4, GatherOrder::ring);
+  EXPECT_EQ(ring.exchanges, (std::vector<Exchange>{{.to = 2, .give = 1, .from = 0, .get = 0},
+                                                   {.to = 2, .give = 0, .from = 0, .get = 3},
+                                                   {.to = 2, .give = 3, .from = 0, .get = 2}}));
+  EXPECT_EQ(ring.steps, direct.steps);
+  const auto pairs = gather_schedule(1, 4, GatherOrder::pairs);
+  EXPECT_EQ(pairs.steps, (std::vector<ChunkStep>{{0, 2}, {2, 2}}));
+}
+
+TEST(OverlapGatherSchedule, PairsNeedAnEvenSize) {
+  EXPECT_THROW((void)gather_schedule(0, 3, GatherOrder::pairs), Error);
+}
+
+TEST(OverlapScatterSchedule, MakesEveryChunkOnceTheOwnOneLast) {
+  for (const int size : kSizes) {
+    for (int rank = 0; rank < size; ++rank) {
+      const auto schedule = scatter_schedule(rank, size);
+      ASSERT_EQ(schedule.steps.size(), static_cast<size_t>(size));
+      ASSERT_EQ(schedule.exchanges.size() + 1, schedule.steps.size());
+      std::set<int> made;
+      for (const ChunkStep& step : schedule.steps) {
+        EXPECT_EQ(step.count, 1);
+        made.insert(step.first);
+      }
+      EXPECT_EQ(made.size(), schedule.steps.size());
+      EXPECT_EQ(schedule.steps.back().first, rank);
+    }
+  }
+}
+
+TEST(OverlapScatterSchedule, EveryOtherRankGetsItsPartAndGivesItsOwn) {
+  for (const int size : kSizes) {
+    for (int rank = 0; rank < size; ++rank) {
+      const auto schedule = scatter_schedule(rank, size);
+      std::set<int> from;
+      for (size_t i = 0; i < schedule.exchanges.size(); ++i) {
+        const Exchange& mine = schedule.exchanges[i];
+        EXPECT_EQ(mine.give, schedule.steps[i].first);  // what was made just before
+        EXPECT_EQ(mine.give, mine.to);
+        EXPECT_EQ(mine.get, rank);
+        const Exchange partner = scatter_schedule(mine.to, size).exchanges.at(i);
+        EXPECT_EQ(partner.from, rank);
+        EXPECT_EQ(partner.get, mine.give);
+        EXPECT_NE(mine.from, rank);
+        from.insert(mine.from);
+      }
+      EXPECT_EQ(from.size(), static_cast<size_t>(size - 1));
+    }
+  }
+}
+
+TEST(RowShare, CoversAllRowsInOrderAndRoundsUp) {
+  for (const int64_t rows : {0, 1, 2, 3, 5, 7, 8, 13, 1000}) {
+    for (const int size : kSizes) {
+      const RowShare share{rows, size};
+      int64_t next = 0;
+      for (int rank = 0; rank < size; ++rank) {
+        EXPECT_EQ(share.begin(rank), next);
+        EXPECT_GE(share.length(rank), 0);
+        EXPECT_LE(share.length(rank), share.largest());
+        if (rank > 0) EXPECT_LE(share.length(rank), share.length(rank - 1));
+        next += share.length(rank);
+      }
+      EXPECT_EQ(next, rows);
+      EXPECT_LT(share.largest() * size - rows, size);
+    }
+  }
+  const RowShare fewer{5, 4};  // 2, 2, 1, 0
+  EXPECT_EQ(fewer.length(2), 1);
+  EXPECT_EQ(fewer.length(3), 0);
+}
+
+TEST(Pieces, CoverInOrderNoneEmptyAllButTheLastOfOneLength) {
+  for (const int64_t total : {0, 1, 7, 8, 16, 50, 1000}) {
+    for (const int64_t count : {0, 1, 2, 3, 4, 64}) {
+      for (const int64_t multiple : {1, 2, 8, 16}) {
+        const auto found = pieces(total, count, multiple);
+        EXPECT_LE(found.size(), static_cast<size_t>(std::max<int64_t>(count, 1)));
+        int64_t next = 0;
+        for (const Piece& piece : found) {
+          EXPECT_EQ(piece.begin, next);
+          EXPECT_GT(piece.length, 0);
+          EXPECT_EQ(piece.begin % multiple, 0);
+          EXPECT_LE(piece.length, found.front().length);
+          if (piece != found.back()) EXPECT_EQ(piece.length, found.front().length);
+          next += piece.length;
+        }
+        EXPECT_EQ(next, total);
+      }
+    }
+  }
+}
+
+TEST(PipelineOrder, EveryPieceIsMadeBeforeItIsReducedAndAllAreReducedInOrder) {
+  for (const int count : {0, 1, 2, 3, 8}) {
+    for (const bool first : {false, true}) {
+      const auto order = pipeline_order(count, first);
+      ASSERT_EQ(order.size(), static_cast<size_t>(2 * count));
+      int made = 0;
+      int reduced = 0;
+      for (const PipelineStep& step : order) {
+        EXPECT_EQ(step.piece, step.is_product ? made : reduced);
+        ++(step.is_product ? made : reduced);
+        EXPECT_LE(reduced, made);
+      }
+      EXPECT_EQ(made, count);
+      EXPECT_EQ(reduced, count);
+    }
+  }
+}
+
+TEST(PipelineOrder, ThePictures) {
+  const auto text = [](const std::vector<PipelineStep>& order) {
+    std::string all;
+    for (const auto& [is_product, piece] : order) {
+      all += (is_product ? "G" : "R") + std::to_string(piece) + " ";
+    }
+    return all;
+  };
+  EXPECT_EQ(text(pipeline_order(3, false)), "G0 R0 G1 R1 G2 R2 ");
+  EXPECT_EQ(text(pipeline_order(3, true)), "G0 G1 R0 G2 R1 R2 ");
+}
+
+}  // namespace
+}  // namespace torch_overlap

@@ -1,0 +1,213 @@
+"""The overlap classes over NVLink in CUDA graphs: changing inputs, late ranks, several graphs, soaks; and timeouts."""
+
+import gc
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from overlap_gpu_cases import (
+    E4M3,
+    FULL,
+    KINDS,
+    OF_8_BITS,
+    SMALL,
+    SOME,
+    Gather,
+    GatherFilled,
+    Pipeline,
+    Scatter,
+    capture,
+)
+
+import torch_overlap as to
+
+pytestmark = pytest.mark.gpu(2)
+
+GRID = [(kind, torch.bfloat16) for kind in KINDS] + [(kind, E4M3) for kind in OF_8_BITS]
+EACH = pytest.mark.parametrize(("kind", "dtype"), GRID, ids=lambda v: getattr(v, "__name__", str(v).split(".")[-1]))
+ONE = pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
+
+
+def late(case, step, milliseconds):
+    """One rank's device is late, another in each step."""
+    if case.rank == step % case.size:
+        torch.cuda._sleep(int(milliseconds * 1_800_000))
+
+
+def eager(case, step):
+    case.fill(step)
+    case.issue()
+    case.check(step)
+
+
+def replay(graph, case, step):
+    case.fill(step)
+    graph.replay()
+    case.check(step)
+
+
+# --- Graphs ---------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_hundred_replays_with_changing_inputs_and_a_late_rank(comm, seed, kind, dtype):
+    case = kind(comm, dtype, **FULL)
+    eager(case, 0)
+    graph = capture(case.issue)
+    draw = random.Random(seed)
+    for step in range(100):
+        if step % 5 == 0:
+            late(case, step, draw.uniform(1, 10))
+        replay(graph, case, step)
+        if step % 10 == 3:
+            eager(case, step + 1000)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_first_call_of_a_buffer_may_be_captured(comm, kind):
+    case = kind(comm, **SMALL)
+    graph = capture(case.issue)
+    for step in range(5):
+        late(case, step, 2)
+        replay(graph, case, step)
+    eager(case, 9)
+
+
+@ONE
+def test_two_graphs_on_one_buffer_and_eager_calls(comm, seed, kind):
+    case = kind(comm, **SMALL)
+    eager(case, 0)
+
+    def twice():
+        case.issue()
+        case.issue()
+
+    graphs = [capture(case.issue), capture(twice), case]
+    draw = random.Random(seed)  # the same on all ranks
+    for step in range(60):
+        chosen = draw.choice(graphs)
+        if draw.random() < 0.2:
+            late(case, step, 3)
+        if chosen is case:
+            eager(case, step)
+        else:
+            replay(chosen, case, step)
+
+
+def test_all_methods_in_one_graph(comm):
+    cases = [kind(comm, **SMALL) for kind in KINDS]
+
+    def issue():
+        for case in cases:
+            case.issue()
+
+    for case in cases:
+        eager(case, 0)
+    graph = capture(issue)
+    for step in range(20):
+        late(cases[0], step, 2)
+        for case in cases:
+            case.fill(step)
+        graph.replay()
+        for case in cases:
+            case.check(step)
+
+
+@ONE
+def test_the_buffer_goes_before_its_graph(comm, kind):
+    case = kind(comm, **SMALL)
+    eager(case, 0)
+    graph = capture(case.issue)
+    torch.cuda.synchronize()
+    if kind in (Gather, GatherFilled, Pipeline, Scatter):  # whose results lie outside of the buffer
+        case.fills = False
+        case.buffer = None
+        gc.collect()
+        filler = [torch.full((1 << 22,), 7.0, device="cuda") for _ in range(8)]
+        for step in range(20):
+            late(case, step, 2)
+            replay(graph, case, step)
+        del filler
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    graph.reset()
+
+
+# --- Soaks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@ONE
+def test_ten_thousand_replays(comm, seed, kind):
+    """Inputs, call and comparison are all in the graph."""
+    case = kind(comm, **SMALL)
+    eager(case, 0)
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
+    case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def issue():
+        step.add_(1).remainder_(64)
+        case.fill(step)
+        case.issue()
+        case.check(step)
+
+    graph = capture(issue)
+    draw = random.Random(seed + comm.get_rank())
+    for i in range(10_000):
+        if draw.random() < 0.01:
+            time.sleep(draw.uniform(1e-3, 5e-3))
+        graph.replay()
+        if i % 1000 == 999:
+            torch.cuda.synchronize()
+    assert case.wrong.item() == 0
+
+
+# --- Timeouts -------------------------------------------------------------------------------------------------------
+
+TIMEOUT = 2.0
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@ONE
+def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
+    """The device goes on after the timeout, and the host raises; nobody is left hanging."""
+    name = f"away_{kind.__name__}_{mode}"
+    lonely = make_comm(name, timeout=timedelta(seconds=TIMEOUT))
+    case = kind(lonely, **SMALL)
+    eager(case, 0)
+    graph = capture(case.issue)
+    replay(graph, case, 1)
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    last = comm.get_size() - 1
+    if comm.get_rank() != last:
+        case.fill(2)
+        torch.cuda.synchronize()
+        begin = time.monotonic()
+        (graph.replay if mode == "graph" else case.issue)()
+        assert time.monotonic() - begin < TIMEOUT / 2  # the host does not wait
+        torch.cuda.synchronize()
+        took = time.monotonic() - begin
+        assert TIMEOUT * 0.9 < took < 2 * TIMEOUT + 5
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                case.issue()
+            except to.Error as raised:
+                error = raised
+                break
+            assert time.monotonic() < deadline, "no error came"
+            time.sleep(0.05)
+        assert f"rank {last} to " in str(error), error
+        assert "operation 3" in str(error), error
+        with pytest.raises(to.Error):
+            case.issue()
+    else:
+        time.sleep(2 * TIMEOUT + 1)
+    graph.reset()
+    if not lonely.is_aborted():
+        lonely.abort()
+    comm.barrier(async_op=True).wait_blocking()

@@ -1,0 +1,135 @@
+"""torch.ops.torch_overlap.gemm over buffers of the registry: every element, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_overlap as to
+from torch_overlap import CommOverlapMethod as Method
+from torch_overlap import CommOverlapType as Type
+from torch_overlap import TorchComm
+from torch_overlap.testing import run_ranks
+
+OP = torch.ops.torch_overlap.gemm
+TOKENS, K, N = 24, 32, 16
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def own(x: torch.Tensor, comm: TorchComm) -> torch.Tensor:
+    return x.chunk(comm.get_size())[comm.get_rank()].contiguous()
+
+
+def gather(comm: TorchComm, seed: int, atomic: bool) -> None:
+    rank = comm.get_rank()
+    id = to.create_comm_overlap_buffer(
+        comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), torch.float64, atomic_gemm=atomic
+    )
+    for turn in range(3):
+        x = draw(TOKENS // 2, 2, K, seed=seed + turn)
+        w = draw(N, K, seed=seed + 10 + rank)
+        bias = draw(N, seed=seed + 20)
+        y, bias_grad, pre_gelu, aux = OP(
+            own(x, comm), None, w, None, bias, comm_type=2, comm_overlap_method=3, comm_overlap_id=id,
+            lhs_axis_boundary=-1, rhs_axis_boundary=-1, rhs_transposed=True, fuse_bias=True,
+        )  # fmt: skip
+        torch.testing.assert_close(y, x @ w.T + bias, rtol=1e-12, atol=1e-12)
+        assert torch.equal(aux, x)
+        assert bias_grad.numel() == pre_gelu.numel() == 0
+    to.destroy_comm_overlap_buffer(id)
+
+
+def scatter(comm: TorchComm, seed: int, method: Method, atomic: bool) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    id = to.create_comm_overlap_buffer(comm, Type.RS, method, (TOKENS, N), torch.float64, atomic_gemm=atomic)
+    for turn in range(3):
+        xs = [draw(TOKENS // 2, 2, K, seed=seed + turn * size + r) for r in range(size)]
+        ws = [draw(N, K, seed=seed + 100 + r) for r in range(size)]
+        y, *_ = OP(
+            xs[rank], None, ws[rank], None, comm_type=1, comm_overlap_method=int(method), comm_overlap_id=id,
+            lhs_axis_boundary=-1, rhs_axis_boundary=-1, rhs_transposed=True,
+        )  # fmt: skip
+        expected = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
+        torch.testing.assert_close(y, own(expected, comm), rtol=1e-12, atol=1e-11)
+    to.destroy_comm_overlap_buffer(id)
+
+
+def bulk(comm: TorchComm, seed: int) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    id = to.create_comm_overlap_buffer(comm, Type.NONE, Method.BULK, (TOKENS, K), torch.float64)
+    x, w = draw(7, 2, 5, seed=seed), draw(5, 3, seed=seed + 1)
+    auxes = [draw(TOKENS // 2, 2, K, seed=seed + 2 + r) for r in range(size)]
+    common = {"comm_overlap_method": 1, "comm_overlap_id": id, "rhs_axis_boundary": 1}
+    y, _, _, gathered = OP(x, None, w, None, aux_in=own(auxes[0], comm), comm_type=2, **common)
+    torch.testing.assert_close(y, x @ w, rtol=1e-12, atol=1e-12)
+    assert torch.equal(gathered, auxes[0])
+    y, _, _, summed = OP(x, None, w, None, aux_in=auxes[rank], comm_type=1, **common)
+    torch.testing.assert_close(y, x @ w, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(summed, own(sum(auxes), comm), rtol=1e-12, atol=1e-12)
+    to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("atomic", [False, True])
+def test_gather(size: int, atomic: bool, seed: int) -> None:
+    run_ranks(gather, size, seed, atomic)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("method", [Method.RING_EXCHANGE, Method.PIPELINE], ids=lambda m: m.name)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_scatter(size: int, method: Method, atomic: bool, seed: int) -> None:
+    run_ranks(scatter, size, seed, method, atomic)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bulk(size: int, seed: int) -> None:
+    run_ranks(bulk, size, seed)
+
+
+def wrong(comm: TorchComm) -> None:
+    id = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), torch.float64)
+    x, w = torch.zeros(TOKENS // comm.get_size(), K, dtype=torch.float64), torch.zeros(N, K, dtype=torch.float64)
+
+    def call(comm_type=2, method=3, buffer=id, lhs=x, **more):
+        return OP(lhs, None, w, None, comm_type=comm_type, comm_overlap_method=method, comm_overlap_id=buffer,
+                  rhs_axis_boundary=-1, rhs_transposed=True, **more)  # fmt: skip
+
+    for message, kind, arguments in [
+        ("invalid collective type", to.InvalidValueError, {"comm_type": 5}),
+        ("the id of a live buffer, got 0", to.InvalidValueError, {"buffer": 0}),
+        ("comm_overlap_method to be that of buffer", to.InvalidValueError, {"method": 2}),
+        ("lhs as it is with comm_type AG", to.UnsupportedError, {"lhs_transposed": True}),
+        ("no aux_in for AG", to.InvalidValueError, {"aux_in": x}),
+        ("Operation not supported", to.UnsupportedError, {"comm_type": 1, "lhs": torch.zeros_like(x)}),
+        ("at most the 24 tokens of the buffer", to.InvalidValueError, {"lhs": x.repeat(2, 1)}),
+    ]:
+        with pytest.raises(kind, match=message):
+            call(**arguments)
+    y, *_ = call()  # nothing was sent: all ranks still fit together
+    assert y.shape == (TOKENS, N)
+    to.destroy_comm_overlap_buffer(id)
+    with pytest.raises(to.InvalidValueError, match="which was destroyed"):
+        call()
+
+
+def test_errors() -> None:
+    run_ranks(wrong, 2)
+
+
+def meta(comm: TorchComm) -> None:
+    id = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), torch.float64)
+    x = torch.empty(TOKENS // comm.get_size(), K, dtype=torch.float64, device="meta")
+    w = torch.empty(N, K, dtype=torch.float64, device="meta")
+    y, _, _, aux = OP(x, None, w, None, comm_type=2, comm_overlap_method=3, comm_overlap_id=id, rhs_axis_boundary=-1,
+                      rhs_transposed=True)  # fmt: skip
+    assert y.shape == (TOKENS, N)
+    assert aux.shape == (TOKENS, K)
+    to.destroy_comm_overlap_buffer(id)
+
+
+def test_meta() -> None:
+    run_ranks(meta, 2)
