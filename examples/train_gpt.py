@@ -37,6 +37,7 @@ DEFAULTS = {
 # What --overlap asks of the operators (torch_overlap.ops).
 OVERLAP = {"none": "sequential", "bulk": "bulk", "pipeline": "chunked", "ring": "ring", "auto": "auto"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+FP8_TOLERANCE = 0.1  # a last bit in a sum can turn the last bit of an 8-bit value, a sixteenth of it
 PROMPT = "class File:\n    def "
 
 
@@ -52,6 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, batches and the sample (default: 0)")
     add("--overlap", choices=tuple(OVERLAP), default="auto", help="how communication hides (default: %(default)s)")
     add("--algorithm", choices=sorted(set(OVERLAP.values())), help="of the fused operators, in place of --overlap")
+    add(
+        "--fp8",
+        choices=("none", "current", "delayed"),
+        default="none",
+        help="products on 8-bit floats, and how they are scaled; --dtype is that of the results (default: %(default)s)",
+    )
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
     add("--rate", type=float, help="highest learning rate (default: depends on the device)")
@@ -70,8 +77,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> Trainer:
     config = Config(args.dim, args.layers, args.heads, args.sequence)
+    fp8 = None if args.fp8 == "none" else to.nn.Float8Recipe(args.fp8)
     return Trainer(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
-                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, graph=not args.no_graph)  # fmt: skip
+                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, fp8=fp8,
+                   graph=not args.no_graph)  # fmt: skip
 
 
 def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[float]:
@@ -117,7 +126,8 @@ def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, s
 
 def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list[float]) -> bool:
     """Collective: rank 0 trains the first steps again, alone; every rank gets the verdict."""
-    steps, tolerance = min(args.check_steps, args.steps), TOLERANCE[args.dtype]
+    steps = min(args.check_steps, args.steps)
+    tolerance = TOLERANCE[args.dtype] if args.fp8 == "none" else FP8_TOLERANCE
     alone = comm.split([0] if comm.get_rank() == 0 else [], name="alone")
     good = torch.zeros(1, device=comm.get_device())
     if alone is not None:
@@ -127,7 +137,8 @@ def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list
         verdict = compare(losses[:steps], reference.losses[:steps].tolist(), tolerance)
         good.fill_(verdict.good)
         stream = sys.stdout if verdict.good else sys.stderr
-        print(f"check against one rank, {args.dtype}: {verdict.text}", file=stream, flush=True)
+        what = args.dtype if args.fp8 == "none" else f"{args.dtype} and {args.fp8} fp8"
+        print(f"check against one rank, {what}: {verdict.text}", file=stream, flush=True)
         del reference  # its graph holds on to the communicator
         alone.finalize()
     comm.broadcast(good, 0, async_op=False)

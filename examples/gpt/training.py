@@ -57,12 +57,13 @@ class Trainer:
     """
 
     def __init__(self, config: Config, comm: to.TorchComm, text: Text, *, batch_size: int, steps: int, rate: float,
-                 seed: int, dtype: torch.dtype, algorithm: str, graph: bool) -> None:  # fmt: skip
+                 seed: int, dtype: torch.dtype, algorithm: str, graph: bool,
+                 fp8: to.nn.Float8Recipe | None = None) -> None:  # fmt: skip
         self.config, self.comm, self.text = config, comm, text
         self.batch_size, self.steps, self.rate, self.seed = batch_size, steps, rate, seed
         self.device = comm.get_device()
         cuda = self.device.type == "cuda"
-        self.model = GPT(config, comm, seed=seed, device=self.device, dtype=dtype, algorithm=algorithm)
+        self.model = GPT(config, comm, seed=seed, device=self.device, dtype=dtype, algorithm=algorithm, fp8=fp8)
         parameters = list(self.model.parameters())
         self.gradients = Gradients(self.model, self.device)
         self.learning_rate = torch.zeros((), device=self.device)
@@ -110,6 +111,7 @@ class Trainer:
         self.gradients.flat.zero_()
         loss = self._mean_loss()
         loss.backward()
+        to.nn.update_float8_scales(self.model)
         self.gradients.reduce_and_clip(self.comm, loss, max_norm=1.0)
         self.optimizer.step()
 

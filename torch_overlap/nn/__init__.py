@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch_overlap.nn.float8 import Float8Recipe, update_float8_scales
 from torch_overlap.nn.layout import ParameterLayout, mark_replicated, split_parameters, sync_replicated_grads
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.state import full_state_dict, load_full_state_dict
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColumnParallelLinear",
+    "Float8Recipe",
     "ParallelMLP",
     "ParallelSelfAttention",
     "ParallelTransformerBlock",
@@ -32,6 +34,7 @@ __all__ = [
     "split_parameters",
     "styles",
     "sync_replicated_grads",
+    "update_float8_scales",
 ]
 
 

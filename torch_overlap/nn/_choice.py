@@ -34,7 +34,16 @@ def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, 
         )
 
 
-@torch.compiler.assume_constant_result
+def refuse_float8(who: str, comm: TorchComm) -> None:
+    """Raises UnsupportedError on several ranks: products of 8-bit floats communicate before or after."""
+    if group(comm)[1] > 1:
+        raise UnsupportedError(
+            f"{who}: expected overlapped products (require_fused=True), got '{_SEQUENTIAL}' for 8-bit floats; use "
+            "fp8=None or require_fused=False"
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _explained(
     op: str, shape: Sequence[int], dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
 ) -> tuple[str, str]:

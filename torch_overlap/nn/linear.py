@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn import _choice
+from torch_overlap.nn._float8 import ALIGNMENT, column_products, row_product
 from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
+from torch_overlap.nn.float8 import Float8Recipe, Float8State
 from torch_overlap.nn.layout import ParameterLayout, set_layout
 
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
@@ -30,17 +32,38 @@ def per_rank(who: str, what: str, value: int, comm: TorchComm) -> int:
 class _ParallelLinear(nn.Module):
     """What both have: a communicator, the choice of the algorithm, and weights that start equal for any group size."""
 
+    float8: Float8State | None
+
     def __init__(self, comm: TorchComm, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
-                 init: Init | None) -> None:  # fmt: skip
+                 init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
         super().__init__()
         self.comm, self.sequence_parallel = comm, sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
-        self.init = init
+        self.init, self.fp8 = init, fp8
+
+    def _make_float8(self, weights: Sequence[Tensor]) -> None:
+        """The state of `fp8`, beside the weights [out, in] of this rank."""
+        self.float8 = None if self.fp8 is None else Float8State(self.fp8, self.comm, weights[0].device)
+        for out_features, in_features in (w.shape for w in weights if self.fp8 is not None):
+            for what, value in (("in_features", in_features), ("out_features", out_features)):
+                if value % ALIGNMENT != 0:
+                    name: str = self._get_name()  # type: ignore[no-untyped-call]
+                    raise ValueError(f"{name}: expected {what} of a rank divisible by {ALIGNMENT} with fp8, got "
+                                     f"{value}; pad it, or use fp8=None")  # fmt: skip
+
+    def _reset_float8(self) -> None:
+        if self.float8 is not None:
+            self.float8.reset()
 
     def _require_fused(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
             name: str = self._get_name()  # type: ignore[no-untyped-call]
             _choice.require_fused(name, op, x, features, self.comm, self.algorithm)
+
+    def _require_fused_float8(self) -> None:
+        if self.require_fused:
+            name: str = self._get_name()  # type: ignore[no-untyped-call]
+            _choice.refuse_float8(name, self.comm)
 
     def _describe(self, **values: object) -> str:
         common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
@@ -73,9 +96,12 @@ class ColumnParallelLinear(_ParallelLinear):
         algorithm: of the operators; see torch_overlap.ops.
         require_fused: raise UnsupportedError in forward where the operator would not overlap (one rank never raises).
         init: fills rows of the full weight in place, [any number, in_features], instead of nn.Linear's distribution.
+        fp8: multiply 8-bit floats, forward and backward, by this recipe; parameters keep their dtype. x is float32,
+            float16 or bfloat16, or under autocast, and gradients are of the first order. The gradient of the weight
+            is multiplied in bfloat16 (8-bit values still) where the number of rows is not a multiple of 16.
 
     Raises:
-        ValueError: features do not divide by the number of ranks.
+        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16.
     """
 
     def __init__(
@@ -93,9 +119,10 @@ class ColumnParallelLinear(_ParallelLinear):
         algorithm: str = "auto",
         require_fused: bool = False,
         init: Init | None = None,
+        fp8: Float8Recipe | None = None,
     ) -> None:
         super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
-                         init=init)  # fmt: skip
+                         init=init, fp8=fp8)  # fmt: skip
         self.in_features = in_features
         self.out_features = out_features if isinstance(out_features, int) else list(out_features)
         self.gather_output, self.gather_dim = gather_output, gather_dim
@@ -112,11 +139,13 @@ class ColumnParallelLinear(_ParallelLinear):
             empty = torch.empty(part, in_features, device=device, dtype=dtype)
             self.register_parameter(weight, nn.Parameter(empty))
             self.register_parameter(bias_name, nn.Parameter(empty.new_empty(part)) if bias else None)
+        self._make_float8(self.weights)
         set_layout(self, ParameterLayout(comm, split={name: 0 for names in self._names for name in names}))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        self._reset_float8()
         rank, size = self.comm.get_rank(), self.comm.get_size()
         start = uniform(self.in_features)
         for weight, bias in self._names:
@@ -141,7 +170,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         features = sum(w.size(0) for w in weights)
-        if self.sequence_parallel:
+        if self.float8 is not None:
+            self._require_fused_float8()
+            outputs = column_products(
+                x, weights, biases, self.float8, self.gather_dim if self.sequence_parallel else None
+            )
+        elif self.sequence_parallel:
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
                 x, weights, self.comm, biases, gather_dim=self.gather_dim, algorithm=self.algorithm
@@ -181,6 +215,7 @@ class ColumnParallelLinear(_ParallelLinear):
             for name, full in zip(names, (other.weight, other.bias), strict=True):
                 if full is not None:
                     setattr(layer, name, _part(full, 0, rank, size))
+        layer._make_float8(layer.weights)
         return layer.train(first.training)
 
 
@@ -206,7 +241,7 @@ class RowParallelLinear(_ParallelLinear):
         others: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: in_features does not divide by the number of ranks.
+        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16.
     """
 
     bias: nn.Parameter | None
@@ -226,21 +261,24 @@ class RowParallelLinear(_ParallelLinear):
         algorithm: str = "auto",
         require_fused: bool = False,
         init: Init | None = None,
+        fp8: Float8Recipe | None = None,
     ) -> None:
         super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
-                         init=init)  # fmt: skip
+                         init=init, fp8=fp8)  # fmt: skip
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.scatter_dim = input_is_parallel, scatter_dim
         part = per_rank("RowParallelLinear", "in_features", in_features, comm)
         device = comm.get_device() if device is None else device
         self.weight = nn.Parameter(torch.empty(out_features, part, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(self.weight.detach().new_empty(out_features)) if bias else None)
+        self._make_float8([self.weight])
         partial = frozenset({"bias"} if sequence_parallel else ())
         set_layout(self, ParameterLayout(comm, split={"weight": 1}, partial=partial))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new weights, the same for any number of ranks if their generators are in one state."""
+        self._reset_float8()
         start = uniform(self.in_features)
         fill_shard(self.weight, self.init or start, 1, self.comm.get_rank(), self.comm.get_size())
         if self.bias is not None:
@@ -250,6 +288,11 @@ class RowParallelLinear(_ParallelLinear):
         """Valid on the current stream."""
         if not self.input_is_parallel:
             x = own_part(x, -1, self.comm)
+        if self.float8 is not None:
+            self._require_fused_float8()
+            return row_product(
+                x, self.weight, self.bias, self.float8, self.scatter_dim if self.sequence_parallel else None
+            )
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(
@@ -270,6 +313,7 @@ class RowParallelLinear(_ParallelLinear):
         layer.weight = _part(linear.weight, 1, comm.get_rank(), comm.get_size())
         if linear.bias is not None:
             layer.bias = _part(linear.bias, 0, 0, 1)
+        layer._make_float8([layer.weight])
         return layer.train(linear.training)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
+from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.layout import mark_replicated
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear, per_rank
 
@@ -58,13 +59,14 @@ class ParallelMLP(nn.Module):
         require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
+        fp8: Float8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.activation = _one_of("ParallelMLP", "activation", ACTIVATIONS, activation)
         self.is_gated = activation == "swiglu"
         per_rank("ParallelMLP", "hidden", hidden, comm)
         common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
-                                      algorithm=algorithm, require_fused=require_fused)  # fmt: skip
+                                      algorithm=algorithm, require_fused=require_fused, fp8=fp8)  # fmt: skip
         self.up = ColumnParallelLinear(features, [hidden, hidden] if self.is_gated else [hidden], comm,
                                        gather_dim=sequence_dim, init=init, **common)  # fmt: skip
         self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **common)
@@ -112,6 +114,7 @@ class ParallelSelfAttention(nn.Module):
         require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
+        fp8: Float8Recipe | None = None,
     ) -> None:
         super().__init__()
         who, kv_heads = "ParallelSelfAttention", heads if kv_heads is None else kv_heads
@@ -125,7 +128,7 @@ class ParallelSelfAttention(nn.Module):
         self.head_dim = head_dim if head_dim else features // heads
         self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
         common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
-                                      algorithm=algorithm, require_fused=require_fused)  # fmt: skip
+                                      algorithm=algorithm, require_fused=require_fused, fp8=fp8)  # fmt: skip
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
         self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, init=init, **common)
         self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **common)
@@ -185,6 +188,7 @@ class ParallelTransformerBlock(nn.Module):
         require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
+        fp8: Float8Recipe | None = None,
     ) -> None:
         super().__init__()
         make_norm = _one_of("ParallelTransformerBlock", "norm", NORMS, norm)
@@ -195,7 +199,7 @@ class ParallelTransformerBlock(nn.Module):
             options["bias"] = bias
         common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
                                       device=device, dtype=dtype, algorithm=algorithm, require_fused=require_fused,
-                                      init=init, output_init=output_init)  # fmt: skip
+                                      init=init, output_init=output_init, fp8=fp8)  # fmt: skip
         self.attention_norm = make_norm(features, **options)
         self.attention = ParallelSelfAttention(features, heads, comm, kv_heads=kv_heads, head_dim=head_dim,
                                                causal=causal, **common)  # fmt: skip

@@ -1,11 +1,15 @@
 """References for the modules: the same in plain torch, whole, in fp64."""
 
+import os
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, os.path.dirname(__file__))  # float8_cases
 
 
 class Problem:

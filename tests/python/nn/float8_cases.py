@@ -1,0 +1,50 @@
+"""Rounding to 8-bit floats by hand, in fp64, and what it may change."""
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def part(tensor, dim, comm):
+    return tensor if dim is None else tensor.detach().chunk(comm.get_size(), dim)[comm.get_rank()]
+
+
+def scale_of(x, dtype, margin=0):
+    return torch.finfo(dtype).max / x.abs().max().float() / 2**margin
+
+
+def rounded(x, dtype, scale=None):
+    """x as the 8-bit values that stand for it, in fp64."""
+    scale = scale_of(x, dtype) if scale is None else scale
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype).double() / scale.double()
+
+
+def error(x, dtype):
+    """The largest |rounded(x) - x|: half a last bit, which for subnormals is that of the smallest normal number.
+
+    Twice 2^-24 of x for the scale's own roundings.
+    """
+    limits = torch.finfo(dtype)
+    return x.abs() * (limits.eps / 2 + 2**-23) + limits.smallest_normal * limits.eps / 2 / scale_of(x, dtype).double()
+
+
+class Matrix:
+    """A matrix whose elements are known to `error`, and the products of such."""
+
+    def __init__(self, value, error):
+        self.value, self.error = value, error
+
+    def __matmul__(self, other):
+        size, size_of_other = self.value.abs(), other.value.abs()
+        most = (size + self.error) @ (size_of_other + other.error)
+        return Matrix(self.value @ other.value, most - size @ size_of_other)
+
+    def t(self):
+        return Matrix(self.value.t(), self.error.t())
+
+
+def forms(x, dtype):
+    """As it is, with the error of rounding; and rounded, with the error that sums in fp32 may make of it."""
+    value = rounded(x, dtype)
+    return Matrix(x, error(x, dtype)), Matrix(value, value.abs() * 2**-20)

@@ -1,0 +1,269 @@
+"""Layers on 8-bit floats, against the same in fp64: within the bounds of rounding, and exactly as rounded by hand."""
+
+import pytest
+import torch
+from float8_cases import E4M3, E5M2, Matrix, forms, part, rounded, scale_of
+
+import torch_overlap as to
+from torch_overlap import nn as tnn
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+SIZES = [1, 2, 3]
+LAYOUTS = [(True, (24, 2), 0), (True, (2, 24), 1), (True, (6, 3), 0), (False, (4, 8), 0), (False, (18,), 0)]
+
+
+def layer_in_fp64(x, weight, bias, grad):
+    """Output, gradient of x and of weight, each as `forms`; gradient of bias."""
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    found = []
+    for a, w, g in zip(forms(x, E4M3), forms(weight, E4M3), forms(grad, E5M2), strict=True):
+        y = a @ w.t()
+        found.append((Matrix(y.value + (0 if bias is None else bias), y.error), g @ w, g.t() @ a))
+    return found, grad.sum(0)
+
+
+def within(got, want, shape, cut, rounding=2**-22):
+    """Each element of `got` within the error of `want` and the rounding of the result."""
+    value, most = (cut(t.reshape(shape)) for t in (want.value, want.error))
+    excess = (got.double() - value).abs() - most - rounding * value.abs()
+    assert excess.max().item() <= 1e-12 * value.abs().max().item()
+
+
+def check(got, problem, cuts, rounding):
+    """`got`: output, gradients of x, weight and bias; `cuts`: this rank's part of each."""
+    x, weight, bias, grad = problem
+    found, bias_grad = layer_in_fp64(x, weight, bias, grad)
+    for products in found:
+        for mine, want, shape, cut, unit in zip(got, products, (grad.shape, x.shape, weight.shape), cuts, rounding,
+                                                strict=False):  # fmt: skip
+            within(mine, want, shape, cut, unit)
+    if bias is not None:
+        torch.testing.assert_close(got[3].double(), cuts[3](bias_grad), rtol=1e-5, atol=1e-4)
+
+
+def steps(layer, run, scaling):
+    """The results of `run` with the scales that the tensors ask for, and with those of the step before, if delayed."""
+    yield run()
+    if scaling == "delayed":
+        tnn.update_float8_scales(layer)
+        layer.zero_grad()
+        yield run()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+@pytest.mark.parametrize("features", [[96], [96, 192]], ids=["one", "several"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "rows", "dim"), LAYOUTS)
+def test_column(problem, seed, size, scaling, features, bias, sequence_parallel, rows, dim):
+    data = problem(seed, torch.float32)
+    linears = [data.linear(32, n, bias) for n in features]
+    x, grads = data(*rows, 32), [data(*rows, n) for n in features]
+    row_dim = dim if sequence_parallel else None
+    weight, grad = torch.cat([m.weight.detach() for m in linears]).double(), torch.cat(grads, -1).double()
+    whole_bias = torch.cat([m.bias.detach() for m in linears]).double() if bias else None
+
+    def own(dim):
+        """This rank's part of each layer's features."""
+        return lambda comm, t: torch.cat([part(one, dim, comm) for one in t.split(features, dim)], dim)
+
+    def rank(comm):
+        layer = tnn.ColumnParallelLinear.from_linear(linears, comm, sequence_parallel=sequence_parallel, gather_dim=dim,
+                                                     fp8=tnn.Float8Recipe(scaling))  # fmt: skip
+
+        def run():
+            mine = part(x, row_dim, comm).clone().requires_grad_()
+            outputs = layer(mine)
+            sum((part(g, -1, comm) * y).sum() for g, y in zip(grads, outputs, strict=True)).backward()
+            bias_grads = [b.grad for b in layer.biases if b is not None]
+            return [torch.cat(outputs, -1).detach(), mine.grad, torch.cat([w.grad for w in layer.weights]),
+                    torch.cat(bias_grads) if bias else None]  # fmt: skip
+
+        cuts = [lambda t: own(-1)(comm, t), lambda t: part(t, row_dim, comm), lambda t: own(0)(comm, t),
+                lambda t: own(0)(comm, t)]  # fmt: skip
+        for got in steps(layer, run, scaling):
+            check(got, (x.double(), weight, whole_bias, grad), cuts, roundings(rows))
+
+    run_ranks(rank, size, backend="local")
+
+
+def roundings(rows):
+    """Of output and gradients: that of the weight is bfloat16 where the rows are no multiple of 16."""
+    return 2**-22, 2**-22, 2**-22 if torch.Size(rows).numel() % 16 == 0 else 2**-7
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "rows", "dim"), LAYOUTS)
+@pytest.mark.parametrize("input_is_parallel", [False, True])
+def test_row(problem, seed, size, scaling, bias, sequence_parallel, rows, dim, input_is_parallel):
+    data = problem(seed, torch.float32)
+    linear = data.linear(96, 32, bias)
+    x, grad = data(*rows, 96), data(*rows, 32)
+    row_dim, feature_dim = dim if sequence_parallel else None, -1 if input_is_parallel else None
+
+    def rank(comm):
+        layer = tnn.RowParallelLinear.from_linear(
+            linear, comm, sequence_parallel=sequence_parallel, scatter_dim=dim, input_is_parallel=input_is_parallel,
+            fp8=tnn.Float8Recipe(scaling),
+        )  # fmt: skip
+
+        def run():
+            mine = part(x, feature_dim, comm).clone().requires_grad_()
+            output = layer(mine)
+            (part(grad, row_dim, comm) * output).sum().backward()
+            tnn.sync_replicated_grads(layer)
+            return [output.detach(), mine.grad, layer.weight.grad, layer.bias.grad if bias else None]
+
+        cuts = [lambda t: part(t, row_dim, comm), lambda t: part(t, feature_dim, comm), lambda t: part(t, 1, comm),
+                lambda t: t]  # fmt: skip
+        whole = x.double(), linear.weight.detach().double(), linear.bias.detach().double() if bias else None
+        for got in steps(layer, run, scaling):
+            check(got, (*whole, grad.double()), cuts, roundings(rows))
+
+    run_ranks(rank, size, backend="local")
+
+
+@pytest.mark.parametrize("backward_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_recipe_is_followed(problem, seed, backward_dtype, split):
+    data = problem(seed, torch.float32)
+    linear, x, grad = data.linear(16, 32, False), data(16, 16), data(16, 32)
+
+    def rank(comm):
+        recipe = tnn.Float8Recipe(margin=2, backward_dtype=backward_dtype, use_split_accumulator=split)
+        layer = tnn.ColumnParallelLinear.from_linear(linear, comm, fp8=recipe)
+        mine = x.clone().requires_grad_()
+        layer(mine).backward(grad)
+        g = rounded(grad, backward_dtype, scale_of(grad, backward_dtype, 2))
+        w = rounded(linear.weight.detach(), E4M3, scale_of(linear.weight.detach(), E4M3, 2))
+        torch.testing.assert_close(mine.grad.double(), g @ w, rtol=1e-5, atol=1e-5)
+
+    run_ranks(rank, 1, backend="local")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_master_weights(problem, seed, sequence_parallel, dtype):
+    data = problem(seed, torch.float32)
+    up, down, x = data.linear(32, 64, True), data.linear(64, 32, True), data(32, 32)
+
+    def rank(comm):
+        options = {"sequence_parallel": sequence_parallel, "fp8": tnn.Float8Recipe()}
+        column = tnn.ColumnParallelLinear.from_linear([up, up], comm, **options)
+        row = tnn.RowParallelLinear.from_linear(down, comm, **options)
+        mine = part(x, 0 if sequence_parallel else None, comm).clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            first, second = column(mine)
+            y = row(first)
+            assert first.dtype == second.dtype == y.dtype == dtype
+            (y.float().sum() + second.float().sum()).backward()  # under autocast too
+        for tensor in (mine, *column.parameters(), *row.parameters()):
+            assert tensor.grad.dtype == torch.float32
+        want = rounded(x, E4M3) @ rounded(up.weight.detach(), E4M3).t() + up.bias.detach()
+        unit = torch.finfo(dtype).eps
+        torch.testing.assert_close(first.detach().double(), part(want, -1, comm), rtol=unit, atol=unit)
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_only_the_gradients_that_are_asked_are_computed(problem, seed):
+    data = problem(seed, torch.float32)
+    up, down, x = data.linear(32, 32, True), data.linear(32, 32, True), data(4, 32)
+    up.weight.requires_grad_(False)
+    down.bias.requires_grad_(False)
+
+    def rank(comm):
+        for sequence_parallel in (False, True):
+            options = {"sequence_parallel": sequence_parallel, "fp8": tnn.Float8Recipe("delayed")}
+            first = tnn.ColumnParallelLinear.from_linear(up, comm, **options)
+            second = tnn.RowParallelLinear.from_linear(down, comm, **options)
+            second(first(part(x, 0 if sequence_parallel else None, comm))).sum().backward()
+            assert first.weight.grad is None
+            assert second.bias.grad is None
+            assert first.bias.grad is not None
+            assert second.weight.grad is not None
+
+    run_ranks(rank, 2, backend="local")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_block(seed, size, sequence_parallel, activation):
+    """Roundings are relative errors of at most 2^-4 (e4m3) and 2^-3 (e5m2), evenly spread: 2^-4 / sqrt(3) = 0.036 and
+    0.072 in the mean square. A product of two rounded matrices has 0.051 then, one with a rounded gradient 0.081; four
+    of each in a row have 0.19.
+    """
+
+    def rank(comm):
+        generator = torch.Generator().manual_seed(seed)
+        options = {"activation": activation, "sequence_parallel": sequence_parallel, "bias": False,
+                   "init": lambda rows: rows.normal_(std=rows.size(1) ** -0.5, generator=generator)}  # fmt: skip
+        module = tnn.ParallelTransformerBlock(96, 6, 96, comm, fp8=tnn.Float8Recipe(), **options)
+        exact = tnn.ParallelTransformerBlock(96, 6, 96, comm, **options)
+        exact.load_state_dict(module.state_dict())
+        exact.double()
+        x = torch.randn(12, 2, 96, generator=torch.Generator().manual_seed(seed))
+        results = []
+        for one, dtype in ((module, torch.float32), (exact, torch.float64)):
+            mine = part(x, 0 if sequence_parallel else None, comm).to(dtype, copy=True).requires_grad_()
+            y = one(mine)
+            y.square().mean().backward()
+            results.append([y.detach(), mine.grad, *(p.grad for p in one.parameters())])
+        for got, want in zip(*results, strict=True):
+            assert (got.double() - want).norm() <= want.norm() / 4
+
+    run_ranks(rank, size, backend="local")
+
+
+# --- Errors -------------------------------------------------------------------------------------------
+
+
+RECIPE = tnn.Float8Recipe()
+ERRORS = {
+    r"Float8Recipe: expected scaling current or delayed, got block": lambda c: tnn.Float8Recipe("block"),
+    r"Float8Recipe: expected forward_dtype torch.float8_e4m3fn, got torch.float8_e5m2":
+        lambda c: tnn.Float8Recipe(forward_dtype=E5M2),
+    r"Float8Recipe: expected backward_dtype torch.float8_e4m3fn or torch.float8_e5m2, got torch.bfloat16":
+        lambda c: tnn.Float8Recipe(backward_dtype=torch.bfloat16),
+    r"Float8Recipe: expected amax_history_len of 1 or more, got 0": lambda c: tnn.Float8Recipe(amax_history_len=0),
+    r"ColumnParallelLinear: expected out_features of a rank divisible by 16 with fp8, got 8; pad it":
+        lambda c: tnn.ColumnParallelLinear(16, 16, c, fp8=RECIPE),
+    r"RowParallelLinear: expected in_features of a rank divisible by 16 with fp8, got 8; pad it":
+        lambda c: tnn.RowParallelLinear(16, 16, c, fp8=RECIPE),
+    r"ColumnParallelLinear: expected x of two or more dimensions, got shape \[32\]; use x.unsqueeze":
+        lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(32)),
+    r"ColumnParallelLinear: expected x of 32 features, got shape \[2, 16\]; check the layer before":
+        lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(2, 16)),
+    r"RowParallelLinear: expected dimension 0 divisible by the group size 2, got 3; pad it":
+        lambda c: tnn.RowParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(3, 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_a_mistake_is_an_error_that_says_what_to_do(message):
+    def rank(comm):
+        with pytest.raises(ValueError, match=message):
+            ERRORS[message](comm)
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_other_refusals(problem, seed):
+    def rank(comm):
+        layer = tnn.ColumnParallelLinear(32, 32, comm, fp8=RECIPE)
+        with pytest.raises(TypeError, match=r"expected x of float32, float16 or bfloat16 with fp8, got torch.float64"):
+            layer(torch.ones(2, 32, dtype=torch.float64))
+        x = torch.ones(2, 32, requires_grad=True)
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+        fused = tnn.ColumnParallelLinear(32, 32, comm, fp8=RECIPE, require_fused=True)
+        with pytest.raises(to.UnsupportedError, match=r"^ColumnParallelLinear: expected overlapped products"):
+            fused(x)
+
+    run_ranks(rank, 2, backend="local")
