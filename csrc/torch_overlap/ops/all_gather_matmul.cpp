@@ -207,13 +207,12 @@ std::tuple<Tensor, std::vector<Tensor>> gradients_kernel(
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
   const bool gathers = !wanted.empty() && !gathered;
-  const auto chosen =
-      choose_algorithm(
-          kAllGatherMatmul, algorithm, communicator, x.scalar_type(), rows,
-          gathers ? gather_bytes(*communicator, own) : 0,
-          x_wanted ? scatter_bytes(*communicator, group_size * rows, own.size(1), x.scalar_type())
-                   : 0)
-          .algorithm;
+  const auto chosen = choose_algorithm(kAllGatherMatmul, algorithm, communicator, x.scalar_type(),
+                                       rows, gathers ? gather_bytes(*communicator, own) : 0,
+                                       x_wanted ? scatter_bytes(*communicator, group_size * rows,
+                                                                own.size(1), x.scalar_type())
+                                                : 0)
+                          .algorithm;
   const bool chunked = chosen == Algorithm::chunked;
   if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
     return gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted, wanted,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-
 namespace torch_overlap::ops {
 
 std::vector<GatherStep> gather_schedule(int rank, int size) {

@@ -1,3 +1,4 @@
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -30,12 +31,18 @@ void ring_multiply_all_reduce(const std::shared_ptr<TorchComm>& comm, const Tens
                         {.inputs = {inputs},
                          .weights = {weight.t()},
                          .start = {},
-                         .bias = bias.value_or(Tensor()),
+                         .bias = {},
                          .mean = mean,
                          .out = own});
   ChannelGather gather(kMatmulAllReduce, comm, own, rows.rows);
   gather.finish();
-  out.copy_(gather.rows());
+  // Every rank adds its own bias, as in the other algorithms.
+  if (bias) {
+    Tensor target = out;
+    at::add_out(target, gather.rows(), *bias);
+  } else {
+    out.copy_(gather.rows());
+  }
 }
 
 // The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.
@@ -65,10 +72,10 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   if (algorithm == "ring") {
-    (void)choose_algorithm(kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
-                           inputs.size(0) / kChunks, static_cast<int64_t>(rows.nbytes()),
-                           scatter_bytes(*communicator, inputs.size(0), rows.size(1),
-                                         x.scalar_type()));
+    (void)choose_algorithm(
+        kMatmulAllReduce, algorithm, communicator, x.scalar_type(), inputs.size(0) / kChunks,
+        static_cast<int64_t>(rows.nbytes()),
+        scatter_bytes(*communicator, inputs.size(0), rows.size(1), x.scalar_type()));
     ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
     return out;
   }
