@@ -326,8 +326,10 @@ def test_opcheck_on_every_rank(names):
 
 
 def opcheck_scaled_rank(comm):
+    # The other utility compares inputs before and after, which torch cannot do for 8-bit floats.
+    some = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, arguments in scaled_calls(comm.get_size(), comm.get_name()).values():
-        torch.library.opcheck(op, arguments())
+        torch.library.opcheck(op, arguments(), test_utils=some)
 
 
 def test_opcheck_of_scaled_products_on_every_rank():
