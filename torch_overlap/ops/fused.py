@@ -5,11 +5,15 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
 - "sequential": the collective, then the product, or the other way round.
 - "chunked": in pieces; the next piece travels while one is multiplied, forward and backward. Sums of partial products
   of 8- and 16-bit floats accumulate in fp32, in rank order.
-- "auto": the quicker one by shape. The same on all ranks.
+- "ring": chunks of rows, each moved straight to where it is needed while others are multiplied. "bulk": backward, the
+  gathering and the reduction run beside whole products. Both need ranks that reach each other's memory, else they
+  raise UnsupportedError; operators that exchange instead of gathering or reducing have neither.
+- "auto": the quicker one by shape and by what the ranks can do. The same on all ranks.
 
-All run on any backend and device and may be captured in a CUDA graph. torch.autocast casts the operands. Their
-gradients overlap in the same way. A bias's or weight's gradient is that of this rank's rows: like every replicated
-parameter's it is to be summed over ranks that hold other rows.
+The first two run on any backend and device. All may be captured in a CUDA graph, "ring" and "bulk" after a call of the
+same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A bias's or weight's
+gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks that hold other
+rows.
 """
 
 from __future__ import annotations
@@ -90,3 +94,171 @@ def matmul_all_reduce(
     that of `all_reduce` with grad="R".
     """
     return _ops.matmul_all_reduce(x, weight, bias, *group(comm), reduction(op)[0], algorithm)
+
+
+def all_to_all_matmul(
+    x: Tensor, weight: Tensor, comm: TorchComm, bias: Tensor | None = None, *, algorithm: str = "auto"
+) -> Tensor:
+    """linear(all_to_all(x, split_dim=0, concat_dim=-1), weight, bias): heads become tokens, and are multiplied.
+
+    The projection behind attention whose heads are sharded, where the tokens of its result are.
+
+    Args:
+        x: [tokens, ..., k / size], the same shape on all ranks: all tokens, this rank's features, in rank order.
+            tokens is divisible by the number of ranks; dimension 0 is outermost, others only make more rows.
+        weight: [n, k], all of it on every rank.
+        bias: [n].
+        algorithm: "auto", "sequential" or "chunked": this rank's rows come in pieces, all under way at once, and one
+            is multiplied while the next arrives.
+
+    Returns: [tokens / size, ..., n], of the dtype of x.
+
+    Gradient: of x by `matmul_all_to_all`; for that of the weight, x is exchanged once more, behind that product.
+    """
+    return _ops.all_to_all_matmul(x, weight, bias, *group(comm), algorithm)
+
+
+def matmul_all_to_all(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    comm: TorchComm,
+    biases: Sequence[Tensor | None] = (),
+    *,
+    algorithm: str = "auto",
+) -> list[Tensor]:
+    """[all_to_all(linear(x, w, b), split_dim=-1, concat_dim=0) for each w, b]: tokens are multiplied, and become heads.
+
+    The projections before attention whose heads are sharded: queries, keys and values with their own numbers of heads.
+
+    Args:
+        x: [tokens / size, ..., k], the same shape on all ranks: this rank's tokens.
+        weights: each [n_i, k], all of it on every rank, n_i divisible by the number of ranks.
+        biases: none, or one entry [n_i] for each weight; None stands for no bias.
+        algorithm: "auto", "sequential" or "chunked": the features of one rank after the other; one part travels, to
+            where it belongs in the result, while the next is computed.
+
+    Returns: for each weight [tokens, ..., n_i / size], of the dtype of x: all tokens, this rank's features.
+
+    Gradient: the results' gradients are exchanged back in pieces of rows, each behind the product before.
+    """
+    return _ops.matmul_all_to_all(x, weights, biases, *group(comm), algorithm)
+
+
+def bulk_overlap_matmul(
+    x: Tensor,
+    weight: Tensor,
+    other: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    collective: str,
+    dim: int = 0,
+    algorithm: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """linear(x, weight, bias), and beside it a collective of `other`, which has nothing to do with the product.
+
+    Args:
+        x: [..., k] with two or more dimensions, of any shape on each rank but for "auto", which looks at its rows.
+        weight: [n, k].
+        other: the same shape on all ranks, one or more dimensions; any dtype to gather, numbers to reduce.
+        bias: [n].
+        collective: "all_gather" or "reduce_scatter" (the sum) of `other` along `dim`. 0 needs no copies.
+        algorithm: "auto", "sequential", "chunked": the communicator's own collective in the background, or "bulk": the
+            ranks' shared memory, from which each sums its part in rank order, 16-bit floats in fp32. To reduce by
+            "bulk", `other` is float64, float32, float16 or bfloat16.
+
+    Returns: the product [..., n], of the dtype of x, and `all_gather(other, dim)` or `reduce_scatter(other, dim)`.
+
+    Gradient: that of `other` is the dual collective, beside the products that are the gradients of x and the weight.
+    torch.autocast leaves `other` as it is.
+    """
+    return _ops.bulk_overlap_matmul(x, weight, bias, other, collective, *group(comm), dim, algorithm)
+
+
+def scaled_all_gather_matmul(
+    x: Tensor,
+    x_scale_inv: Tensor,
+    weights: Sequence[Tensor],
+    weights_scale_inv: Sequence[Tensor],
+    comm: TorchComm,
+    biases: Sequence[Tensor | None] = (),
+    *,
+    gather_dim: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_split_accumulator: bool = False,
+    algorithm: str = "auto",
+) -> list[Tensor]:
+    """`all_gather_matmul` of 8-bit floats with one factor for a tensor: a value is data * scale_inv.
+
+    Args:
+        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16.
+        x_scale_inv: float32 of one element, equal on all ranks: quantize with the largest magnitude of all.
+        weights: each [n_i, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n_i is a multiple of 8, for
+            float32 products of 4.
+        weights_scale_inv: for each weight, as x_scale_inv; this rank's own.
+        biases: none, or one entry [n_i] of out_dtype for each weight; None stands for no bias.
+        gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
+        out_dtype: of the products: float32, float16 or bfloat16. Sums are float32 and are rounded once.
+        use_split_accumulator: on Hopper: sums are promoted to float32 as they grow.
+        algorithm: "auto", "sequential", "chunked" or "ring".
+
+    Returns: the products [..., n_i] in out_dtype. Only 8-bit data travels.
+
+    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    """
+    return _ops.scaled_all_gather_matmul(
+        x,
+        x_scale_inv,
+        weights,
+        weights_scale_inv,
+        biases,
+        *group(comm),
+        gather_dim,
+        out_dtype,
+        use_split_accumulator,
+        algorithm,
+    )
+
+
+def scaled_matmul_reduce_scatter(
+    x: Tensor,
+    x_scale_inv: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    scatter_dim: int = 0,
+    op: ReduceOp | str = "sum",
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_split_accumulator: bool = False,
+    algorithm: str = "auto",
+) -> Tensor:
+    """`matmul_reduce_scatter` of 8-bit floats with one factor for a tensor: a value is data * scale_inv.
+
+    Args:
+        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16.
+        x_scale_inv, weight_scale_inv: float32 of one element each, this rank's own.
+        weight: [n, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n is a multiple of 8, for a float32
+            result of 4.
+        bias: [n] of out_dtype, added once, after the reduction.
+        scatter_dim: the dimension of rows to scatter along, divisible by the number of ranks. 0 needs no copies.
+        op: "sum" or "avg".
+        out_dtype: of the partial products that travel, and of the result: float32, float16 or bfloat16.
+        use_split_accumulator, algorithm: as for `scaled_all_gather_matmul`.
+
+    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    """
+    return _ops.scaled_matmul_reduce_scatter(
+        x,
+        x_scale_inv,
+        weight,
+        weight_scale_inv,
+        bias,
+        *group(comm),
+        scatter_dim,
+        reduction(op)[0],
+        out_dtype,
+        use_split_accumulator,
+        algorithm,
+    )

@@ -19,6 +19,16 @@ struct Autocast {
   std::optional<Tensor> operator()(const std::optional<Tensor>& tensor) const {
     return tensor ? std::optional((*this)(*tensor)) : std::nullopt;
   }
+  std::vector<Tensor> operator()(at::TensorList tensors) const {
+    std::vector<Tensor> cast;
+    for (const auto& tensor : tensors) cast.push_back((*this)(tensor));
+    return cast;
+  }
+  OptionalTensors operator()(const OptionalTensors& tensors) const {
+    OptionalTensors cast;
+    for (size_t i = 0; i < tensors.size(); ++i) cast.push_back((*this)(tensors.get(i)));
+    return cast;
+  }
 };
 
 template <c10::DeviceType kDevice>
@@ -26,11 +36,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_autocast(
     const Tensor& x, at::TensorList weights, const OptionalTensors& biases, std::string_view comm,
     int64_t group_size, int64_t gather_dim, bool return_gathered, std::string_view algorithm) {
   const Autocast<kDevice> cast;
-  std::vector<Tensor> cast_weights;
-  for (const auto& weight : weights) cast_weights.push_back(cast(weight));
-  OptionalTensors cast_biases;
-  for (size_t i = 0; i < biases.size(); ++i) cast_biases.push_back(cast(biases.get(i)));
-  return ops::all_gather_matmul(cast(x), cast_weights, cast_biases, comm, group_size, gather_dim,
+  return ops::all_gather_matmul(cast(x), cast(weights), cast(biases), comm, group_size, gather_dim,
                                 return_gathered, algorithm);
 }
 
@@ -54,10 +60,42 @@ Tensor matmul_all_reduce_autocast(const Tensor& x, const Tensor& weight,
 }
 
 template <c10::DeviceType kDevice>
+Tensor all_to_all_matmul_autocast(const Tensor& x, const Tensor& weight,
+                                  const std::optional<Tensor>& bias, std::string_view comm,
+                                  int64_t group_size, std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::all_to_all_matmul(cast(x), cast(weight), cast(bias), comm, group_size, algorithm);
+}
+
+template <c10::DeviceType kDevice>
+std::vector<Tensor> matmul_all_to_all_autocast(const Tensor& x, at::TensorList weights,
+                                               const OptionalTensors& biases, std::string_view comm,
+                                               int64_t group_size, std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::matmul_all_to_all(cast(x), cast(weights), cast(biases), comm, group_size, algorithm);
+}
+
+// `other` keeps its dtype, as in a collective alone.
+template <c10::DeviceType kDevice>
+std::tuple<Tensor, Tensor> bulk_overlap_matmul_autocast(const Tensor& x, const Tensor& weight,
+                                                        const std::optional<Tensor>& bias,
+                                                        const Tensor& other,
+                                                        std::string_view collective,
+                                                        std::string_view comm, int64_t group_size,
+                                                        int64_t dim, std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::bulk_overlap_matmul(cast(x), cast(weight), cast(bias), other, collective, comm,
+                                  group_size, dim, algorithm);
+}
+
+template <c10::DeviceType kDevice>
 void register_autocast(torch::Library& m) {
   m.impl("all_gather_matmul", all_gather_matmul_autocast<kDevice>);
   m.impl("matmul_reduce_scatter", matmul_reduce_scatter_autocast<kDevice>);
   m.impl("matmul_all_reduce", matmul_all_reduce_autocast<kDevice>);
+  m.impl("all_to_all_matmul", all_to_all_matmul_autocast<kDevice>);
+  m.impl("matmul_all_to_all", matmul_all_to_all_autocast<kDevice>);
+  m.impl("bulk_overlap_matmul", bulk_overlap_matmul_autocast<kDevice>);
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
@@ -25,12 +26,18 @@ void ring_multiply_all_reduce(const std::shared_ptr<TorchComm>& comm, const Tens
                         {.inputs = {inputs},
                          .weights = {weight.t()},
                          .start = {},
-                         .bias = bias.value_or(Tensor()),
+                         .bias = {},
                          .mean = mean,
                          .out = own});
   ChannelGather gather(kMatmulAllReduce, comm, own, rows.rows);
   gather.finish();
-  out.copy_(gather.rows());
+  // Every rank adds its own bias, as in the other algorithms.
+  if (bias) {
+    Tensor target = out;
+    at::add_out(target, gather.rows(), *bias);
+  } else {
+    out.copy_(gather.rows());
+  }
 }
 
 // The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.

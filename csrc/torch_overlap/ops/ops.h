@@ -52,6 +52,17 @@ TORCH_OVERLAP_API Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight
                                            const std::optional<Tensor>& bias, std::string_view comm,
                                            int64_t group_size, std::string_view op = "sum",
                                            std::string_view algorithm = "auto");
+TORCH_OVERLAP_API Tensor all_to_all_matmul(const Tensor& x, const Tensor& weight,
+                                           const std::optional<Tensor>& bias, std::string_view comm,
+                                           int64_t group_size, std::string_view algorithm = "auto");
+TORCH_OVERLAP_API std::vector<Tensor> matmul_all_to_all(const Tensor& x, at::TensorList weights,
+                                                        const OptionalTensors& biases,
+                                                        std::string_view comm, int64_t group_size,
+                                                        std::string_view algorithm = "auto");
+TORCH_OVERLAP_API std::tuple<Tensor, Tensor> bulk_overlap_matmul(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& other,
+    std::string_view collective, std::string_view comm, int64_t group_size, int64_t dim = 0,
+    std::string_view algorithm = "auto");
 
 // For the gradients of others; not part of the public schemas.
 // This rank's part of `x` along `dim`: the inverse of an all_gather that is invariant.

@@ -13,9 +13,6 @@ constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "
 // 256 x 4096 x 4096 takes about 15 us on an H200.
 constexpr int64_t kMinChunkRows = 256;
 
-// Blocks of a reduction beside a product.
-constexpr int kBulkBlocks = 16;
-
 bool is_multiplied(at::ScalarType dtype) {
   return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
          dtype == at::kBFloat16;
@@ -176,24 +173,29 @@ void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>&
                           const at::Tensor& own, at::TensorList weights,
                           const std::vector<at::Tensor>& biases,
                           const std::vector<at::Tensor>& products, const at::Tensor& gathered) {
+  std::vector<GemmArgs> gemms(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    gemms[i].rhs = operand(weights[i].t());
+    gemms[i].out = products[i];
+    gemms[i].epilogue.bias = contiguous(biases[i]);
+  }
+  ring_gather_gemms(op, comm, own, std::move(gemms), gathered);
+}
+
+void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                       const at::Tensor& own, std::vector<GemmArgs> gemms,
+                       const at::Tensor& gathered) {
   const auto channel =
       operator_channel(op, comm, OperatorChannel::gather, gather_bytes(*comm, own));
   const RowShare rows{own.size(0) * comm->size(), comm->size()};
-  GatherGemm problem{.gemms = {},
+  GatherGemm problem{.gemms = std::move(gemms),
                      .rows = rows,
                      .own = own,
                      .gathered = channel->data(0, {rows.rows, own.size(1)}, own.scalar_type()),
                      .at = 0,
                      .copy = gathered,
                      .order = GatherOrder::direct};
-  for (size_t i = 0; i < weights.size(); ++i) {
-    GemmArgs args;
-    args.lhs = {.data = problem.gathered};
-    args.rhs = operand(weights[i].t());
-    args.out = products[i];
-    args.epilogue.bias = contiguous(biases[i]);
-    problem.gemms.push_back(std::move(args));
-  }
+  for (auto& args : problem.gemms) args.lhs.data = problem.gathered;
   run_gather_gemm(op, *channel, problem);
 }
 

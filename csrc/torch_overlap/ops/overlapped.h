@@ -30,9 +30,10 @@ TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
 void check_algorithm(std::string_view op, std::string_view algorithm);
 // `chunk_rows`: of one rank's chunk; `bytes`: what a channel must have room for, 0: none is used.
 // kUnsupported where "ring" or "bulk" was asked for and cannot be.
-Choice choose_algorithm(std::string_view op, std::string_view algorithm,
-                        const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
-                        int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes);
+TORCH_OVERLAP_API Choice choose_algorithm(std::string_view op, std::string_view algorithm,
+                                          const std::shared_ptr<TorchComm>& comm,
+                                          at::ScalarType dtype, int64_t chunk_rows,
+                                          int64_t gather_bytes, int64_t scatter_bytes);
 
 // The same without making a channel, so without communication: what would be chosen, on the
 // assumption that ranks reach each other's memory where nobody has tried yet.
@@ -55,6 +56,9 @@ inline std::string_view forward_algorithm(std::string_view algorithm) {
 // Whether a chunk of so many rows outlasts what its transfer costs to start.
 bool is_worth_chunks(int64_t rows);
 
+// Blocks of a reduction beside a product.
+constexpr int kBulkBlocks = 16;
+
 // op(x) as an operand: x [m, k] itself, or the transpose of what lies in memory.
 GemmOperand operand(const at::Tensor& x);
 
@@ -63,6 +67,10 @@ void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>&
                           const at::Tensor& own, at::TensorList weights,
                           const std::vector<at::Tensor>& biases,
                           const std::vector<at::Tensor>& products, const at::Tensor& gathered);
+// The same for products whose lhs, but for its scales, is what is gathered.
+void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                       const at::Tensor& own, std::vector<GemmArgs> gemms,
+                       const at::Tensor& gathered);
 
 // out = this rank's rows of the sum (or mean) over ranks of sum_i inputs[i] weights[i] + bias.
 struct ScatterMultiply {

@@ -4,8 +4,6 @@
 
 #include <set>
 
-#include "torch_overlap/base/errors.h"
-
 namespace torch_overlap::ops {
 namespace {
 
@@ -92,21 +90,6 @@ TEST(RowChunks, NoRowsAreOneEmptyChunk) {
   const auto chunks = row_chunks(0, 4);
   ASSERT_EQ(chunks.size(), 1U);
   EXPECT_EQ(chunks[0].length, 0);
-}
-
-TEST(ChooseAlgorithm, TakesWhatIsAskedAndListsTheChoices) {
-  EXPECT_EQ(choose_algorithm("op", "sequential", 1 << 20, 8), Algorithm::kSequential);
-  EXPECT_EQ(choose_algorithm("op", "chunked", 1, 8), Algorithm::kChunked);
-  EXPECT_EQ(choose_algorithm("op", "auto", 1 << 20, 8), Algorithm::kChunked);
-  EXPECT_EQ(choose_algorithm("op", "auto", 1, 8), Algorithm::kSequential);
-  EXPECT_EQ(choose_algorithm("op", "auto", 1 << 20, 1), Algorithm::kSequential);
-  try {
-    choose_algorithm("op", "ring", 1, 2);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_STREQ(error.what(),
-                 "op: expected algorithm to be one of auto, sequential, chunked, got 'ring'");
-  }
 }
 
 }  // namespace

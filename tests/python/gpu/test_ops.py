@@ -51,6 +51,47 @@ def fused_cases(algorithm):
     ]  # fmt: skip
 
 
+def exchange_cases(algorithm):
+    def by_tokens(every, r):
+        size = len(every)
+        x = torch.cat([e[0].chunk(size)[r] for e in every], dim=1)
+        return F.linear(x, every[r][1][:, : size * IN], every[r][2])
+
+    def by_heads(every, r):
+        products = [torch.stack([F.linear(e[0], e[1], e[3]), F.linear(e[0], e[2])]) for e in every]
+        return torch.cat([p.chunk(len(every), dim=2)[r] for p in products], dim=1)
+
+    return [
+        Case(f"all_to_all_matmul-{algorithm}", [(4 * ROWS, IN), (OUT, 8 * IN), (OUT,)],
+             lambda comm, x, w, b: ops.all_to_all_matmul(x, w[:, : comm.get_size() * IN], comm, b, algorithm=algorithm),
+             by_tokens),
+        Case(f"matmul_all_to_all-{algorithm}", [(ROWS, IN), (24, IN), (24, IN), (24,)],
+             lambda comm, x, w1, w2, b: torch.stack(
+                 ops.matmul_all_to_all(x, [w1, w2], comm, [b, None], algorithm=algorithm)),
+             by_heads),
+    ]  # fmt: skip
+
+
+def bulk_cases(algorithm):
+    def run(collective):
+        def both(comm, x, w, b, other):
+            results = ops.bulk_overlap_matmul(x, w, other, comm, b, collective=collective, algorithm=algorithm)
+            return torch.cat([t.flatten() for t in results])
+
+        return both
+
+    def reference(collect):
+        return lambda every, r: torch.cat([F.linear(*every[r][:3]).flatten(), collect(every, r).flatten()])
+
+    shapes = [(ROWS, IN), (OUT, IN), (OUT,), (4 * ROWS, 3)]
+    return [
+        Case(f"bulk_overlap_matmul-all_gather-{algorithm}", shapes, run("all_gather"),
+             reference(lambda every, r: gathered([e[3] for e in every]))),
+        Case(f"bulk_overlap_matmul-reduce_scatter-{algorithm}", shapes, run("reduce_scatter"),
+             reference(lambda every, r: summed([e[3] for e in every]).chunk(len(every))[r])),
+    ]  # fmt: skip
+
+
 X = [(4 * ROWS, IN)]
 CASES = [
     Case("all_reduce", X, lambda comm, x: ops.all_reduce(x, comm), lambda every, r: summed([e[0] for e in every])),
@@ -66,8 +107,9 @@ CASES = [
     Case("permute", X, lambda comm, x: ops.permute(x, comm, [(r, (r + 1) % comm.get_size())
                                                              for r in range(comm.get_size())]),
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
-    *fused_cases("sequential"),
-    *fused_cases("chunked"),
+    *(case for algorithm in ("sequential", "chunked", "ring", "bulk") for case in fused_cases(algorithm)),
+    *(case for algorithm in ("sequential", "chunked") for case in exchange_cases(algorithm)),
+    *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm)),
 ]  # fmt: skip
 
 
@@ -141,6 +183,62 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
             torch.cuda._sleep(20_000_000)  # one rank is late
         graph.replay()
         problem.check(output, gradients)
+
+
+class ScaledProblem:
+    """Both products of 8-bit floats: operands on the device, and the results in fp64 of what they stand for."""
+
+    def __init__(self, comm, seed):
+        rank, size = comm.get_rank(), comm.get_size()
+        generator = torch.Generator().manual_seed(seed)
+
+        def quantized(*shape):
+            data, scale_inv, *_ = ops.quantize(torch.randn(*shape, generator=generator))
+            return (data.cuda(), scale_inv.cuda()), data.double() * scale_inv.double()
+
+        (x, scale_inv), x_value = quantized(size, ROWS, IN)  # one factor for all ranks
+        w, w_value = [list(some) for some in zip(*(quantized(OUT, IN) for _ in range(size)), strict=True)]
+        h, h_value = [list(some) for some in zip(*(quantized(4 * ROWS, IN) for _ in range(size)), strict=True)]
+        self.inputs = [x[rank].contiguous(), scale_inv, *w[rank], *h[rank]]
+        product_sum = sum(F.linear(a, b) for a, b in zip(h_value, w_value, strict=True))
+        self.outputs = [F.linear(x_value.flatten(0, 1), w_value[rank]), product_sum.chunk(size)[rank]]
+
+    def check(self, outputs):
+        for got, want in zip(outputs, self.outputs, strict=True):
+            torch.testing.assert_close(got.double().cpu(), want, rtol=1e-2, atol=1e-2)
+
+
+def scaled_products(comm, algorithm, x, x_scale_inv, w, w_scale_inv, h, h_scale_inv):
+    options = {"out_dtype": torch.float32, "use_split_accumulator": True, "algorithm": algorithm}
+    (y,) = ops.scaled_all_gather_matmul(x, x_scale_inv, [w], [w_scale_inv], comm, **options)
+    return y, ops.scaled_matmul_reduce_scatter(h, h_scale_inv, w, w_scale_inv, comm, **options)
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+def test_scaled_products_eager_and_in_a_graph(comm, seed, algorithm):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs tensor cores of 8-bit floats")
+    problem = ScaledProblem(comm, seed)
+    inputs = problem.inputs
+    problem.check(scaled_products(comm, algorithm, *inputs))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        scaled_products(comm, algorithm, *inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = scaled_products(comm, algorithm, *inputs)
+    for step in range(1, 6):
+        problem = ScaledProblem(comm, seed + step)
+        for static, new in zip(inputs, problem.inputs, strict=True):
+            static.copy_(new)
+        for output in outputs:
+            output.fill_(float("nan"))
+        if comm.get_rank() == step % comm.get_size():
+            torch.cuda._sleep(20_000_000)  # one rank is late
+        graph.replay()
+        problem.check(outputs)
 
 
 def test_send_and_recv_in_a_graph(comm):

@@ -1,46 +1,16 @@
 """Fused products against the same in fp64 on one rank: values, gradients, order of transfers and GEMMs."""
 
-import itertools
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks, seed
 
-from torch_overlap import InvalidTypeError, ops
+from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
-SIZES = [1, 2, 3, 4]
-ALGORITHMS = ["sequential", "chunked", "auto"]
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-9, "atol": 1e-9},
-    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1},
-}
-
-
-class Data:
-    """Random tensors, equal on all ranks that start from the same seed."""
-
-    def __init__(self, seed, dtype=torch.float64):
-        self.gen = torch.Generator().manual_seed(seed)
-        self.dtype = dtype
-
-    def __call__(self, *shape):
-        return torch.randn(*shape, generator=self.gen, dtype=torch.float64).to(self.dtype)
-
-
-def seed():
-    return random.SystemRandom().randrange(2**31)
-
-
-def leaf(x):
-    return x.detach().clone().requires_grad_()
-
-
-def check(got, want):
-    torch.testing.assert_close(got.double(), want.double(), **TOLERANCE[got.dtype])
+ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "auto"]
+FORCED = ALGORITHMS[:-1]
 
 
 def gather_problem(data, size, shape, features):
@@ -50,32 +20,45 @@ def gather_problem(data, size, shape, features):
     return xs, weights, biases
 
 
+def all_gather_matmul_rank(comm, algorithm, number, shape, dim, dtype):
+    me, size = comm.get_rank(), comm.get_size()
+    xs, weights, biases = gather_problem(Data(number, dtype), size, shape, (4, 1, 6))
+    gathered = torch.cat(xs, dim)
+    biased = [biases[me][0], None, biases[me][2]]
+    for with_bias in (False, True):
+        for keep in (False, True):
+            outputs, kept = ops.all_gather_matmul(
+                xs[me], weights[me], comm, biased if with_bias else (),
+                gather_dim=dim, return_gathered=keep, algorithm=algorithm,
+            )  # fmt: skip
+            assert len(outputs) == 3
+            for output, weight, bias in zip(outputs, weights[me], biased, strict=True):
+                bias = bias.double() if with_bias and bias is not None else None
+                check(output, F.linear(gathered.double(), weight.double(), bias))
+                assert output.is_contiguous()
+            assert torch.equal(kept, gathered if keep else torch.empty(0, dtype=dtype))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 0), ((2, 3, 5), 1), ((2, 3, 2, 5), -2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_all_gather_matmul(size, algorithm, shape, dim, dtype):
-    number = seed()
+    on_ranks(all_gather_matmul_rank, size, algorithm, seed(), shape, dim, dtype)
 
-    def rank(comm):
-        me = comm.get_rank()
-        xs, weights, biases = gather_problem(Data(number, dtype), size, shape, (4, 1, 6))
-        gathered = torch.cat(xs, dim)
-        biased = [biases[me][0], None, biases[me][2]]
-        for with_bias in (False, True):
-            for keep in (False, True):
-                outputs, kept = ops.all_gather_matmul(
-                    xs[me], weights[me], comm, biased if with_bias else (),
-                    gather_dim=dim, return_gathered=keep, algorithm=algorithm,
-                )  # fmt: skip
-                assert len(outputs) == 3
-                for output, weight, bias in zip(outputs, weights[me], biased, strict=True):
-                    bias = bias.double() if with_bias and bias is not None else None
-                    check(output, F.linear(gathered.double(), weight.double(), bias))
-                    assert output.is_contiguous()
-                assert torch.equal(kept, gathered if keep else torch.empty(0, dtype=dtype))
 
-    run_ranks(rank, size, backend="local")
+def matmul_reduce_scatter_rank(comm, algorithm, number, shape, dim, dtype, op):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number, dtype)
+    xs = [data(*shape) for _ in range(size)]
+    weights = [data(4, shape[-1]) for _ in range(size)]
+    biases = [data(4) for _ in range(size)]
+    total = sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
+    part = (total / size if op == "avg" else total).chunk(size, dim)[me]
+    options = {"scatter_dim": dim, "op": op, "algorithm": algorithm}
+    result = ops.matmul_reduce_scatter(xs[me], weights[me], comm, **options)
+    check(result, part)
+    assert result.is_contiguous()
+    check(ops.matmul_reduce_scatter(xs[me], weights[me], comm, biases[me], **options), part + biases[me].double())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -84,22 +67,17 @@ def test_all_gather_matmul(size, algorithm, shape, dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op):
-    number = seed()
+    on_ranks(matmul_reduce_scatter_rank, size, algorithm, seed(), shape, dim, dtype, op)
 
-    def rank(comm):
-        me, data = comm.get_rank(), Data(number, dtype)
-        xs = [data(*shape) for _ in range(size)]
-        weights = [data(4, shape[-1]) for _ in range(size)]
-        biases = [data(4) for _ in range(size)]
-        total = sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
-        part = (total / size if op == "avg" else total).chunk(size, dim)[me]
-        options = {"scatter_dim": dim, "op": op, "algorithm": algorithm}
-        result = ops.matmul_reduce_scatter(xs[me], weights[me], comm, **options)
-        check(result, part)
-        assert result.is_contiguous()
-        check(ops.matmul_reduce_scatter(xs[me], weights[me], comm, biases[me], **options), part + biases[me].double())
 
-    run_ranks(rank, size, backend="local")
+def matmul_all_reduce_rank(comm, algorithm, number, shape, op):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number)
+    xs = [data(*shape) for _ in range(size)]
+    weights = [data(4, shape[-1]) for _ in range(size)]
+    bias = data(4)
+    want = sum(x @ w.t() for x, w in zip(xs, weights, strict=True)) / (size if op == "avg" else 1)
+    check(ops.matmul_all_reduce(xs[me], weights[me], comm, op=op, algorithm=algorithm), want)
+    check(ops.matmul_all_reduce(xs[me], weights[me], comm, bias, op=op, algorithm=algorithm), want + bias)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -107,81 +85,50 @@ def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op):
 @pytest.mark.parametrize("shape", [(1, 5), (9, 5), (2, 7, 5)])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_matmul_all_reduce(size, algorithm, shape, op):
-    number = seed()
-
-    def rank(comm):
-        me, data = comm.get_rank(), Data(number)
-        xs = [data(*shape) for _ in range(size)]
-        weights = [data(4, shape[-1]) for _ in range(size)]
-        bias = data(4)
-        want = sum(x @ w.t() for x, w in zip(xs, weights, strict=True)) / (size if op == "avg" else 1)
-        check(ops.matmul_all_reduce(xs[me], weights[me], comm, op=op, algorithm=algorithm), want)
-        check(ops.matmul_all_reduce(xs[me], weights[me], comm, bias, op=op, algorithm=algorithm), want + bias)
-
-    run_ranks(rank, size, backend="local")
+    on_ranks(matmul_all_reduce_rank, size, algorithm, seed(), shape, op)
 
 
 # --- Gradients: of the sum of all ranks' losses, first and second order ------------------------------
 
 
-def second_order(outputs, leaves, loss_weights, directions):
-    """First gradients, and the gradients of their product with `directions`."""
-    loss = sum((w * y * y).sum() for w, y in zip(loss_weights, outputs, strict=True))
-    first = torch.autograd.grad(loss, leaves, create_graph=True)
-    again = sum((g * d).sum() for g, d in zip(first, directions, strict=True))
-    return [g.detach() for g in first], torch.autograd.grad(again, leaves)
+def all_gather_matmul_gradients_rank(comm, algorithm, parts, dim, keep):
+    def sharded(mine):
+        x, w1, w2, b2 = mine
+        outputs, kept = ops.all_gather_matmul(
+            x, [w1, w2], comm, [None, b2], gather_dim=dim, return_gathered=keep, algorithm=algorithm
+        )
+        return [*outputs, kept] if keep else outputs
+
+    check_gradients(parts[comm.get_rank()], sharded)
 
 
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def compare(comm, sharded, leaves, want_outputs, want, loss_weights, directions):
-    outputs = sharded(leaves)
-    for got, output in zip(outputs, want_outputs, strict=True):
-        check(got.detach(), output.detach())
-    loss = sum((w * y * y).sum() for w, y in zip(loss_weights, outputs, strict=True))
-    # Once with the overlapped backward pass, once with the one that can be differentiated again.
-    for got, expected in zip(torch.autograd.grad(loss, leaves), want[0], strict=True):
-        check(got, expected)
-    first, second = second_order(sharded(leaves), leaves, loss_weights, directions)
-    for got, expected in zip((*first, *second), (*want[0], *want[1]), strict=True):
-        check(got, expected)
-
-
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+@pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 1)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep):
     data = Data(seed())
-    features = (4, 6)
-    problem = gather_problem(data, size, shape, features)
-    leaves = [[leaf(problem[0][r]), *map(leaf, problem[1][r]), leaf(problem[2][r][1])] for r in range(size)]
-    gathered = torch.cat([mine[0] for mine in leaves], dim)
-    wants = [[F.linear(gathered, w1), F.linear(gathered, w2, b2)] + [gathered] * keep for _, w1, w2, b2 in leaves]
-    loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
-    directions = [[data(*x.shape) for x in mine] for mine in leaves]
-    first, second = second_order(*map(joined, (wants, leaves, loss_weights, directions)))
+    xs, weights, biases = gather_problem(data, size, shape, (4, 6))
 
-    def rank(comm):
-        me = comm.get_rank()
+    def reference(leaves):
+        gathered = torch.cat([mine[0] for mine in leaves], dim)
+        return [[F.linear(gathered, w1), F.linear(gathered, w2, b2)] + [gathered] * keep for _, w1, w2, b2 in leaves]
 
-        def sharded(mine):
-            x, w1, w2, b2 = mine
-            outputs, kept = ops.all_gather_matmul(
-                x, [w1, w2], comm, [None, b2], gather_dim=dim, return_gathered=keep, algorithm=algorithm
-            )
-            return [*outputs, kept] if keep else outputs
-
-        mine = [leaf(x) for x in leaves[me]]
-        want = first[4 * me : 4 * me + 4], second[4 * me : 4 * me + 4]
-        compare(comm, sharded, mine, wants[me], want, loss_weights[me], directions[me])
-
-    run_ranks(rank, size, backend="local")
+    leaves = [[xs[r], *weights[r], biases[r][1]] for r in range(size)]
+    problem = GradientProblem(data, leaves, reference)
+    on_ranks(all_gather_matmul_gradients_rank, size, algorithm, problem.parts, dim, keep)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+def reduced_gradients_rank(comm, algorithm, parts, kind, dim, op):
+    def sharded(mine):
+        if kind == "all_reduce":
+            return [ops.matmul_all_reduce(mine[0], mine[1], comm, mine[2], op=op, algorithm=algorithm)]
+        return [ops.matmul_reduce_scatter(mine[0], mine[1], comm, mine[2], scatter_dim=dim, op=op, algorithm=algorithm)]
+
+    check_gradients(parts[comm.get_rank()], sharded)
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("kind", ["reduce_scatter 0", "reduce_scatter 1", "all_reduce"])
@@ -189,74 +136,57 @@ def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind):
     data = Data(seed())
     shape = (2, 12, 5) if kind == "reduce_scatter 1" else (12, 2, 5)
     dim = 1 if kind == "reduce_scatter 1" else 0
-    leaves = [[leaf(data(*shape)), leaf(data(4, 5)), leaf(data(4))] for _ in range(size)]
-    total = sum(x @ w.t() for x, w, _ in leaves) / (size if op == "avg" else 1)
-    if kind == "all_reduce":
-        wants = [[total + b] for _, _, b in leaves]
-    else:
-        wants = [[total.chunk(size, dim)[r] + leaves[r][2]] for r in range(size)]
-    loss_weights = [[data(*y.shape) for y in mine] for mine in wants]
-    directions = [[data(*x.shape) for x in mine] for mine in leaves]
-    first, second = second_order(*map(joined, (wants, leaves, loss_weights, directions)))
 
-    def rank(comm):
-        me = comm.get_rank()
+    def reference(leaves):
+        total = sum(x @ w.t() for x, w, _ in leaves) / (size if op == "avg" else 1)
+        if kind == "all_reduce":
+            return [[total + b] for _, _, b in leaves]
+        return [[total.chunk(size, dim)[r] + leaves[r][2]] for r in range(size)]
 
-        def sharded(mine):
-            if kind == "all_reduce":
-                return [ops.matmul_all_reduce(mine[0], mine[1], comm, mine[2], op=op, algorithm=algorithm)]
-            return [
-                ops.matmul_reduce_scatter(mine[0], mine[1], comm, mine[2], scatter_dim=dim, op=op, algorithm=algorithm)
-            ]
-
-        mine = [leaf(x) for x in leaves[me]]
-        want = first[3 * me : 3 * me + 3], second[3 * me : 3 * me + 3]
-        compare(comm, sharded, mine, wants[me], want, loss_weights[me], directions[me])
-
-    run_ranks(rank, size, backend="local")
+    problem = GradientProblem(data, [[data(*shape), data(4, 5), data(4)] for _ in range(size)], reference)
+    on_ranks(reduced_gradients_rank, size, algorithm, problem.parts, kind, dim, op)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+def asked_gradients_rank(comm, algorithm, xs, weights):
+    me = comm.get_rank()
+    for x_needs in (False, True):
+        for weight_needs in ((False, True), (True, False), (False, False)):
+            x = xs[me].clone().requires_grad_(x_needs)
+            ws = [w.clone().requires_grad_(n) for w, n in zip(weights[me], weight_needs, strict=True)]
+            outputs, _ = ops.all_gather_matmul(x, ws, comm, algorithm=algorithm)
+            if not outputs[1].requires_grad:
+                continue
+            outputs[1].sum().backward()
+            gathered = torch.cat(xs)
+            if x_needs:
+                ones = torch.ones(3, 6, dtype=torch.float64)
+                check(x.grad, sum(ones @ weights[r][1] for r in range(2)))
+            assert ws[0].grad is None
+            if weight_needs[1]:
+                check(ws[1].grad, torch.ones(6, 6, dtype=torch.float64).t() @ gathered)
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
 def test_only_the_gradients_that_are_asked_are_computed(algorithm):
     """Any part of the operands may be constant, and any product unused."""
-    data = Data(seed())
-    xs, weights, _ = gather_problem(data, 2, (3, 5), (4, 6))
-
-    def rank(comm):
-        me = comm.get_rank()
-        for x_needs in (False, True):
-            for weight_needs in ((False, True), (True, False), (False, False)):
-                x = xs[me].clone().requires_grad_(x_needs)
-                ws = [w.clone().requires_grad_(n) for w, n in zip(weights[me], weight_needs, strict=True)]
-                outputs, _ = ops.all_gather_matmul(x, ws, comm, algorithm=algorithm)
-                if not outputs[1].requires_grad:
-                    continue
-                outputs[1].sum().backward()
-                gathered = torch.cat(xs)
-                if x_needs:
-                    ones = torch.ones(3, 6, dtype=torch.float64)
-                    check(x.grad, sum(ones @ weights[r][1] for r in range(2)))
-                assert ws[0].grad is None
-                if weight_needs[1]:
-                    check(ws[1].grad, torch.ones(6, 6, dtype=torch.float64).t() @ gathered)
-
-    run_ranks(rank, 2, backend="local")
+    xs, weights, _ = gather_problem(Data(seed()), 2, (3, 5), (4, 6))
+    on_ranks(asked_gradients_rank, 2, algorithm, xs, weights)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
+def rounded_once_rank(comm, algorithm, number, dtype):
+    data = Data(number, dtype)
+    x, w, v, grad = data(4, 5), data(6, 5) * 64, data(6, 5), data(4, 6)
+    leaf_x = leaf(x)
+    outputs, _ = ops.all_gather_matmul(leaf_x, [w, -w, v], comm, algorithm=algorithm)
+    torch.autograd.backward(outputs, [grad, grad, grad])
+    torch.testing.assert_close(leaf_x.grad.double(), grad.double() @ v.double(), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype):
     """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
-    data = Data(seed(), dtype)
-    x, w, v, grad = data(4, 5), data(6, 5) * 64, data(6, 5), data(4, 6)
-
-    def rank(comm):
-        leaf_x = leaf(x)
-        outputs, _ = ops.all_gather_matmul(leaf_x, [w, -w, v], comm, algorithm=algorithm)
-        torch.autograd.backward(outputs, [grad, grad, grad])
-        torch.testing.assert_close(leaf_x.grad.double(), grad.double() @ v.double(), rtol=1e-2, atol=2e-3)
-
-    run_ranks(rank, 1, backend="local")
+    on_ranks(rounded_once_rank, 1, algorithm, seed(), dtype)
 
 
 # --- Order of transfers and products -----------------------------------------------------------------
@@ -357,8 +287,8 @@ def test_autocast_casts_the_operands():
 
 
 ERRORS = {
-    "algorithm to be one of auto, sequential, chunked, got 'ring'": lambda c, x, w: ops.all_gather_matmul(
-        x, [w], c, algorithm="ring"
+    "algorithm to be one of auto, sequential, chunked, ring, bulk, got 'tree'": lambda c, x, w: ops.all_gather_matmul(
+        x, [w], c, algorithm="tree"
     ),
     "two or more dimensions, got shape": lambda c, x, w: ops.all_gather_matmul(x[0], [w], c),
     "gather_dim to be a dimension of rows, got 1": lambda c, x, w: ops.all_gather_matmul(x, [w], c, gather_dim=1),
@@ -382,3 +312,16 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
             ops.matmul_all_reduce(torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64), comm)
 
     run_ranks(rank, 2, backend="local")
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "bulk"])
+def test_what_needs_shared_memory_says_why_it_cannot_run(algorithm):
+    def rank(comm):
+        for dtype, why in ((None, "the communicator has no peers"), (torch.int32, "products of Int are torch's")):
+            x, w = torch.ones(4, 5, dtype=dtype), torch.ones(4, 5, dtype=dtype)
+            with pytest.raises(UnsupportedError, match=f"what algorithm '{algorithm}' needs, got: {why}"):
+                ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)
+            with pytest.raises(UnsupportedError, match=f"what algorithm '{algorithm}' needs, got: {why}"):
+                ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
+
+    run_ranks(rank, 2, backend="fake")

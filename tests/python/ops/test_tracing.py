@@ -72,6 +72,69 @@ def calls(size, comm=NOBODY, root=0):
             [(2, 4, 6), (5, 6), (5,)],
             lambda x, w, b: (x, w, b, comm, size, "sum", "chunked"),
         ),
+        "all_to_all_matmul": (
+            raw.all_to_all_matmul,
+            [(4, 3, 2), (5, 2 * size), (5,)],
+            lambda x, w, b: (x, w, b, comm, size, "chunked"),
+        ),
+        "matmul_all_to_all": (
+            raw.matmul_all_to_all,
+            [(4, 6), (2 * size, 6), (3 * size, 6), (3 * size,)],
+            lambda x, w1, w2, b2: (x, [w1, w2], [None, b2], comm, size, "chunked"),
+        ),
+        "matmul_all_to_all 1": (
+            raw.matmul_all_to_all,
+            [(4, 3, 6), (2 * size, 6)],
+            lambda x, w: (x, [w], [], comm, size, "sequential"),
+        ),
+        "bulk_overlap_matmul": (
+            raw.bulk_overlap_matmul,
+            [(3, 6), (5, 6), (5,), (4, 2)],
+            lambda x, w, b, other: (x, w, b, other, "all_gather", comm, size, 0, "chunked"),
+        ),
+        "bulk_overlap_matmul 1": (
+            raw.bulk_overlap_matmul,
+            [(2, 3, 6), (5, 6), (3, 4)],
+            lambda x, w, other: (x, w, None, other, "reduce_scatter", comm, size, -1, "sequential"),
+        ),
+    }
+
+
+def scaled_calls(size, comm=NOBODY):
+    """name -> (operator, call), of 8-bit floats: they have no gradient."""
+
+    def x(*shape):
+        return torch.ones(*shape).to(torch.float8_e4m3fn)
+
+    s = lambda: torch.ones(1)  # noqa: E731
+    gather, scatter = raw.scaled_all_gather_matmul, raw.scaled_matmul_reduce_scatter
+    return {
+        "scaled_all_gather_matmul": (
+            gather,
+            lambda: (x(4, 16), s(), [x(8, 16)], [s()], [torch.ones(8)], comm, size, 0, torch.float32, True, "chunked"),
+        ),
+        "scaled_all_gather_matmul 1": (
+            gather,
+            lambda: (x(2, 4, 16), s(), [x(8, 16)] * 2, [s(), s()], [], comm, size, 1),
+        ),
+        "scaled_matmul_reduce_scatter": (
+            scatter,
+            lambda: (
+                x(4, 16),
+                s(),
+                x(8, 16),
+                s(),
+                torch.ones(8),
+                comm,
+                size,
+                0,
+                "avg",
+                torch.float32,
+                False,
+                "chunked",
+            ),
+        ),
+        "scaled_matmul_reduce_scatter 1": (scatter, lambda: (x(3, 4, 16), s(), x(8, 16), s(), None, comm, size, 1)),
     }
 
 
@@ -89,6 +152,15 @@ EXPECTED = {
     "matmul_reduce_scatter": [(2, 5)],
     "matmul_reduce_scatter 1": [(3, 2, 5)],
     "matmul_all_reduce": [(2, 4, 5)],
+    "all_to_all_matmul": [(2, 3, 5)],
+    "matmul_all_to_all": [(8, 2), (8, 3)],
+    "matmul_all_to_all 1": [(8, 3, 2)],
+    "bulk_overlap_matmul": [(3, 5), (8, 2)],
+    "bulk_overlap_matmul 1": [(2, 3, 5), (3, 2)],
+    "scaled_all_gather_matmul": [(8, 8)],
+    "scaled_all_gather_matmul 1": [(2, 8, 8), (2, 8, 8)],
+    "scaled_matmul_reduce_scatter": [(2, 8)],
+    "scaled_matmul_reduce_scatter 1": [(3, 2, 8)],
 }
 
 
@@ -109,6 +181,17 @@ def test_shapes_and_gradients_need_no_communicator(name, how):
         assert [tuple(g.shape) for g in grads] == shapes
 
 
+@pytest.mark.parametrize("name", scaled_calls(2))
+@pytest.mark.parametrize("how", ["meta", "fake"])
+def test_shapes_of_scaled_products_need_no_communicator(name, how):
+    op, arguments = scaled_calls(2)[name]
+    with FakeTensorMode() if how == "fake" else torch.device("meta"):
+        results = flat(op(*arguments()))
+    assert [tuple(t.shape) for t in results] == EXPECTED[name]
+    dtype = torch.bfloat16 if name.endswith(" 1") else torch.float32
+    assert all(t.dtype == dtype and t.is_contiguous() for t in results)
+
+
 def test_in_place_operators_need_no_communicator():
     with FakeTensorMode():
         x = torch.empty(4)
@@ -124,8 +207,8 @@ def test_a_meta_kernel_checks_what_the_real_one_checks():
         raw.reduce_scatter(x, 0, "sum", NOBODY, 2)
     with pytest.raises(ValueError, match="expected group_size > 0, got 0"):
         raw.all_gather(x, 0, NOBODY, 0)
-    with pytest.raises(ValueError, match="got 'ring'"):
-        raw.matmul_all_reduce(x, x, None, NOBODY, 2, "sum", "ring")
+    with pytest.raises(ValueError, match="got 'tree'"):
+        raw.matmul_all_reduce(x, x, None, NOBODY, 2, "sum", "tree")
 
 
 ILLEGAL = [
@@ -237,9 +320,20 @@ def test_opcheck_of_send_and_recv():
 NAMES = list(calls(2))
 
 
-@pytest.mark.parametrize("names", [NAMES[:8], NAMES[8:16], NAMES[16:]])
+@pytest.mark.parametrize("names", [NAMES[:8], NAMES[8:16], NAMES[16:24], NAMES[24:]])
 def test_opcheck_on_every_rank(names):
     run_ranks(opcheck_rank, 2, names, backend="gloo", timeout=240)
+
+
+def opcheck_scaled_rank(comm):
+    # The other utility compares inputs before and after, which torch cannot do for 8-bit floats.
+    some = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for op, arguments in scaled_calls(comm.get_size(), comm.get_name()).values():
+        torch.library.opcheck(op, arguments(), test_utils=some)
+
+
+def test_opcheck_of_scaled_products_on_every_rank():
+    run_ranks(opcheck_scaled_rank, 2, backend="gloo", timeout=240)
 
 
 def layer(x, w1, w2, v, b, comm):
@@ -270,6 +364,50 @@ def compile_rank(comm, backend, dynamic):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
     run_ranks(compile_rank, 2, "aot_eager", dynamic, backend="gloo", timeout=240)
+
+
+def exchanging_layer(x, q, v, o, comm):
+    """Tokens to heads and back, and a gradient's reduction beside a product."""
+    a, b = ops.matmul_all_to_all(x, [q, v], comm, algorithm="chunked")
+    y = ops.all_to_all_matmul(torch.relu(a) * b, o, comm, algorithm="chunked")
+    z, part = ops.bulk_overlap_matmul(y, o, y, comm, collective="reduce_scatter", algorithm="chunked")
+    return ops.bulk_overlap_matmul(z, o, part, comm, collective="all_gather", algorithm="chunked")[1] + z
+
+
+def scaled_layer(x, s, w, comm):
+    (y,) = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="chunked")
+    z = ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
+    return y.sum(0) + z
+
+
+def compile_exchanging_rank(comm, backend, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(exchanging_layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (4, 6, 10) if dynamic else (4,):
+        tensors = make([(rows, 6), (6, 6), (6, 6), (6, 6)], comm.get_rank() + rows)
+        want = exchanging_layer(*tensors, comm)
+        want_grads = torch.autograd.grad(want.square().sum(), tensors)
+        got = compiled(*tensors, comm)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        grads = torch.autograd.grad(got.square().sum(), tensors)
+        for grad, want_grad in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (4, 6, 10) if dynamic else (4,):
+        x, w = (torch.randn(*shape).to(torch.float8_e4m3fn) for shape in ((rows, 16), (8, 16)))
+        s = torch.full((1,), 0.5)
+        torch.testing.assert_close(compiled(x, s, w, comm), scaled_layer(x, s, w, comm))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_exchanging_bulk_and_scaled_products(dynamic):
+    run_ranks(compile_exchanging_rank, 2, "aot_eager", dynamic, backend="gloo", timeout=240)
+
+
+@pytest.mark.slow
+def test_compile_exchanging_bulk_and_scaled_products_inductor():
+    run_ranks(compile_exchanging_rank, 2, "inductor", False, backend="gloo", timeout=280)
 
 
 def test_another_communicator_compiles_again():
@@ -358,6 +496,8 @@ def unused_rank(comm, backend):
             ops.wait_tensor(ops.all_gather_async(x, comm)),
             ops.all_gather_matmul(x, [w, w], comm, return_gathered=True)[0][1],
             ops.matmul_reduce_scatter(x, w, comm), ops.matmul_all_reduce(x, w, comm),
+            ops.all_to_all_matmul(x, torch.cat([w, w], 1), comm), ops.matmul_all_to_all(x, [w, w], comm)[1],
+            ops.bulk_overlap_matmul(x, w, x, comm, collective="all_gather")[1],
         ]  # fmt: skip
         return [x + 1, *results] if rank == 0 else [x + 1]
 
