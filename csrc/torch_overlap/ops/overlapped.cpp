@@ -13,17 +13,12 @@ constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "
 // 256 x 4096 x 4096 takes about 15 us on an H200.
 constexpr int64_t kMinChunkRows = 256;
 
-bool is_multiplied(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
-
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
 // Why the channels of a communicator cannot be used; empty if they can. Makes them.
 std::string obstacle(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                      at::ScalarType dtype, int64_t gather_bytes, int64_t scatter_bytes) {
-  if (!is_multiplied(dtype)) return concat("products of ", dtype, " are torch's");
+  if (!is_channel_dtype(dtype)) return concat("products of ", dtype, " are torch's");
   if (comm->backend_name() == "fake") return "the communicator has no peers";
   for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, gather_bytes),
                                      std::pair(OperatorChannel::scatter, scatter_bytes)}) {
@@ -113,6 +108,11 @@ Choice choose_algorithm(std::string_view op, std::string_view algorithm,
   const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes);
   if (!why.empty()) return {Algorithm::chunked, why};
   return {Algorithm::ring, "ranks reach each other's memory"};
+}
+
+bool is_channel_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }

@@ -35,6 +35,9 @@ TORCH_OVERLAP_API Choice choose_algorithm(std::string_view op, std::string_view 
                                           at::ScalarType dtype, int64_t chunk_rows,
                                           int64_t gather_bytes, int64_t scatter_bytes);
 
+// Whether products over channels take it, and channels sum it.
+bool is_channel_dtype(at::ScalarType dtype);
+
 // Whether a chunk of so many rows outlasts what its transfer costs to start.
 bool is_worth_chunks(int64_t rows);
 
