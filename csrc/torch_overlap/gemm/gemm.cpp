@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/gemm/counters.h"
@@ -39,6 +40,7 @@ void gemm(std::string_view op, const GemmArgs& args) {
   const GemmProblem problem = checked_problem(op, args);
   GemmBackend& backend = gemm_backend(op, args.out.device().type());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   if (finish_empty(problem)) return;
   count(gemm_counters().calls);
   const c10::DeviceGuard guard(args.out.device());
@@ -60,6 +62,7 @@ void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
   const auto device = group[0].out.device();
   GemmBackend& backend = gemm_backend(op, device.type());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   std::vector<GemmProblem> products;
   for (const auto& problem : problems) {
     if (finish_empty(problem)) continue;

@@ -73,11 +73,6 @@ void multiply(const std::vector<Product>& products) {
 // but not so long that few blocks share them.
 constexpr int64_t kMostColumns = 4096;
 
-bool channel_sums(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
-
 // `own`, dim first: all ranks' parts, on the gather channel, beside the products.
 void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& own,
                          const std::vector<GemmArgs>& products, const Tensor& out) {
@@ -94,6 +89,7 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
   const int64_t rows = parts.numel() / columns;
   const auto channel = operator_channel(kBulkOverlapMatmul, comm, OperatorChannel::scatter,
                                         static_cast<int64_t>(parts.nbytes()));
+  const OverlapChannel::Use use(*channel);
   channel->data(0, parts.sizes(), parts.scalar_type()).copy_(parts);
   run_bulk_gemm(kBulkOverlapMatmul, *channel,
                 {.gemms = products,
@@ -107,6 +103,7 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
                  .blocks = kBulkBlocks});
 }
 
+// Checked: nothing is refused once a transfer is under way.
 std::vector<GemmArgs> gemms_of(const std::vector<Product>& products) {
   std::vector<GemmArgs> gemms;
   for (const auto& product : products) {
@@ -115,6 +112,7 @@ std::vector<GemmArgs> gemms_of(const std::vector<Product>& products) {
     args.rhs = operand(product.rhs);
     args.out = product.out;
     args.epilogue.bias = product.bias.value_or(Tensor());
+    check_gemm(kBulkOverlapMatmul, args);
     gemms.push_back(std::move(args));
   }
   return gemms;
@@ -129,7 +127,7 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
   const auto out = in_place ? result : at::empty(result.movedim(dim, 0).sizes(), result.options());
   const bool gather = gathers(collective);
   const Tensor& product = products.at(0).out;
-  if (!gather && !channel_sums(other.scalar_type())) {
+  if (!gather && !is_channel_dtype(other.scalar_type())) {
     TORCH_OVERLAP_CHECK(algorithm != "bulk", kUnsupported, kBulkOverlapMatmul,
                         ": expected other of dtype float64, float32, float16 or bfloat16 for "
                         "algorithm 'bulk', got ",

@@ -13,11 +13,6 @@ constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "
 // 256 x 4096 x 4096 takes about 15 us on an H200.
 constexpr int64_t kMinChunkRows = 256;
 
-bool is_multiplied(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
-
 at::Tensor contiguous(const at::Tensor& bias) {
   return bias.defined() ? bias.contiguous() : bias;
 }
@@ -30,7 +25,7 @@ enum class Need { make, look };
 // Why the channels of a communicator cannot be used; empty if they can.
 std::string obstacle(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                      at::ScalarType dtype, int64_t gather_bytes, int64_t scatter_bytes, Need need) {
-  if (!is_multiplied(dtype)) return concat("products of ", dtype, " are torch's");
+  if (!is_channel_dtype(dtype)) return concat("products of ", dtype, " are torch's");
   if (comm->backend_name() == "fake") return "the communicator has no peers";
   for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, gather_bytes),
                                      std::pair(OperatorChannel::scatter, scatter_bytes)}) {
@@ -149,6 +144,11 @@ Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm, int6
                                         " rows are quicker computed than "
                                         "sent; ",
                                         kMinChunkRows, " are worth it")};
+}
+
+bool is_channel_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
 }
 
 bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }

@@ -53,6 +53,9 @@ inline std::string_view forward_algorithm(std::string_view algorithm) {
   return algorithm == "bulk" ? "sequential" : algorithm;
 }
 
+// Whether products over channels take it, and channels sum it.
+bool is_channel_dtype(at::ScalarType dtype);
+
 // Whether a chunk of so many rows outlasts what its transfer costs to start.
 bool is_worth_chunks(int64_t rows);
 

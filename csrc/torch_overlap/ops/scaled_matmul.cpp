@@ -217,7 +217,7 @@ void ring_scaled_scatter(const std::shared_ptr<TorchComm>& comm, GemmArgs produc
                     .out = out,
                     .scale_inv = {},
                     .factor = mean ? 1.0 / comm->size() : 1.0,
-                    .bias = bias});
+                    .bias = bias.defined() ? bias.contiguous() : bias});
 }
 
 Tensor scaled_matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv,

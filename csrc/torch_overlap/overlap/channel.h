@@ -86,12 +86,12 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::string digest;  // must be equal on all ranks
     int64_t bytes = 0;
     int flags = 0;
-    LaneOptions lanes;
+    LaneOptions lanes{};
     bool use_ce = false;
     int blocks = 16;
     int cluster = 1;
     // Why this rank cannot: then no rank can, and all throw.
-    Fault fault;
+    Fault fault{};
   };
   // Collective. Where some pair of ranks cannot reach each other's memory, data goes through the
   // communicator; without one that is an error.

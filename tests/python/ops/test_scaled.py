@@ -182,7 +182,7 @@ def sizes_rank(comm, algorithm):
             function(comm, e5m2, s, e5m2, algorithm=algorithm)
         with pytest.raises(ValueError, match=r"^scaled_.*: expected k to be a multiple of 16"):
             function(comm, odd, s, odd, algorithm=algorithm)
-        with pytest.raises(ValueError, match=r"^scaled_.*: expected rows of out a multiple of 16 bytes"):
+        with pytest.raises(ValueError, match=r"^scaled_.*: expected rows of out of a multiple of 16 bytes"):
             function(comm, x, s, x[:4], algorithm=algorithm)
     number, dtypes = 5, (E4M3, E4M3)
     gather_rank(comm, algorithm, number, (3, 16), 0, torch.float32, dtypes)
