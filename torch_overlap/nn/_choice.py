@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from torch_overlap import _C
 from torch_overlap._C import TorchComm, UnsupportedError
 from torch_overlap._explain import explain
 from torch_overlap.ops._arguments import group
@@ -25,21 +27,30 @@ def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, 
     if group(comm)[1] == 1:
         return
     shape = tuple(x.shape)
-    taken, why = _explained(op, shape, x.dtype, features, comm, algorithm)
+    _refuse_sequential(who, op, shape, features, *_explained(op, shape, x.dtype, features, comm, algorithm))
+
+
+def require_fused_float8(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:
+    """The same for products of 8-bit floats. `op`: a scaled operator; empty: without sequence parallelism."""
+    if group(comm)[1] == 1:
+        return
+    shape = tuple(x.shape)
+    if not op:
+        taken, why = _SEQUENTIAL, "the sum follows its product without sequence parallelism"
+    elif algorithm == "bulk":  # overlaps the two transfers of a column-parallel layer's backward pass
+        is_column = op == "scaled_all_gather_matmul"
+        taken, why = algorithm if is_column else _SEQUENTIAL, "it hides no transfer of a row-parallel layer"
+    else:
+        taken, why = _explained_float8(op, shape, x.dtype, features, comm, algorithm)
+    _refuse_sequential(who, op or "product of 8-bit floats", shape, features, taken, why)
+
+
+def _refuse_sequential(who: str, op: str, shape: Sequence[int], features: int, taken: str, why: str) -> None:
     if taken == _SEQUENTIAL:
         raise UnsupportedError(
             f"{who}: expected an overlapped {op} (require_fused=True), got '{_SEQUENTIAL}' for operands "
             f"{list(shape)}, {[features, shape[-1]]}: {why}; give it more rows, another algorithm, or "
             "require_fused=False"
-        )
-
-
-def refuse_float8(who: str, comm: TorchComm) -> None:
-    """Raises UnsupportedError on several ranks: products of 8-bit floats communicate before or after."""
-    if group(comm)[1] > 1:
-        raise UnsupportedError(
-            f"{who}: expected overlapped products (require_fused=True), got '{_SEQUENTIAL}' for 8-bit floats; use "
-            "fp8=None or require_fused=False"
         )
 
 
@@ -51,3 +62,16 @@ def _explained(
     weight = torch.empty(features, shape[-1], dtype=dtype, device="meta")
     found = explain(op, x, [weight] if op == "all_gather_matmul" else weight, comm, algorithm=algorithm)
     return found.algorithm, found.why
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _explained_float8(
+    op: str, shape: Sequence[int], out_dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
+) -> tuple[str, str]:
+    size, rows = comm.get_size(), math.prod(shape[:-1])
+    if op == "scaled_all_gather_matmul":
+        room = rows * shape[-1] * size, 0  # one byte an element
+    else:
+        rows, room = rows // size, (0, 2 * rows * features * out_dtype.itemsize)
+    found: tuple[str, str] = _C._explain_algorithm(op, algorithm, comm, out_dtype, rows, *room)
+    return found

@@ -7,57 +7,50 @@ Products run along contiguous rows of both operands, so the transposed copies ar
     dw = dy^T x    dy^T [out, tokens]  x^T [in, tokens]
 
 What travels is 8-bit where operands are gathered, and has the dtype of the result where partial products are summed.
+With sequence parallelism y and dx are the scaled operators, which overlap; without it the sum follows its product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_overlap import ops
-from torch_overlap._C import ScalingMode
+from torch_overlap.nn._float8_products import (
+    Operand,
+    Plan,
+    Scaled,
+    begin_gather,
+    gather_products,
+    product,
+    product_scatter,
+    quantize,
+    transposed,
+)
 from torch_overlap.nn.float8 import Float8State
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
-ALIGNMENT = 16  # of what products run along
+_ALGORITHMS = ("auto", "sequential", "chunked", "ring", "bulk")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-_Scaled = tuple[Tensor, Tensor]  # a matrix in 8 bits and its scale_inv
-
-
-class _Operand(NamedTuple):
-    """A matrix in 8 bits, or several side by side, and its transpose; value = data * scale_inv."""
-
-    data: Tensor
-    scale_inv: Tensor
-    columns: Tensor | None
-
-
-class _Plan(NamedTuple):
-    """What is not a tensor. `dim`: along which rows are sharded; None: all ranks have all rows."""
-
-    comm: str
-    size: int
-    dim: int | None
-    dtype: torch.dtype
-    sizes: tuple[int, ...]  # rows of each weight
-    split_accumulator: bool
-
-
 def column_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], state: Float8State, dim: int | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    state: Float8State,
+    dim: int | None,
+    algorithm: str,
 ) -> list[Tensor]:
     """linear(all_gather(x, dim), w, b) for each of this rank's weights and biases.
 
     dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products.
     """
-    plan = _plan("ColumnParallelLinear", x, weights, state, dim)
+    plan = _plan("ColumnParallelLinear", x, weights, state, dim, algorithm)
     mine, weight = _quantize_forward(x, weights, state, x_columns=False)
     outputs: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
         plan, state, *mine[:2], *weight, x, *weights, *biases
@@ -65,9 +58,11 @@ def column_products(
     return list(outputs)
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, state: Float8State, dim: int | None) -> Tensor:
+def row_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Float8State, dim: int | None, algorithm: str
+) -> Tensor:
     """reduce_scatter(linear(x, weight), dim) + bias. dim None: an all_reduce, and the gradient is whole."""
-    plan = _plan("RowParallelLinear", x, [weight], state, dim)
+    plan = _plan("RowParallelLinear", x, [weight], state, dim, algorithm)
     rows = x.size(dim) if dim is not None else 0
     if rows % plan.size != 0:
         raise ValueError(f"RowParallelLinear: expected dimension {dim} divisible by the group size {plan.size}, got "
@@ -77,7 +72,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, state: Float8Sta
     return output
 
 
-def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, dim: int | None) -> _Plan:
+def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, dim: int | None, algorithm: str) -> Plan:
     kind, features = x.device.type, weights[0].size(1)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     for what, found in (("x", dtype), ("weights", weights[0].dtype)):
@@ -87,96 +82,33 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
         raise ValueError(f"{who}: expected x of two or more dimensions, got shape {list(x.shape)}; use x.unsqueeze(0)")
     if x.size(-1) != features:
         raise ValueError(f"{who}: expected x of {features} features, got shape {list(x.shape)}; check the layer before")
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"{who}: expected algorithm to be one of {', '.join(_ALGORITHMS)}, got '{algorithm}'")
     sizes = tuple(w.size(0) for w in weights)
     name, size = group(state.comm)
-    return _Plan(name, size, dim, dtype, sizes, state.recipe.use_split_accumulator)
+    return Plan(name, size, dim, dtype, algorithm, sizes, state.recipe.use_split_accumulator)
 
 
 def _quantize_forward(
     x: Tensor, weights: Sequence[Tensor], state: Float8State, *, x_columns: bool
-) -> tuple[_Operand, _Operand]:
+) -> tuple[Operand, Operand]:
     """x and all weights as one; transposed copies of what the backward pass multiplies."""
     grad = torch.is_grad_enabled()
     x_columns = x_columns and grad and any(w.requires_grad for w in weights)
     scale = state.scales("forward", [[x], weights])
     with torch.no_grad():
         dtype = state.dtype("forward")
-        mine, x_amax = _quantize([x], scale[:1], dtype, 0, x_columns)
-        weight, weight_amax = _quantize(weights, scale[1:], dtype, 0, grad and x.requires_grad)
+        mine, x_amax = quantize([x], scale[:1], dtype, 0, x_columns)
+        weight, weight_amax = quantize(weights, scale[1:], dtype, 0, grad and x.requires_grad)
     if grad:
         state.note("forward", [x_amax, weight_amax])
     return mine, weight
 
 
-def _quantize(
-    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, dim: int, columnwise: bool
-) -> tuple[_Operand, Tensor]:
-    """`parts`, concatenated along `dim`, 0 or -1; and their largest magnitude."""
-    found = [ops.quantize_delayed(part, scale, dtype, columnwise=columnwise) for part in parts]
-    data, scale_inv, columns, amax = found[0]
-    if len(found) > 1:
-        data = _concatenated([part[0] for part in found], dim)
-        amax = torch.cat([part[3] for part in found]).amax()
-        if columnwise:
-            columns = _concatenated([part[2] for part in found], 1 if dim == 0 else 0)
-    return _Operand(data, scale_inv, columns if columnwise else None), amax
-
-
-def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """As bytes: autocast knows no 8-bit floats."""
-    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.flatten(0, -2).t().contiguous()
-
-
-def _product(lhs: _Scaled, rhs: _Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
-             split_accumulator: bool = True) -> Tensor:  # fmt: skip
-    """lhs [..., k] rhs [n, k]^T + bias. In bfloat16, which holds every 8-bit value, where k does not suit FP8."""
-    if lhs[0].size(-1) % ALIGNMENT != 0:
-        assert bias is None
-        with torch.autocast(lhs[0].device.type, enabled=False):
-            wide = lhs[0].to(torch.bfloat16).matmul(rhs[0].to(torch.bfloat16).t())
-        return (wide * (lhs[1] * rhs[1])).to(dtype)
-    return ops.gemm(
-        *lhs, *rhs, bias, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, rhs_transposed=True,
-        fuse_bias=bias is not None, use_split_accumulator=split_accumulator, out_dtype=dtype,
-    )[0]  # fmt: skip
-
-
-def _gather_products(
-    plan: _Plan,
-    x: _Scaled,
-    weights: Sequence[Tensor],
-    weight_scale_inv: Tensor,
-    biases: Sequence[Tensor | None],
-    *,
-    split_accumulator: bool,
-) -> tuple[list[Tensor], Tensor]:
-    """The products of all rows with each weight, and all rows."""
-    rows = x[0] if plan.dim is None else _ops.all_gather(x[0], plan.dim, plan.comm, plan.size)
-    outputs = [_product((rows, x[1]), (w, weight_scale_inv), plan.dtype, None if b is None else b.to(plan.dtype),
-                        split_accumulator=split_accumulator)
-               for w, b in zip(weights, biases, strict=True)]  # fmt: skip
-    return outputs, rows
-
-
-def _product_scatter(plan: _Plan, x: _Scaled, weight: _Scaled, bias: Tensor | None, *,
-                     split_accumulator: bool) -> Tensor:  # fmt: skip
-    """The sum of all ranks' products: this rank's rows of it, or all."""
-    total = _product(x, weight, plan.dtype, split_accumulator=split_accumulator)
-    if plan.dim is None:
-        _ops.all_reduce_(total, "sum", plan.comm)
-    else:
-        total = _ops.reduce_scatter(total, plan.dim, "sum", plan.comm, plan.size)
-    return total if bias is None else total + bias.to(plan.dtype)
-
-
-def _quantize_backward(grads: Sequence[Tensor], state: Float8State, *, columnwise: bool) -> _Operand:
+def _quantize_backward(grads: Sequence[Tensor], state: Float8State, *, columnwise: bool) -> Operand:
     grads = [g.contiguous() for g in grads]
     scale = state.scales("backward", [grads])
-    operand, amax = _quantize(grads, scale, state.dtype("backward"), -1, columnwise)
+    operand, amax = quantize(grads, scale, state.dtype("backward"), -1, columnwise)
     state.note("backward", [amax])
     return operand
 
@@ -187,10 +119,10 @@ def _bias_grad(grad: Tensor, bias_dtype: torch.dtype) -> Tensor:
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(plan: _Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, w8: Tensor, w_scale_inv: Tensor,
+    def forward(plan: Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, w8: Tensor, w_scale_inv: Tensor,
                 w_columns: Tensor | None, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
         biases = parameters[len(plan.sizes) :]
-        outputs, _ = _gather_products(plan, (x8, x_scale_inv), w8.split(plan.sizes), w_scale_inv, biases,
+        outputs = gather_products(plan, (x8, x_scale_inv), w8.split(plan.sizes), w_scale_inv, biases,
                                       split_accumulator=plan.split_accumulator)  # fmt: skip
         return tuple(outputs)
 
@@ -213,30 +145,53 @@ class _Column(torch.autograd.Function):
         found: list[Tensor | None] = [None] * count
         if x_wanted or weights_wanted:
             grad = _quantize_backward(grads, ctx.state, columnwise=weights_wanted)
-            gathers = weights_wanted and plan.dim is not None
-            if gathers:  # travels under dx
-                x8 = _ops.all_gather_async(x8, plan.dim, plan.comm, plan.size)
-            if x_wanted:
-                x_grad = _product_scatter(plan, grad[:2], (w_columns, w_scale_inv), None,
-                                          split_accumulator=True).to(x_dtype)  # fmt: skip
-            if gathers:
+            is_bulk = plan.algorithm == "bulk" and plan.dim is not None
+            if weights_wanted and plan.dim is not None:
+                x8 = begin_gather(plan, x8)  # travels under dx
+            if x_wanted and is_bulk:
+                x_grad = product(grad[:2], (w_columns, w_scale_inv), plan.dtype)
+            elif x_wanted:
+                x_grad = product_scatter(plan, grad[:2], (w_columns, w_scale_inv), None, split_accumulator=True)
+            if weights_wanted and plan.dim is not None:
                 x8 = _ops.wait_tensor(x8)
+            if x_wanted and is_bulk:  # travels under dw
+                x_grad = _ops.reduce_scatter_async(x_grad, plan.dim, "sum", plan.comm, plan.size)
             if weights_wanted:
                 assert grad.columns is not None
-                total = _product((grad.columns, grad.scale_inv), (_transposed(x8), x_scale_inv), dtypes[0])
+                total = product((grad.columns, grad.scale_inv), (transposed(x8), x_scale_inv), dtypes[0])
                 found = [part if needed else None
                          for part, needed in zip(total.split(plan.sizes), wanted[:count], strict=True)]  # fmt: skip
+            if x_grad is not None:
+                x_grad = (_ops.wait_tensor(x_grad) if is_bulk else x_grad).to(x_dtype)
         found += [_bias_grad(g, dtype) if needed else None
                   for g, needed, dtype in zip(grads, wanted[count:], dtypes[count:], strict=True)]  # fmt: skip
         return *[None] * 7, x_grad, *found
 
 
+def _row_gradient(
+    plan: Plan, grad: Operand, weight: Scaled, x_wanted: bool, weight_wanted: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The gradient of x, and the outputs' of all rows if the weight's is wanted.
+
+    Rows that both need travel once and before, or twice: for dx while it is multiplied, and under it for dw.
+    """
+    overlaps = plan.dim is not None and x_wanted and not (weight_wanted and plan.algorithm not in ("auto", "ring"))
+    rows = grad.data
+    if plan.dim is not None and (weight_wanted or not overlaps):
+        rows = begin_gather(plan, rows)
+    if not overlaps:
+        rows = rows if plan.dim is None else _ops.wait_tensor(rows)
+        return product((rows, grad.scale_inv), weight, plan.dtype) if x_wanted else None, rows
+    (x_grad,) = gather_products(plan, grad[:2], [weight[0]], weight[1], [None], split_accumulator=True)
+    return x_grad, _ops.wait_tensor(rows) if weight_wanted else rows
+
+
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(plan: _Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, x_columns: Tensor | None, w8: Tensor,
+    def forward(plan: Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, x_columns: Tensor | None, w8: Tensor,
                 w_scale_inv: Tensor, w_columns: Tensor | None, x: Tensor, weight: Tensor,
                 bias: Tensor | None) -> Tensor:  # fmt: skip
-        return _product_scatter(plan, (x8, x_scale_inv), (w8, w_scale_inv), bias,
+        return product_scatter(plan, (x8, x_scale_inv), (w8, w_scale_inv), bias,
                                 split_accumulator=plan.split_accumulator)  # fmt: skip
 
     @staticmethod
@@ -255,15 +210,10 @@ class _Row(torch.autograd.Function):
         x_grad = weight_grad = None
         if x_wanted or weight_wanted:
             grad = _quantize_backward([dy], ctx.state, columnwise=weight_wanted and plan.dim is None)
-            rows = grad.data
-            if x_wanted:
-                (x_grad,), rows = _gather_products(plan, grad[:2], [w_columns], w_scale_inv, [None],
-                                                   split_accumulator=True)  # fmt: skip
-                x_grad = x_grad.to(x_dtype)
-            elif plan.dim is not None:
-                rows = _ops.all_gather(rows, plan.dim, plan.comm, plan.size)
+            x_grad, rows = _row_gradient(plan, grad, (w_columns, w_scale_inv), x_wanted, weight_wanted)
+            x_grad = None if x_grad is None else x_grad.to(x_dtype)
             if weight_wanted:
-                columns = _transposed(rows) if grad.columns is None else grad.columns
-                weight_grad = _product((columns, grad.scale_inv), (x_columns, x_scale_inv), weight_dtype)
+                columns = transposed(rows) if grad.columns is None else grad.columns
+                weight_grad = product((columns, grad.scale_inv), (x_columns, x_scale_inv), weight_dtype)
         bias_grad = _bias_grad(dy, bias_dtype) if bias_wanted else None
         return *[None] * 8, x_grad, weight_grad, bias_grad

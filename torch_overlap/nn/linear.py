@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn import _choice
-from torch_overlap.nn._float8 import ALIGNMENT, column_products, row_product
+from torch_overlap.nn._float8 import column_products, row_product
+from torch_overlap.nn._float8_products import ALIGNMENT
 from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
@@ -60,10 +61,11 @@ class _ParallelLinear(nn.Module):
             name: str = self._get_name()  # type: ignore[no-untyped-call]
             _choice.require_fused(name, op, x, features, self.comm, self.algorithm)
 
-    def _require_fused_float8(self) -> None:
+    def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
             name: str = self._get_name()  # type: ignore[no-untyped-call]
-            _choice.refuse_float8(name, self.comm)
+            op = op if self.sequence_parallel else ""
+            _choice.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
 
     def _describe(self, **values: object) -> str:
         common = {"ranks": self.comm.get_size(), "sequence_parallel": self.sequence_parallel,
@@ -171,10 +173,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         features = sum(w.size(0) for w in weights)
         if self.float8 is not None:
-            self._require_fused_float8()
-            outputs = column_products(
-                x, weights, biases, self.float8, self.gather_dim if self.sequence_parallel else None
-            )
+            self._require_fused_float8("scaled_all_gather_matmul", x, features)
+            dim = self.gather_dim if self.sequence_parallel else None
+            outputs = column_products(x, weights, biases, self.float8, dim, self.algorithm)
         elif self.sequence_parallel:
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
@@ -289,10 +290,9 @@ class RowParallelLinear(_ParallelLinear):
         if not self.input_is_parallel:
             x = own_part(x, -1, self.comm)
         if self.float8 is not None:
-            self._require_fused_float8()
-            return row_product(
-                x, self.weight, self.bias, self.float8, self.scatter_dim if self.sequence_parallel else None
-            )
+            self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
+            dim = self.scatter_dim if self.sequence_parallel else None
+            return row_product(x, self.weight, self.bias, self.float8, dim, self.algorithm)
         if self.sequence_parallel:
             self._require_fused("matmul_reduce_scatter", x, self.out_features)
             return ops.matmul_reduce_scatter(

@@ -10,6 +10,7 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 SIZES = [1, 2, 3]
+ALGORITHMS = ["auto", "sequential", "chunked", "ring", "bulk"]
 LAYOUTS = [(True, (24, 2), 0), (True, (2, 24), 1), (True, (6, 3), 0), (False, (4, 8), 0), (False, (18,), 0)]
 
 
@@ -43,12 +44,13 @@ def check(got, problem, cuts, rounding):
 
 
 def steps(layer, run, scaling):
-    """The results of `run` with the scales that the tensors ask for, and with those of the step before, if delayed."""
-    yield run()
-    if scaling == "delayed":
-        tnn.update_float8_scales(layer)
+    """The results of `run` by each algorithm, if delayed with the scales of the step before but for the first."""
+    for algorithm in ALGORITHMS:
+        layer.algorithm = algorithm
         layer.zero_grad()
         yield run()
+        if scaling == "delayed":
+            tnn.update_float8_scales(layer)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -239,6 +241,8 @@ ERRORS = {
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(32)),
     r"ColumnParallelLinear: expected x of 32 features, got shape \[2, 16\]; check the layer before":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(2, 16)),
+    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, chunked, ring, bulk, got 'none'":
+        lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE, algorithm="none")(torch.ones(2, 32)),
     r"RowParallelLinear: expected dimension 0 divisible by the group size 2, got 3; pad it":
         lambda c: tnn.RowParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(3, 16)),
 }  # fmt: skip
@@ -262,8 +266,42 @@ def test_other_refusals(problem, seed):
         (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
-        fused = tnn.ColumnParallelLinear(32, 32, comm, fp8=RECIPE, require_fused=True)
-        with pytest.raises(to.UnsupportedError, match=r"^ColumnParallelLinear: expected overlapped products"):
-            fused(x)
 
     run_ranks(rank, 2, backend="local")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_require_fused_refuses_a_fallback(sequence_parallel):
+    def layers(comm, algorithm):
+        options = {"fp8": RECIPE, "algorithm": algorithm, "require_fused": True, "sequence_parallel": sequence_parallel}
+        return tnn.ColumnParallelLinear(32, 32, comm, **options), tnn.RowParallelLinear(32, 32, comm, **options)
+
+    def refuses(layer, rows, reason):
+        what = "scaled_[a-z_]*" if sequence_parallel else "product of 8-bit floats"
+        with pytest.raises(
+            to.UnsupportedError, match=f"^{type(layer).__name__}: expected an overlapped {what} .*{reason}"
+        ):
+            layer(torch.ones(rows, layer.weight.size(1)))
+
+    def rank(comm):
+        if not sequence_parallel:
+            for layer in layers(comm, "chunked"):
+                refuses(layer, 4, "the sum follows its product")
+            return
+        for algorithm, reason in (("auto", "rows are quicker computed than sent"), ("sequential", "asked for")):
+            for layer in layers(comm, algorithm):
+                refuses(layer, 4, reason)
+        column, row = layers(comm, "bulk")
+        column(torch.ones(4, 32))
+        refuses(row, 4, "it hides no transfer")
+        for algorithm, rows in (("chunked", 4), ("ring", 4), ("auto", 2048)):
+            column, row = layers(comm, algorithm)
+            column(torch.ones(rows, 32))
+            row(torch.ones(rows, 16))
+
+    def alone(comm):
+        for layer in layers(comm, "auto"):
+            layer(torch.ones(2, 32))  # one rank has nothing to overlap
+
+    run_ranks(rank, 2, backend="local")
+    run_ranks(alone, 1, backend="local")

@@ -1,0 +1,121 @@
+"""Quantized matrices and their products, alone and with a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_overlap import ops
+from torch_overlap._C import ScalingMode
+
+_ops = torch.ops.torch_overlap
+ALIGNMENT = 16  # of what products run along
+
+Scaled = tuple[Tensor, Tensor]  # a matrix in 8 bits and its scale_inv
+
+
+class Operand(NamedTuple):
+    """A matrix in 8 bits, or several side by side, and its transpose; value = data * scale_inv."""
+
+    data: Tensor
+    scale_inv: Tensor
+    columns: Tensor | None
+
+
+class Plan(NamedTuple):
+    """What is not a tensor. `dim`: along which rows are sharded; None: all ranks have all rows."""
+
+    comm: str
+    size: int
+    dim: int | None
+    dtype: torch.dtype
+    algorithm: str
+    sizes: tuple[int, ...]  # rows of each weight
+    split_accumulator: bool
+
+    @property
+    def fused(self) -> str:
+        """The algorithm of an operator: "bulk" overlaps only what is around them."""
+        return "sequential" if self.algorithm == "bulk" else self.algorithm
+
+
+def quantize(
+    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, dim: int, columnwise: bool
+) -> tuple[Operand, Tensor]:
+    """`parts`, concatenated along `dim`, 0 or -1; and their largest magnitude."""
+    found = [ops.quantize_delayed(part, scale, dtype, columnwise=columnwise) for part in parts]
+    data, scale_inv, columns, amax = found[0]
+    if len(found) > 1:
+        data = _concatenated([part[0] for part in found], dim)
+        amax = torch.cat([part[3] for part in found]).amax()
+        if columnwise:
+            columns = _concatenated([part[2] for part in found], 1 if dim == 0 else 0)
+    return Operand(data, scale_inv, columns if columnwise else None), amax
+
+
+def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """As bytes: autocast knows no 8-bit floats."""
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.flatten(0, -2).t().contiguous()
+
+
+def product(lhs: Scaled, rhs: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+             split_accumulator: bool = True) -> Tensor:  # fmt: skip
+    """lhs [..., k] rhs [n, k]^T + bias. In bfloat16, which holds every 8-bit value, where k does not suit FP8."""
+    if lhs[0].size(-1) % ALIGNMENT != 0:
+        assert bias is None
+        with _no_autocast(lhs[0]):
+            wide = lhs[0].to(torch.bfloat16).matmul(rhs[0].to(torch.bfloat16).t())
+        return (wide * (lhs[1] * rhs[1])).to(dtype)
+    return ops.gemm(
+        *lhs, *rhs, bias, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, rhs_transposed=True,
+        fuse_bias=bias is not None, use_split_accumulator=split_accumulator, out_dtype=dtype,
+    )[0]  # fmt: skip
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """Dtypes are given: autocast would round what CPU products take for 8-bit values."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def gather_products(plan: Plan, x: Scaled, weights: Sequence[Tensor], weight_scale_inv: Tensor,
+                     biases: Sequence[Tensor | None], *, split_accumulator: bool) -> list[Tensor]:  # fmt: skip
+    """The products of all rows with each weight."""
+    cast = [None if b is None else b.to(plan.dtype) for b in biases]
+    if plan.dim is None:
+        return [product(x, (w, weight_scale_inv), plan.dtype, b, split_accumulator=split_accumulator)
+                for w, b in zip(weights, cast, strict=True)]  # fmt: skip
+    with _no_autocast(x[0]):
+        outputs: list[Tensor] = _ops.scaled_all_gather_matmul(
+            *x, weights, [weight_scale_inv] * len(weights), cast, plan.comm, plan.size, plan.dim, plan.dtype,
+            split_accumulator, plan.fused,
+        )  # fmt: skip
+    return outputs
+
+
+def product_scatter(plan: Plan, x: Scaled, weight: Scaled, bias: Tensor | None, *,
+                     split_accumulator: bool) -> Tensor:  # fmt: skip
+    """The sum of all ranks' products, and the bias: this rank's rows of it, or all."""
+    bias = None if bias is None else bias.to(plan.dtype)
+    if plan.dim is not None:
+        with _no_autocast(x[0]):
+            part: Tensor = _ops.scaled_matmul_reduce_scatter(
+                *x, *weight, bias, plan.comm, plan.size, plan.dim, "sum", plan.dtype, split_accumulator, plan.fused
+            )
+        return part
+    total = product(x, weight, plan.dtype, split_accumulator=split_accumulator)
+    _ops.all_reduce_(total, "sum", plan.comm)
+    return total if bias is None else total + bias
+
+
+def begin_gather(plan: Plan, x: Tensor) -> Tensor:
+    """All rows, behind `wait_tensor`."""
+    gather = _ops.all_gather if plan.algorithm == "sequential" else _ops.all_gather_async
+    rows: Tensor = gather(x, plan.dim, plan.comm, plan.size)
+    return rows
