@@ -77,8 +77,8 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   };
   std::optional<Tensor> gathered;
   if (return_gathered) gathered = rows_of(out.gathered, dim);
-  const auto chosen = choose_algorithm(kAllGatherMatmul, forward_algorithm(algorithm), communicator, x.scalar_type(),
-                                       rows, gather_bytes(*communicator, own), 0)
+  const auto chosen = choose_algorithm(kAllGatherMatmul, forward_algorithm(algorithm), communicator,
+                                       x.scalar_type(), rows, gather_bytes(*communicator, own), 0)
                           .algorithm;
   if (chosen == Algorithm::ring) {
     std::vector<Tensor> defined_biases(weights.size());

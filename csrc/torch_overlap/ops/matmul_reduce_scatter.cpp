@@ -56,8 +56,8 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   bool bias_pending = bias.has_value();
   const auto chosen =
       choose_algorithm(
-          kMatmulReduceScatter, forward_algorithm(algorithm), communicator, x.scalar_type(), rows, 0,
-          scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()))
+          kMatmulReduceScatter, forward_algorithm(algorithm), communicator, x.scalar_type(), rows,
+          0, scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()))
           .algorithm;
   if (chosen == Algorithm::ring) {
     ring_multiply_scatter(kMatmulReduceScatter, communicator,

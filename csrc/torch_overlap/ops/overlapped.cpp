@@ -13,9 +13,7 @@ constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "
 // 256 x 4096 x 4096 takes about 15 us on an H200.
 constexpr int64_t kMinChunkRows = 256;
 
-at::Tensor contiguous(const at::Tensor& bias) {
-  return bias.defined() ? bias.contiguous() : bias;
-}
+at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 

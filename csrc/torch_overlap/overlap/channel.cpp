@@ -228,6 +228,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   }
   channel.group_->require_active(op);
   try {
+    channel.keep_for_graph();
     channel.lanes_->enter();
     channel.transport_->begin();
     session_.lanes.fork();

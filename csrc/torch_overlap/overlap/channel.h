@@ -73,8 +73,8 @@ class TORCH_OVERLAP_API PretendUnreachable {
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that
 // the others write to, lanes to work on, and a transport between. One operation at a time, in the
 // order of the calls, which is the same on all ranks; each comes after the one before it also when
-// the caller's stream is another; what else touches its data says so by a Use. In CUDA graphs the order between a replay and anything else is
-// that of the streams.
+// the caller's stream is another; what else touches its data says so by a Use. In CUDA graphs the
+// order between a replay and anything else is that of the streams.
 //
 // Life: create() makes it, collectively. Its end frees the own memory once no other rank has it
 // mapped; nobody is asked. Threads: any; operations are ordered by a lock.

@@ -179,11 +179,10 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
       if (!problem.copy.defined() || length == 0) continue;
       const bool from_own = schedule.steps[i] == ChunkStep{rank};
-      lanes.run(lane, "copy",
-                [to = problem.copy.narrow(0, begin, length),
-                 from = from_own ? own : problem.gathered.narrow(0, begin, length)] {
-                  to.copy_(from);
-                });
+      lanes.run(
+          lane, "copy",
+          [to = problem.copy.narrow(0, begin, length),
+           from = from_own ? own : problem.gathered.narrow(0, begin, length)] { to.copy_(from); });
     }
   });
   for (const auto& one : largest) one.finish();

@@ -132,18 +132,21 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
 }
 
 void register_enums(py::module_& m) {
-  py::native_enum<CommOverlapType>(m, "CommOverlapType", "enum.IntEnum")
+  py::native_enum<CommOverlapType>(m, "CommOverlapType", "enum.IntEnum",
+                                   "What is hidden behind products: all-gather or reduce-scatter.")
       .value("NONE", CommOverlapType::NONE)
       .value("RS", CommOverlapType::RS)
       .value("AG", CommOverlapType::AG)
       .finalize();
-  py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum")
+  py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum",
+                                     "How it is hidden: docs/overlap.md.")
       .value("NONE", CommOverlapMethod::NONE)
       .value("BULK", CommOverlapMethod::BULK)
       .value("PIPELINE", CommOverlapMethod::PIPELINE)
       .value("RING_EXCHANGE", CommOverlapMethod::RING_EXCHANGE)
       .finalize();
-  py::native_enum<CommOverlapAlgo>(m, "CommOverlapAlgo", "enum.IntEnum")
+  py::native_enum<CommOverlapAlgo>(m, "CommOverlapAlgo", "enum.IntEnum",
+                                   "A type and a method, as Transformer Engine names them.")
       .value("NO_OVERLAP", CommOverlapAlgo::NO_OVERLAP)
       .value("BULK_OVERLAP_AG", CommOverlapAlgo::BULK_OVERLAP_AG)
       .value("BULK_OVERLAP_RS", CommOverlapAlgo::BULK_OVERLAP_RS)

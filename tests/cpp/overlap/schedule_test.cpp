@@ -70,7 +70,9 @@ TEST(OverlapGatherSchedule, GivesOnlyWhatIsThere) {
     std::set<int> there{rank};
     for (const Exchange& exchange : schedule.exchanges) {
       EXPECT_TRUE(there.contains(exchange.give));
-      if (order != GatherOrder::ring) EXPECT_EQ(exchange.give, rank);
+      if (order != GatherOrder::ring) {
+        EXPECT_EQ(exchange.give, rank);
+      }
       there.insert(exchange.get);
     }
   });
@@ -189,7 +191,9 @@ TEST(RowShare, CoversAllRowsInOrderAndRoundsUp) {
         EXPECT_EQ(share.begin(rank), next);
         EXPECT_GE(share.length(rank), 0);
         EXPECT_LE(share.length(rank), share.largest());
-        if (rank > 0) EXPECT_LE(share.length(rank), share.length(rank - 1));
+        if (rank > 0) {
+          EXPECT_LE(share.length(rank), share.length(rank - 1));
+        }
         next += share.length(rank);
       }
       EXPECT_EQ(next, rows);
@@ -213,7 +217,9 @@ TEST(Pieces, CoverInOrderNoneEmptyAllButTheLastOfOneLength) {
           EXPECT_GT(piece.length, 0);
           EXPECT_EQ(piece.begin % multiple, 0);
           EXPECT_LE(piece.length, found.front().length);
-          if (piece != found.back()) EXPECT_EQ(piece.length, found.front().length);
+          if (piece != found.back()) {
+            EXPECT_EQ(piece.length, found.front().length);
+          }
           next += piece.length;
         }
         EXPECT_EQ(next, total);

@@ -36,9 +36,9 @@ at::Tensor workspace_of_call(c10::cuda::CUDAStream stream) {
   return at::empty({workspace_bytes()}, at::TensorOptions(at::kByte).device(stream.device()));
 }
 
-// Not from torch's caching allocator, which may hand out memory of a graph's pool also while nothing
-// is captured (the warm-up of torch.compile's graphs). Undefined where there is no memory left
-// beside what that allocator holds.
+// Not from torch's caching allocator, which may hand out memory of a graph's pool also while
+// nothing is captured (the warm-up of torch.compile's graphs). Undefined where there is no memory
+// left beside what that allocator holds.
 at::Tensor lasting_workspace(c10::cuda::CUDAStream stream) {
   const cuda::RelaxedCapture relaxed;  // another thread may capture
   void* memory = nullptr;

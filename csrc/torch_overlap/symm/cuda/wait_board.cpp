@@ -120,9 +120,8 @@ std::optional<std::string> WaitBoard::expired() const {
   const auto within = concat(" within ", record.timeout_ns / 1'000'000, " ms, got ");
   switch (record.kind) {
     case WaitKind::begin:
-      return concat(name, ": expected rank ", record.peer, " to begin operation ",
-                    record.expected, within, "operation ", record.seen,
-                    "; do all ranks make the same calls?");
+      return concat(name, ": expected rank ", record.peer, " to begin operation ", record.expected,
+                    within, "operation ", record.seen, "; do all ranks make the same calls?");
     case WaitKind::gone:
       return concat(name, ": expected all ranks to take part in operation ", record.expected,
                     ", got one that has given up; its own error says why");
