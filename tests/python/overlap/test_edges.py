@@ -1,0 +1,110 @@
+"""Corners: the first call of a buffer, odd biases, rows that do not divide, the log of chunks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+
+import torch
+
+import torch_overlap as to
+from torch_overlap import CommOverlapMethod as Method
+from torch_overlap import CommOverlapType as Type
+from torch_overlap import TorchComm
+from torch_overlap.testing import run_ranks
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run_first_call_of_a_late_rank(comm: TorchComm, seed: int) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [4 * size, 8], torch.float64, size)
+    buffer = to.CommOverlapP2PBase(comm, config)
+    if rank == size - 1:
+        time.sleep(0.2)  # the others are in their call
+    buffer.get_buffer().fill_(float("nan"))
+    x, w = draw(4 * size, 8, seed=seed), draw(3, 8, seed=seed + 1 + rank)
+    y = torch.empty(4 * size, 3, dtype=torch.float64)
+    buffer.split_overlap_ag(w, True, x.chunk(size)[rank].clone(), False, y)
+    torch.testing.assert_close(y, x @ w.T, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_rank_writes_before_its_first_call_is_not_mixed_with_what_others_send(seed: int) -> None:
+    run_ranks(run_first_call_of_a_late_rank, 3, seed)
+
+
+def run_odd_biases(comm: TorchComm, seed: int) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    x, w = draw(6, 8, seed=seed), draw(10, 8, seed=seed + 1)
+    columns = draw(10, 2, seed=seed + 2)
+    for bias in (columns[:, 0], columns[0, 0].expand(10), columns.flatten()[::2]):
+        y = to.ops.matmul_reduce_scatter(x.repeat(size, 1), w, comm, bias, algorithm="ring")
+        torch.testing.assert_close(y, size * (x @ w.T) + bias, rtol=1e-12, atol=1e-12)
+        (z,), _ = to.ops.all_gather_matmul(x + rank, [w], comm, [bias], algorithm="ring")
+        expected = torch.cat([(x + r) @ w.T for r in range(size)]) + bias
+        torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_with_any_strides(seed: int) -> None:
+    run_ranks(run_odd_biases, 2, seed)
+
+
+def run_uneven_rows(comm: TorchComm, seed: int) -> None:
+    """Products of exactly 2 MiB: what the ranks send each other is more, and must have room."""
+    rank, size = comm.get_rank(), comm.get_size()
+    for rows, columns in ((4096, 256), (1024, 1024), (5, 7)):
+        xs = [draw(rows, 8, seed=seed + r, dtype=torch.bfloat16) for r in range(size)]
+        w = draw(columns, 8, seed=seed + 10, dtype=torch.bfloat16)
+        y = to.ops.matmul_all_reduce(xs[rank], w, comm, algorithm="ring")
+        expected = sum((x.double() @ w.double().T).bfloat16().double() for x in xs)
+        torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-5)
+
+
+def test_rows_that_ranks_cannot_share_evenly(seed: int) -> None:
+    run_ranks(run_uneven_rows, 3, seed)
+
+
+def run_logged(comm: TorchComm) -> str:
+    config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [4, 8], torch.float64, comm.get_size())
+    buffer = to.CommOverlapP2PBase(comm, config)
+    x, w, y = torch.ones(2, 8).double(), torch.ones(3, 8).double(), torch.empty(4, 3).double()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            buffer.split_overlap_ag(w, True, x, False, y)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return file.read().decode()
+
+
+def test_every_product_and_exchange_is_logged_when_that_is_asked_for() -> None:
+    logs = run_ranks(run_logged, 2, env={"TORCH_OVERLAP_LOG_CHUNKS": "1"})
+    for rank, log in enumerate(logs):
+        assert log.count("product 2 x 3 x 8 on lane") == 2, log
+        other = 1 - rank
+        assert f"rank {rank}: chunk {rank} of 128 bytes to rank {other}, chunk {other} from rank {other}" in log
+    assert run_ranks(run_logged, 2) == ["", ""]
+
+
+def run_workspaces(comm: TorchComm, seed: int) -> None:
+    size = comm.get_size()
+    config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [4 * size, 8], torch.float64, size)
+    buffer = to.CommOverlapP2PBase(comm, config)
+    x, w = draw(4 * size, 8, seed=seed), draw(3, 8, seed=seed + 1)
+    y = torch.empty(4 * size, 3, dtype=torch.float64)
+    own = x.chunk(size)[comm.get_rank()].clone()
+    for length in (0, 1, 1000):
+        y.fill_(float("nan"))
+        buffer.split_overlap_ag(w, True, own, False, y, workspace=torch.empty(length, dtype=torch.uint8))
+        torch.testing.assert_close(y, x @ w.T, rtol=1e-12, atol=1e-12)
+    buffer.check()
+
+
+def test_a_workspace_of_any_length(seed: int) -> None:
+    run_ranks(run_workspaces, 3, seed)
