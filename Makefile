@@ -76,8 +76,10 @@ demo: build
 
 test: build check test-cpp test-python
 
+# Most tests wait for ranks: two at a time, also on two cores.
+TEST_JOBS ?= 2
 test-python: build
-	$(PY) -m pytest tests/python -m 'not gpu' $(PYTEST_ARGS)
+	$(PY) -m pytest tests/python -m 'not gpu' -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
