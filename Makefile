@@ -76,10 +76,11 @@ demo: build
 
 test: build check test-cpp test-python
 
-# Most tests wait for ranks: two at a time, also on two cores.
+# Most tests wait for ranks: two at a time, also on two cores, where pytest-xdist is installed.
 TEST_JOBS ?= 2
+two_at_a_time = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n $(TEST_JOBS)')
 test-python: build
-	$(PY) -m pytest tests/python -m 'not gpu' -n $(TEST_JOBS) $(PYTEST_ARGS)
+	$(PY) -m pytest tests/python -m 'not gpu' $(two_at_a_time) $(PYTEST_ARGS)
 
 test-cpp: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_tests
