@@ -186,9 +186,7 @@ def run_dropped(comm: to.TorchComm) -> None:
     if comm.get_rank() == 1:
         del buffer
         return
-    with pytest.raises(
-        to.OperationTimeoutError, match="rank 1 to begin operation 1 within 10000 ms, got operation 0"
-    ):
+    with pytest.raises(to.OperationTimeoutError, match="rank 1 to begin operation 1 within 10000 ms, got operation 0"):
         buffer.bulk_overlap(torch.ones(4, 4), True, torch.ones(4, 4), False, torch.empty(4, 4), comm_type=AG)
 
 
