@@ -13,7 +13,7 @@ docs/overlap.md says which method is for what.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -159,22 +159,5 @@ class CommOverlapHelper:
         """The number of the buffer, or 0 where the method is NONE."""
         if not self.is_enabled:
             return 0
-        return create_comm_overlap_buffer(
-            comm,
-            self.comm_type,
-            self.method,
-            self.buffer_shape,
-            self.buffer_dtype,
-            self.tp_size,
-            self.num_splits,
-            self.num_max_streams,
-            self.comm_cga_size,
-            self.gemm_priority,
-            self.comm_priority,
-            self.num_comm_sm,
-            self.set_sm_margin,
-            self.use_ce,
-            self.atomic_gemm,
-            self.rs_overlap_first_gemm,
-            self.aggregate_ag,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return create_comm_overlap_buffer(comm, dtype=values.pop("buffer_dtype"), **values)

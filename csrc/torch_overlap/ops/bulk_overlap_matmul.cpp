@@ -96,7 +96,6 @@ void scatter_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& 
                  .rows = {rows, comm->size()},
                  .columns = columns,
                  .dtype = parts.scalar_type(),
-                 .at = 0,
                  .gathers = false,
                  .out = out.view({rows / comm->size(), columns}),
                  .scale_inv = {},

@@ -4,18 +4,6 @@
 
 namespace torch_overlap::ops {
 
-std::vector<GatherStep> gather_schedule(int rank, int size) {
-  std::vector<GatherStep> steps;
-  for (int i = 0; i < size; ++i) steps.push_back({(rank - i + size) % size, (rank + i) % size});
-  return steps;
-}
-
-std::vector<ScatterStep> scatter_schedule(int rank, int size) {
-  std::vector<ScatterStep> steps;
-  for (int i = 1; i <= size; ++i) steps.push_back({(rank + i) % size, (rank - i + size) % size});
-  return steps;
-}
-
 std::vector<RowRange> row_chunks(int64_t rows, int64_t count) {
   count = std::clamp<int64_t>(count, 1, std::max<int64_t>(rows, 1));
   std::vector<RowRange> chunks;

@@ -34,9 +34,8 @@ RowExchange::RowExchange(TorchComm& comm, const at::Tensor& rows, int64_t pieces
     const Span span("chunk_comm", step);
     const auto [begin, length] = ranges_[step];
     std::vector<P2POp> transfers;
-    for (const auto& [from, to] : gather_schedule(rank, size)) {
-      if (to == rank) continue;
-      transfers.push_back({P2POp::Type::SEND, parts[to].narrow(0, begin, length), to});
+    for (const auto& [to, give, from, get] : scatter_schedule(rank, size).exchanges) {
+      transfers.push_back({P2POp::Type::SEND, parts[give].narrow(0, begin, length), to});
       transfers.push_back({P2POp::Type::RECV, received_[from].narrow(0, begin, length), from});
     }
     works_.push_back(comm.batch_send_recv(std::move(transfers), /*async_op=*/true));
@@ -77,10 +76,11 @@ at::Tensor ColumnExchange::part(size_t step) {
 void ColumnExchange::send(size_t step) {
   if (step + 1 == steps()) return;
   const Span span("chunk_comm", step);
-  const auto [chunk, from] = schedule_[step];
-  works_.push_back(comm_.batch_send_recv(
-      {{P2POp::Type::SEND, part(step), chunk}, {P2POp::Type::RECV, arriving_[from], from}},
-      /*async_op=*/true));
+  const Exchange& exchange = schedule_.exchanges[step];
+  works_.push_back(
+      comm_.batch_send_recv({{P2POp::Type::SEND, part(step), exchange.to},
+                             {P2POp::Type::RECV, arriving_[exchange.from], exchange.from}},
+                            /*async_op=*/true));
 }
 
 void ColumnExchange::wait_all() {

@@ -7,6 +7,7 @@
 
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/ops/chunking.h"
+#include "torch_overlap/overlap/schedule.h"
 
 // All-to-alls beside products, in pieces, as the executors of pipeline.h: transfers on the
 // communicator's stream while the caller's GEMMs run on the current one.
@@ -48,9 +49,9 @@ class ColumnExchange {
   // rank r - 1. rows: what this rank's product has.
   ColumnExchange(TorchComm& comm, const at::Tensor& into);
 
-  size_t steps() const { return schedule_.size(); }
+  size_t steps() const { return schedule_.steps.size(); }
   // Whose columns are computed in this step.
-  int chunk(size_t step) const { return schedule_[step].chunk; }
+  int chunk(size_t step) const { return schedule_.steps[step].first; }
   // Where the caller writes them, [rows, columns], uninitialized.
   at::Tensor part(size_t step);
   // Starts the transfer of what was written there; nothing to do for the own part.
@@ -60,7 +61,7 @@ class ColumnExchange {
 
  private:
   TorchComm& comm_;
-  std::vector<ScatterStep> schedule_;
+  ScatterSchedule schedule_;
   at::Tensor outgoing_;  // [size - 1, rows, columns], by step
   at::Tensor arriving_;  // [size, rows, columns], by the rank it comes from
   std::vector<WorkPtr> works_;

@@ -9,13 +9,17 @@ namespace {
 
 constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "ring", "bulk"};
 
-// Below this many rows a chunk's product takes less time than issuing its transfer: a product of
-// 256 x 4096 x 4096 takes about 15 us on an H200.
+// Below this many rows a chunk's product takes less time than issuing its transfer.
 constexpr int64_t kMinChunkRows = 256;
 
 at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+std::string quicker_computed(std::string_view what, int64_t rows) {
+  return concat(what, " of ", rows, " rows are quicker computed than sent; ", kMinChunkRows,
+                " are worth it");
+}
 
 // A channel as it is needed: made, or only looked for.
 enum class Need { make, look };
@@ -53,10 +57,7 @@ Choice choose(std::string_view op, std::string_view algorithm,
   }
   if (comm->size() == 1) return {Algorithm::sequential, "one rank"};
   if (!is_worth_chunks(chunk_rows)) {
-    return {Algorithm::sequential, concat("chunks of ", chunk_rows,
-                                          " rows are quicker computed "
-                                          "than sent; ",
-                                          kMinChunkRows, " are worth it")};
+    return {Algorithm::sequential, quicker_computed("chunks", chunk_rows)};
   }
   // On a CPU nothing runs beside a product but the communicator's threads.
   if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU"};
@@ -136,12 +137,10 @@ Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm, int6
   if (algorithm != "auto") return {Algorithm::sequential, "asked for"};
   if (comm.size() == 1) return {Algorithm::sequential, "one rank"};
   const int64_t chunk_rows = rows / kAllReduceChunks;
-  if (is_worth_chunks(chunk_rows))
+  if (is_worth_chunks(chunk_rows)) {
     return {Algorithm::chunked, concat("pieces of ", chunk_rows, " rows")};
-  return {Algorithm::sequential, concat("pieces of ", chunk_rows,
-                                        " rows are quicker computed than "
-                                        "sent; ",
-                                        kMinChunkRows, " are worth it")};
+  }
+  return {Algorithm::sequential, quicker_computed("pieces", chunk_rows)};
 }
 
 bool is_channel_dtype(at::ScalarType dtype) {
@@ -190,7 +189,6 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
                      .rows = rows,
                      .own = own,
                      .gathered = channel->data(0, {rows.rows, own.size(1)}, own.scalar_type()),
-                     .at = 0,
                      .copy = gathered,
                      .order = GatherOrder::direct};
   for (auto& args : problem.gemms) args.lhs.data = problem.gathered;
@@ -236,7 +234,6 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
                  .rows = place.rows,
                  .columns = place.columns,
                  .dtype = problem.out.scalar_type(),
-                 .at = 0,
                  .gathers = false,
                  .out = problem.out,
                  .scale_inv = {},

@@ -60,7 +60,7 @@ bool is_channel_dtype(at::ScalarType dtype);
 bool is_worth_chunks(int64_t rows);
 
 // Blocks of a reduction beside a product.
-constexpr int kBulkBlocks = 16;
+inline constexpr int kBulkBlocks = 16;
 
 // op(x) as an operand: x [m, k] itself, or the transpose of what lies in memory.
 GemmOperand operand(const at::Tensor& x);

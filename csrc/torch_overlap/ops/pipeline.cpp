@@ -18,15 +18,16 @@ Span::Span(std::string_view name, size_t index) : record_(at::RecordScope::USER_
 
 GatherPipeline::GatherPipeline(TorchComm& comm, const at::Tensor& own,
                                const std::optional<at::Tensor>& into)
-    : schedule_(gather_schedule(comm.rank(), comm.size())), own_(own) {
+    : schedule_(gather_schedule(comm.rank(), comm.size(), GatherOrder::direct)), own_(own) {
   const std::vector<int64_t> sizes{comm.size(), own.size(0), own.size(1)};
   buffer_ = into ? into->view(sizes) : at::empty(sizes, own.options());
-  for (size_t step = 1; step < schedule_.size(); ++step) {
+  for (size_t step = 1; step < steps(); ++step) {
     const Span span("chunk_comm", step);
-    const auto [chunk, to] = schedule_[step];
-    works_.push_back(comm.batch_send_recv(
-        {{P2POp::Type::SEND, own_, to}, {P2POp::Type::RECV, buffer_.select(0, chunk), chunk}},
-        /*async_op=*/true));
+    const Exchange& exchange = schedule_.exchanges[step - 1];
+    works_.push_back(
+        comm.batch_send_recv({{P2POp::Type::SEND, own_, exchange.to},
+                              {P2POp::Type::RECV, buffer_.select(0, exchange.get), exchange.from}},
+                             /*async_op=*/true));
   }
   if (into) buffer_.select(0, comm.rank()).copy_(own_);
 }
@@ -59,10 +60,11 @@ at::Tensor ScatterPipeline::partial(size_t step) {
 void ScatterPipeline::send(size_t step) {
   if (is_own(step)) return;
   const Span span("chunk_comm", step);
-  const auto [chunk, from] = schedule_[step];
-  works_.push_back(comm_.batch_send_recv({{P2POp::Type::SEND, partial(step), chunk},
-                                          {P2POp::Type::RECV, arriving_.select(0, from), from}},
-                                         /*async_op=*/true));
+  const Exchange& exchange = schedule_.exchanges[step];
+  works_.push_back(comm_.batch_send_recv(
+      {{P2POp::Type::SEND, partial(step), exchange.to},
+       {P2POp::Type::RECV, arriving_.select(0, exchange.from), exchange.from}},
+      /*async_op=*/true));
 }
 
 void ScatterPipeline::wait(size_t step) {

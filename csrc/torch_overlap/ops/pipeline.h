@@ -10,6 +10,7 @@
 
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/ops/chunking.h"
+#include "torch_overlap/overlap/schedule.h"
 
 // The chunked executors: transfers on the communicator's stream (on CPU: in its background thread)
 // while the caller's GEMMs run on the current one. Device-neutral, and safe to capture in a CUDA
@@ -26,7 +27,7 @@ class Span {
   at::RecordFunction record_;
 };
 
-// Rows of all ranks, gathered chunk by chunk in the order of gather_schedule().
+// Rows of all ranks, gathered chunk by chunk in the order of gather_schedule(direct).
 class GatherPipeline {
  public:
   // `own`: [rows, k], contiguous, the same shape on all ranks. Starts all transfers. `into`: where
@@ -34,15 +35,15 @@ class GatherPipeline {
   // are kept, until this object is gone.
   GatherPipeline(TorchComm& comm, const at::Tensor& own, const std::optional<at::Tensor>& into);
 
-  size_t steps() const { return schedule_.size(); }
-  int chunk(size_t step) const { return schedule_[step].chunk; }
+  size_t steps() const { return schedule_.steps.size(); }
+  int chunk(size_t step) const { return schedule_.steps[step].first; }
   // The rows of chunk(step), valid on the current stream.
   at::Tensor wait(size_t step);
   // Makes all of `into` valid on the current stream.
   void wait_all();
 
  private:
-  std::vector<GatherStep> schedule_;
+  GatherSchedule schedule_;
   at::Tensor own_;
   at::Tensor buffer_;  // [size, rows, k]
   std::vector<WorkPtr> works_;
@@ -53,9 +54,9 @@ class ScatterPipeline {
  public:
   ScatterPipeline(TorchComm& comm, int64_t rows, int64_t columns, const at::TensorOptions& options);
 
-  size_t steps() const { return schedule_.size(); }
-  int chunk(size_t step) const { return schedule_[step].chunk; }
-  bool is_own(size_t step) const { return step + 1 == schedule_.size(); }
+  size_t steps() const { return schedule_.steps.size(); }
+  int chunk(size_t step) const { return schedule_.steps[step].first; }
+  bool is_own(size_t step) const { return step + 1 == steps(); }
   // Where the caller writes its partial product of chunk(step): [rows, columns], uninitialized.
   at::Tensor partial(size_t step);
   // Starts the transfer of what was written there; nothing to do for the own chunk.
@@ -68,7 +69,7 @@ class ScatterPipeline {
   void wait(size_t step);
 
   TorchComm& comm_;
-  std::vector<ScatterStep> schedule_;
+  ScatterSchedule schedule_;
   at::Tensor outgoing_;  // [size - 1, rows, columns], by step
   at::Tensor arriving_;  // [size, rows, columns], by the rank it comes from
   std::vector<WorkPtr> works_;

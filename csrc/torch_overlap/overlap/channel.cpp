@@ -241,7 +241,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
 OverlapChannel::Operation::~Operation() {
   if (!open_) return;
   session_.lanes.cancel();
-  channel_.transport_->give_up();
+  channel_.end_quietly();
   channel_.broken_ = "it was given up";
 }
 
@@ -259,7 +259,7 @@ void OverlapChannel::Operation::finish() {
 
 void OverlapChannel::Operation::fail() noexcept {
   session_.lanes.cancel();
-  channel_.transport_->give_up();
+  channel_.end_quietly();
   channel_.broken_ = Fault::current().text;
   open_ = false;
 }
@@ -291,10 +291,12 @@ OverlapChannel::Use::Use(OverlapChannel& channel) : channel_(channel), lock_(cha
   channel_.lanes_->enter();
 }
 
-OverlapChannel::Use::~Use() {
+OverlapChannel::Use::~Use() { channel_.end_quietly(); }
+
+void OverlapChannel::end_quietly() noexcept {
   try {
-    channel_.lanes_->leave();
-    channel_.transport_->end();
+    transport_->end();
+    lanes_->leave();
   } catch (const std::exception&) {  // the device is broken, or the capture
   }
 }

@@ -99,7 +99,6 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
                                                 const Request& request);
 
   const OverlapGroup& group() const { return *group_; }
-  const std::shared_ptr<OverlapGroup>& shared_group() const { return group_; }
   int64_t bytes() const { return layout_.bytes; }
   // A tensor in this rank's part.
   at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
@@ -135,7 +134,6 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   struct Session {
     Lanes& lanes;
     Transport& transport;
-
     const OverlapChannel& channel;
 
     void exchange(int lane, const Transport::Move& move) {
@@ -188,6 +186,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   uint64_t kept_for_ = 0;  // the last capture whose graph keeps it
   bool logs_ = false;
   void keep_for_graph();
+  // What comes after it is ordered behind all that was issued, also after an error.
+  void end_quietly() noexcept;
   void log_exchange(const Transport::Move& move) const;
   void log_gemm(int lane, const GemmArgs& args) const;
   std::string broken_;  // what ended an operation half way; empty: nothing has

@@ -320,7 +320,6 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
                  .rows = rows(),
                  .columns = config().buffer_shape[1],
                  .dtype = config().buffer_dtype,
-                 .at = 0,
                  .gathers = gathers,
                  .out = gathers               ? Tensor()
                         : rs_output.defined() ? rs_output
@@ -338,7 +337,6 @@ void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
                  .rows = rows(),
                  .columns = config().buffer_shape[1],
                  .dtype = config().buffer_dtype,
-                 .at = 0,
                  .gathers = true,
                  .out = {},
                  .scale_inv = {},
@@ -355,7 +353,6 @@ void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Ten
                       .rows = rows(),
                       .columns = config().buffer_shape[1],
                       .dtype = config().buffer_dtype,
-                      .at = 0,
                       .splits = config().num_splits,
                       .overlap_first_gemm = config().rs_overlap_first_gemm,
                       .out = rs_output,
@@ -426,7 +423,6 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
                    .rows = rows(),
                    .own = own,
                    .gathered = whole.lhs.data,
-                   .at = 0,
                    .copy = gathered.defined() ? gathered.view(own.scalar_type()) : gathered,
                    .order = order});
   set_path(op, describe(config().tp_size / (config().aggregate_ag ? 2 : 1)));

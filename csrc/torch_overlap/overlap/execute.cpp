@@ -24,6 +24,32 @@ Piece rows_of_step(const RowShare& rows, const ChunkStep& step) {
   return {begin, rows.begin(step.first + step.count) - begin};
 }
 
+// Of `size` flags from `first` on, those of the other ranks.
+std::vector<int> flags_of_others(const OverlapGroup& group, int first) {
+  std::vector<int> flags;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer != group.rank()) flags.push_back(first + peer);
+  }
+  return flags;
+}
+
+// The all-gather of `own` to `gathered`, which begins where the channel's data does: from its owner
+// to everybody. Flag r tells of the chunk of rank r.
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered) {
+  const int rank = channel.group().rank();
+  for (const Exchange& exchange :
+       gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
+    session.exchange(lane, {.to = exchange.to,
+                            .give = own,
+                            .at = rows.begin(rank) * row_bytes(gathered),
+                            .flag = rank,
+                            .from = exchange.from,
+                            .get = rows_of_rank(gathered, rows, exchange.from),
+                            .get_flag = exchange.from});
+  }
+}
+
 // One reduce-scatter of what lies at `at` of every rank's data: [rows, columns], contiguous.
 struct ScatterPart {
   RowShare rows;
@@ -44,10 +70,7 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
   const int64_t row = part.columns * static_cast<int64_t>(c10::elementSize(part.dtype));
   const Transport& transport = session.transport;
   SumArgs sum = part.sum;
-  std::vector<int> others;
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) others.push_back(part.flags + peer);
-  }
+  const auto others = flags_of_others(channel.group(), part.flags);
   if (transport.is_direct()) {
     session.post(lane, part.flags);
     session.arrived(lane, others);
@@ -80,11 +103,7 @@ void put_end_of_reads(OverlapChannel& channel, OverlapChannel::Session& session,
                       int flags) {
   if (!session.transport.is_direct()) return;
   session.post(lane, flags);
-  std::vector<int> others;
-  for (int peer = 0; peer < channel.group().size(); ++peer) {
-    if (peer != channel.group().rank()) others.push_back(flags + peer);
-  }
-  session.arrived(lane, others);
+  session.arrived(lane, flags_of_others(channel.group(), flags));
 }
 
 // Room for what put_reduce_scatter() receives; undefined where it receives nothing.
@@ -155,16 +174,15 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     const auto copied = lanes.mark(comm);
     for (const Exchange& exchange : schedule.exchanges) {
       if (exchange.give != rank) session.arrived(comm, {exchange.give});
-      session.exchange(
-          comm,
-          {.to = exchange.to,
-           .give =
-               exchange.give == rank ? own : rows_of_rank(problem.gathered, rows, exchange.give),
-           .at = problem.at + rows.begin(exchange.give) * row_bytes(problem.gathered),
-           .flag = exchange.give,
-           .from = exchange.from,
-           .get = rows_of_rank(problem.gathered, rows, exchange.get),
-           .get_flag = exchange.get});
+      session.exchange(comm, {.to = exchange.to,
+                              .give = exchange.give == rank
+                                          ? own
+                                          : rows_of_rank(problem.gathered, rows, exchange.give),
+                              .at = rows.begin(exchange.give) * row_bytes(problem.gathered),
+                              .flag = exchange.give,
+                              .from = exchange.from,
+                              .get = rows_of_rank(problem.gathered, rows, exchange.get),
+                              .get_flag = exchange.get});
     }
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const auto [first, count] = schedule.steps[i];
@@ -201,15 +219,10 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
               .scale_inv = problem.scale_inv,
               .factor = problem.factor,
               .bias = problem.bias};
-  std::vector<int> flags;
   for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) {
-      sum.parts.push_back(rows_of_rank(problem.partial, rows, rank));
-      continue;
-    }
-    flags.push_back(peer);
-    sum.parts.push_back(
-        channel.data(problem.at + peer * slot, {length, columns}, problem.partial.scalar_type()));
+    sum.parts.push_back(peer == rank ? rows_of_rank(problem.partial, rows, rank)
+                                     : channel.data(problem.at + peer * slot, {length, columns},
+                                                    problem.partial.scalar_type()));
   }
   std::vector<GemmArgs> gemms = problem.gemms;
   AmaxOfParts largest(std::exchange(gemms.at(0).out_amax, {}), schedule.steps.size());
@@ -253,7 +266,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
                               .get_flag = exchange.from});
     }
     // On the lane of the own product, which is the last.
-    session.arrived(lane, flags);
+    session.arrived(lane, flags_of_others(channel.group(), 0));
     if (length > 0) {
       lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
     }
@@ -263,25 +276,16 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
-                                   const at::Tensor& gathered, int64_t at) {
-  const int rank = channel.group().rank();
+                                   const at::Tensor& gathered)
+    : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(op, channel);
   auto& session = operation_->session();
   const int comm = session.lanes.comm();
   try {
-    for (const Exchange& exchange :
-         gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
-      session.exchange(comm, {.to = exchange.to,
-                              .give = own,
-                              .at = at + rows.begin(rank) * row_bytes(gathered),
-                              .flag = rank,
-                              .from = exchange.from,
-                              .get = rows_of_rank(gathered, rows, exchange.from),
-                              .get_flag = exchange.from});
-      flags_.push_back(exchange.from);
-    }
-    session.lanes.run(comm, "copy",
-                      [to = rows_of_rank(gathered, rows, rank), own] { to.copy_(own); });
+    put_all_gather(channel, session, comm, rows, own, gathered);
+    session.lanes.run(
+        comm, "copy",
+        [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
   } catch (...) {
     operation_->fail();
     throw;
@@ -313,7 +317,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
   GemmArgs whole = problem.gemm;
   AmaxOfParts largest(std::exchange(whole.out_amax, {}), found.size());
   for (const Piece& piece : found) {
-    blocks.push_back(channel.data(problem.at + piece.begin * problem.rows.rows * element,
+    blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
                                   {problem.rows.rows, piece.length}, problem.dtype));
     products.push_back(gemm_columns(op, whole, piece.begin, piece.length));
     products.back().out = blocks.back();
@@ -343,7 +347,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
                          {.rows = problem.rows,
                           .columns = piece.length,
                           .dtype = problem.dtype,
-                          .at = problem.at + piece.begin * problem.rows.rows * element,
+                          .at = piece.begin * problem.rows.rows * element,
                           .flags = i * size,
                           .sum = {.out = problem.out.narrow(1, piece.begin, piece.length),
                                   .parts = {},
@@ -366,7 +370,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
-  const auto data = channel.data(problem.at, {rows.rows, problem.columns}, problem.dtype);
+  const auto data = channel.data(0, {rows.rows, problem.columns}, problem.dtype);
   const auto received =
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
   for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
@@ -376,25 +380,14 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
         Lanes& lanes = session.lanes;
         const int comm = lanes.comm();
         if (problem.gathers) {
-          std::vector<int> flags;
-          for (const Exchange& exchange :
-               gather_schedule(rank, size, GatherOrder::direct).exchanges) {
-            session.exchange(comm, {.to = exchange.to,
-                                    .give = rows_of_rank(data, rows, rank),
-                                    .at = problem.at + rows.begin(rank) * row_bytes(data),
-                                    .flag = rank,
-                                    .from = exchange.from,
-                                    .get = rows_of_rank(data, rows, exchange.from),
-                                    .get_flag = exchange.from});
-            flags.push_back(exchange.from);
-          }
-          if (!flags.empty()) session.arrived(comm, flags);
+          put_all_gather(channel, session, comm, rows, rows_of_rank(data, rows, rank), data);
+          if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
         } else {
           put_reduce_scatter(channel, session, comm,
                              {.rows = rows,
                               .columns = problem.columns,
                               .dtype = problem.dtype,
-                              .at = problem.at,
+                              .at = 0,
                               .flags = 0,
                               .sum = {.out = problem.out,
                                       .parts = {},

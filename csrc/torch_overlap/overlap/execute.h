@@ -21,9 +21,8 @@ struct GatherGemm {
   std::vector<GemmArgs> gemms;
   RowShare rows;
   at::Tensor own;       // this rank's rows [length, k], contiguous; may be where they are gathered
-  at::Tensor gathered;  // [rows, k], contiguous, in the channel's data from byte `at` on
-  int64_t at = 0;
-  at::Tensor copy;  // [rows, k]: becomes all rows; undefined: not asked for
+  at::Tensor gathered;  // [rows, k], contiguous, where the channel's data begins
+  at::Tensor copy;      // [rows, k]: becomes all rows; undefined: not asked for
   GatherOrder order = GatherOrder::direct;
 };
 // Uses flags 0 .. size - 1. Afterwards `gathered` holds all rows but, in order `direct`, this
@@ -51,9 +50,9 @@ TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& cha
 // there after finish(). Uses flags 0 .. size - 1.
 class TORCH_OVERLAP_API BackgroundGather {
  public:
-  // `own` [length, k] to `gathered` [rows, k], in the channel's data from byte `at` on.
+  // `own` [length, k] to `gathered` [rows, k], where the channel's data begins.
   BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
-                   const at::Tensor& own, const at::Tensor& gathered, int64_t at = 0);
+                   const at::Tensor& own, const at::Tensor& gathered);
   // `gathered` is valid on the caller's stream.
   void finish();
 
@@ -68,8 +67,8 @@ struct PipelinedGemm {
   GemmArgs gemm;  // of all rows and columns; out is not looked at
   RowShare rows;
   int64_t columns = 0;
-  at::ScalarType dtype = at::kFloat;  // of the partial products
-  int64_t at = 0;  // byte of the channel's data where the partial products go, piece by piece
+  // Of the partial products, which go where the channel's data begins, piece by piece.
+  at::ScalarType dtype = at::kFloat;
   int splits = 1;
   bool overlap_first_gemm = false;
   at::Tensor out;  // [length, columns] of this rank
@@ -82,13 +81,13 @@ struct PipelinedGemm {
 TORCH_OVERLAP_API void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
                                           const PipelinedGemm& problem);
 
-// A collective beside a product that has nothing to do with it.
+// A collective of the [rows, columns] where the channel's data begins, beside products that have
+// nothing to do with it.
 struct BulkGemm {
   std::vector<GemmArgs> gemms;  // may be none
   RowShare rows;
   int64_t columns = 0;
   at::ScalarType dtype = at::kFloat;
-  int64_t at = 0;        // byte of the channel's data where the [rows, columns] lie
   bool gathers = true;   // all-gather of the rows; else their reduce-scatter
   at::Tensor out;        // reduce-scatter: [length, columns]; may be the own rows themselves
   at::Tensor scale_inv;  // reduce-scatter

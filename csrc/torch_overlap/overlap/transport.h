@@ -37,10 +37,8 @@ class TORCH_OVERLAP_API Transport {
   // On the caller's stream, before fork(): all ranks have come to this operation, and so are done
   // with what the one before left; from here on they write to each other's data.
   virtual void begin() = 0;
-  // On the caller's stream, after join().
+  // On the caller's stream, after join(); of an operation that ended half way, too.
   virtual void end() = 0;
-  // The same for an operation that ended half way.
-  virtual void give_up() noexcept {}
   // Waits until the device is done with all operations, at most so long.
   virtual void drain(std::chrono::milliseconds timeout) noexcept {}
   // What a graph that captured an operation needs to live.

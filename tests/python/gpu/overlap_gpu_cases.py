@@ -4,6 +4,7 @@ Sums of products of small integers are exact in fp32; what is rounded (the parti
 buffer's dtype, each result to its own) is rounded once, as in the reference. So results are compared bit by bit.
 """
 
+import pytest
 import torch
 
 import torch_overlap as to
@@ -290,3 +291,26 @@ def capture(issue):
     with torch.cuda.graph(graph):
         issue()
     return graph
+
+
+GRID = [(kind, torch.bfloat16) for kind in KINDS] + [(kind, E4M3) for kind in OF_8_BITS]
+EACH = pytest.mark.parametrize(("kind", "dtype"), GRID, ids=lambda v: getattr(v, "__name__", str(v).split(".")[-1]))
+ONE = pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
+
+
+def late(case, step, milliseconds):
+    """One rank's device is late, another in each step."""
+    if case.rank == step % case.size:
+        torch.cuda._sleep(int(milliseconds * 1_800_000))
+
+
+def eager(case, step):
+    case.fill(step)
+    case.issue()
+    case.check(step)
+
+
+def replay(graph, case, step):
+    case.fill(step)
+    graph.replay()
+    case.check(step)

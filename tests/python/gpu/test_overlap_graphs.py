@@ -8,44 +8,24 @@ from datetime import timedelta
 import pytest
 import torch
 from overlap_gpu_cases import (
-    E4M3,
+    EACH,
     FULL,
     KINDS,
-    OF_8_BITS,
+    ONE,
     SMALL,
-    SOME,
     Gather,
     GatherFilled,
     Pipeline,
     Scatter,
     capture,
+    eager,
+    late,
+    replay,
 )
 
 import torch_overlap as to
 
 pytestmark = pytest.mark.gpu(2)
-
-GRID = [(kind, torch.bfloat16) for kind in KINDS] + [(kind, E4M3) for kind in OF_8_BITS]
-EACH = pytest.mark.parametrize(("kind", "dtype"), GRID, ids=lambda v: getattr(v, "__name__", str(v).split(".")[-1]))
-ONE = pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
-
-
-def late(case, step, milliseconds):
-    """One rank's device is late, another in each step."""
-    if case.rank == step % case.size:
-        torch.cuda._sleep(int(milliseconds * 1_800_000))
-
-
-def eager(case, step):
-    case.fill(step)
-    case.issue()
-    case.check(step)
-
-
-def replay(graph, case, step):
-    case.fill(step)
-    graph.replay()
-    case.check(step)
 
 
 # --- Graphs ---------------------------------------------------------------------------------------------------------

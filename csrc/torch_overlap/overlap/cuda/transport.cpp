@@ -33,12 +33,8 @@ class CudaTransport::Hold final : public Body {
  public:
   Hold(const CudaTransport& of, cudaEvent_t until)
       : Body(of.memory_->device().index()), memory_(of.memory_), board_(of.board_), until_(until) {}
-  ~Hold() override {
-    if (until_ != nullptr) (void)cudaEventDestroy(until_);
-  }
-  bool may_go() noexcept override {
-    return until_ == nullptr || cudaEventQuery(until_) != cudaErrorNotReady;
-  }
+  ~Hold() override { (void)cudaEventDestroy(until_); }
+  bool may_go() noexcept override { return cudaEventQuery(until_) != cudaErrorNotReady; }
 
  private:
   const std::shared_ptr<SymmetricMemory> memory_;
@@ -100,13 +96,6 @@ void CudaTransport::begin() {
 void CudaTransport::end() {
   const cudaStream_t stream = current_stream();
   if (!capture_of(stream)) require(cudaEventRecord(ended_, stream), "cudaEventRecord");
-}
-
-void CudaTransport::give_up() noexcept {
-  try {
-    end();
-  } catch (const std::exception&) {  // the device is broken, or the capture
-  }
 }
 
 void CudaTransport::drain(std::chrono::milliseconds timeout) noexcept {

@@ -29,7 +29,6 @@ class CudaTransport final : public Transport {
   void check() const override;
   void begin() override;
   void end() override;
-  void give_up() noexcept override;
   void drain(std::chrono::milliseconds timeout) noexcept override;
   std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
