@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,18 +41,19 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path) ->
     groups = groups_of(content["rows"])
     if not groups:
         raise ValueError(f"bench plot: expected rows of operators or collectives in {name}, got none")
+    stem = Path(name).stem
     text = f"### {groups[0].tp} {gpu.upper()}, {content['date']}\n\n{provenance(name, content)}\n\n"
     for (op, dtype), same in groupby(groups, key=lambda group: (group.op, group.dtype)):
         cases = list(same)
         text += f"#### {TITLES[op]}, {dtype}\n\n"
-        image = images / f"{op}-{dtype}-{gpu}-tp{cases[0].tp}.png"
+        image = images / f"{stem}-{op}-{dtype}.png"
         if len(cases) > 1 and plots.can_plot():
             draw = plots.bars if op in GEMM_OPS else plots.lines
             draw(cases, plots.title_of(cases[0], gpu.upper()), image)
         text += _image(image, document, TITLES[op]) + table(cases) + "\n\n"
     timelines = content.get("timelines", [])
     for key, step in groupby(timelines, key=lambda line: (line["op"], line["name"])):
-        image = images / f"timeline-{key[0]}-{gpu}-tp{groups[0].tp}.png"
+        image = images / f"{stem}-{key[0]}-timeline.png"
         if plots.can_plot():
             plots.timeline(list(step), f"{TITLES[key[0]]}, {key[1]}: rank 0 of {groups[0].tp}", image)
         text += _image(image, document, f"{key[0]} {key[1]}, what ran when")
@@ -61,7 +63,7 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path) ->
 def _image(path: Path, document: Path, title: str) -> str:
     if not path.exists():
         return ""
-    return f"![{title}]({path.resolve().relative_to(document.resolve().parent)})\n\n"
+    return f"![{title}]({os.path.relpath(path, document.parent)})\n\n"
 
 
 def provenance(name: str, content: dict[str, Any]) -> str:

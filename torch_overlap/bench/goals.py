@@ -1,9 +1,9 @@
 """Goals, and what falls short of them.
 
-A file of goals is {"goals": [...]}. Each names the cases that it is about, by what their rows say: "op", "name", "shape",
-"dtype", "mode", "tp" (a value, or a list of them; what is not named may be anything) and "gemm_us_at_least". Of each such
-case the row of "algorithm" (by default "auto") is compared with "at_most": {metric: bound}, of which one is enough.
-With "geometric_mean" the mean over the cases is compared instead of each.
+A file of goals is {"goals": [...]}. Each names the cases that it is about by what their rows say: "op", "name",
+"shape", "dtype", "mode", "tp" (a value, or a list of them; what is not named may be anything) and "gemm_us_at_least".
+Of each such case the row of "algorithm" (by default "auto") is compared with "at_most": {metric: bound}, of which one
+is enough. With "geometric_mean" the mean over the cases is compared instead of each.
 
 A metric is a number of the row, "over_graph" (its time over that of the same in a graph), or "over_<peer>".
 """

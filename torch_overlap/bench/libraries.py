@@ -179,7 +179,7 @@ def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
         config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
         lacks = {name: "NCCL's copy engines do not add" for name in ("all_reduce", "reduce_scatter")}
     group = dist.new_group(list(range(ranks.size)), backend="nccl", pg_options=options, device_id=ranks.device)
-    backend: Any = group._get_backend(ranks.device)  # type: ignore[union-attr]
+    backend: Any = group._get_backend(ranks.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         memory = torch.empty(room, dtype=torch.uint8, device=ranks.device)

@@ -15,6 +15,7 @@ from torch_overlap.bench.floor import Rates, floor_us
 from torch_overlap.bench.problem import Problem, Variant
 from torch_overlap.bench.ranks import Ranks
 from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
+from torch_overlap.bench.trace import timelines
 
 # Results of one problem differ by the order of their sums, and by partial sums being rounded.
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp8": 2e-2}
@@ -29,6 +30,7 @@ class Outcome:
     rows: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, float] = field(default_factory=dict)  # product and collective alone, by name, in us
     missing: dict[str, str] = field(default_factory=dict)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
 
 
 def try_out(problem: Problem, ranks: Ranks) -> None:
@@ -92,12 +94,18 @@ def _steps(call: Callable[[int], object], calls: int) -> None:
         call(i)
 
 
-def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rates, rounds: int) -> Outcome:
+def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rates, rounds: int,
+            with_timeline: bool = False) -> Outcome:  # fmt: skip
     """Collective."""
-    problem = build()
+    built: list[Problem] = []
+    if reason := ranks.attempt(lambda: built.append(build())):
+        return Outcome(visit, missing={"all": reason})
+    problem = built.pop()
     try_out(problem, ranks)
     samples = sample_all(problem, ranks, visit.mode, rounds)
+    spans = timelines(problem, ranks) if with_timeline else []
     outcome = summary(visit, problem, samples, ranks.size, rates)
+    outcome.timelines = spans
     problem.variants.clear()
     del problem, samples
     if ranks.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch_overlap.bench.cases import Visit, byte_text
@@ -58,8 +59,6 @@ def _times(row: dict[str, Any], what: str, of: str, name: str) -> str:
     return f", {row[what] / row[of]:.3f} x {name}" if of in row else ""
 
 
-def left_out_text(left_out: list[Visit], seconds: float | None) -> str:
-    """What a budget cut off, or nothing."""
-    if not left_out:
-        return ""
+def left_out_text(left_out: Sequence[Visit], seconds: float) -> str:
+    """What a budget cut off."""
     return f"\nleft out, for want of time ({seconds:.0f} s): " + "; ".join(map(str, left_out))

@@ -22,8 +22,8 @@ ROW = {
     "iqr_us": (int, float), "peers": dict,
 }  # fmt: skip
 GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
-# Options that say where files are, which is nobody's business later.
-_PATHS = ("--out", "--json", "--loops")
+# Options that say where files are, or when: nobody needs them to run it again.
+_PATHS = ("--out", "--json", "--loops", "--began")
 
 
 def git_commit() -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch_overlap.bench import report, result
 from torch_overlap.bench.build import build
-from torch_overlap.bench.cases import Case, expected_seconds, in_order
+from torch_overlap.bench.cases import Case, Visit, expected_seconds, in_order
 from torch_overlap.bench.floor import Rates
 from torch_overlap.bench.libraries import Libraries
 from torch_overlap.bench.measure import Outcome, measure
@@ -22,7 +24,11 @@ from torch_overlap.gemm import set_gemm_tuning
 
 @dataclass
 class Options:
-    """What was asked for. began: seconds since the epoch, when the command was given."""
+    """What was asked for.
+
+    began: when the command was given, in seconds since the epoch; `budget` counts from there.
+    json, out: the file, and the folder, that the result goes into.
+    """
 
     name: str
     cases: Sequence[Case]
@@ -40,65 +46,100 @@ class Options:
 def run(options: Options) -> None:
     """Collective; prints and writes on rank 0."""
     ranks = Ranks.start(options.device)
-    tp = ranks.size
     for case in options.cases:
-        case.check(tp)
+        case.check(ranks.size)
     set_gemm_tuning("measured")
     rates = measure_rates(ranks)
     libraries = Libraries.open(ranks, options.cases)
-    ranks.say(report.header(options.name, tp, rates))
+    ranks.say(report.header(options.name, ranks.size, rates))
     modes = [mode for mode in options.modes if mode == "eager" or ranks.device.type == "cuda"]
     if len(modes) < len(options.modes):
         ranks.say("not run: graph: needs CUDA")
-    outcomes: list[Outcome] = []
+    record = Record(options, rates, ranks.size) if ranks.rank == 0 else None
+    pace = Pace(options, ranks.size)
     left_out = []
-    pace = 1.0  # measured over expected seconds, so far
+    drawn: set[str] = set()
     for visit in in_order(options.cases, modes):
-        expected = expected_seconds(visit, tp, options.rounds)
-        elapsed = time.time() - options.began
-        fits = options.budget is None or elapsed + expected * pace <= options.budget
-        if not ranks.first_says(fits):
+        if not ranks.first_says(pace.fits(visit)):
             left_out.append(visit)
             continue
+        case = visit.case
+        with_timeline = options.timeline and case.is_gemm and case.op not in drawn
+        drawn.add(case.op)
         start = time.time()
-        outcome = measure(
-            visit, lambda case=visit.case: build(case, ranks, libraries, options.algorithms),  # type: ignore[misc]
-            ranks, rates, options.rounds,
-        )  # fmt: skip
-        pace = 0.7 * pace + 0.3 * (time.time() - start) / expected
-        outcomes.append(outcome)
+        making = partial(build, case, ranks, libraries, options.algorithms)
+        outcome = measure(visit, making, ranks, rates, options.rounds, with_timeline)
+        pace.took(visit, time.time() - start)
         ranks.say(report.block(outcome))
-    if left_out:
+        if record is not None:
+            record.add(outcome)
+    if left_out and options.budget is not None:
         ranks.say(report.left_out_text(left_out, options.budget))
-    if ranks.rank == 0:
-        content = _content(options, outcomes, rates, [str(visit) for visit in left_out])
-        for path in _written(options, content, tp):
+    if record is not None:
+        for path in record.finish(left_out):
             ranks.say(f"\nwrote {path}")
     ranks.say(f"{time.time() - options.began:.0f} s in all")
     libraries.close()
     ranks.stop()
 
 
-def _content(options: Options, outcomes: Sequence[Outcome], rates: Rates, left_out: list[str]) -> dict[str, Any]:
-    missing = {str(outcome.visit): outcome.missing for outcome in outcomes if outcome.missing}
-    more: dict[str, Any] = {
-        "rates": {"link_gbps": rates.link / 1e9, "memory_gbps": rates.memory / 1e9},
-        "rounds": options.rounds,
-        "gpu_state": result.gpu_state(),
-        "environment": {name: os.environ.get(name, "") for name in ENVIRONMENT},
-        "left_out": left_out,
-        "missing": missing,
-    }
-    return result.result(options.name, [row for outcome in outcomes for row in outcome.rows], **more)
+class Pace:
+    """Whether a visit fits into what is left of the budget, as far as the ones before tell."""
+
+    def __init__(self, options: Options, tp: int) -> None:
+        self._options = options
+        self._tp = tp
+        self._slowness = 1.0
+
+    def _expected(self, visit: Visit) -> float:
+        return expected_seconds(visit, self._tp, self._options.rounds)
+
+    def fits(self, visit: Visit) -> bool:
+        if self._options.budget is None:
+            return True
+        elapsed = time.time() - self._options.began
+        return elapsed + self._expected(visit) * self._slowness <= self._options.budget
+
+    def took(self, visit: Visit, seconds: float) -> None:
+        self._slowness = 0.7 * self._slowness + 0.3 * seconds / self._expected(visit)
 
 
-def _written(options: Options, content: dict[str, Any], tp: int) -> list[Path]:
-    paths = []
-    if options.json is not None:
-        import json
+class Record:
+    """The result so far, written after each visit: a run that is stopped keeps what it has."""
 
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-        paths.append(options.json)
-    if options.out is not None:
-        paths.append(result.write(content, tp, options.out))
-    return paths
+    def __init__(self, options: Options, rates: Rates, tp: int) -> None:
+        self._options = options
+        self._tp = tp
+        self._missing: dict[str, dict[str, str]] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._timelines: list[dict[str, Any]] = []
+        more: dict[str, Any] = {
+            "rates": {"link_gbps": rates.link / 1e9, "memory_gbps": rates.memory / 1e9},
+            "rounds": options.rounds,
+            "gpu_state": result.gpu_state(),
+            "environment": {name: os.environ.get(name, "") for name in ENVIRONMENT},
+            "left_out": [],
+            "missing": self._missing,
+            "timelines": self._timelines,
+        }
+        self._content = result.result(options.name, self._rows, **more)
+
+    def add(self, outcome: Outcome) -> None:
+        self._rows += outcome.rows
+        self._timelines += outcome.timelines
+        if outcome.missing:
+            self._missing[str(outcome.visit)] = outcome.missing
+        self._write()
+
+    def finish(self, left_out: Sequence[Visit]) -> list[Path]:
+        self._content["left_out"] = [str(visit) for visit in left_out]
+        return self._write()
+
+    def _write(self) -> list[Path]:
+        paths = []
+        if self._options.json is not None:
+            self._options.json.write_text(json.dumps(self._content, indent=1) + "\n")
+            paths.append(self._options.json)
+        if self._options.out is not None:
+            paths.append(result.write(self._content, self._tp, self._options.out))
+        return paths

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_overlap.bench.cases import COLLECTIVES, GEMM_OPS, OPS, byte_text
+from torch_overlap.bench.cases import GEMM_OPS, OPS, byte_text
 
 Row = dict[str, Any]
 TITLES = {
@@ -19,9 +19,8 @@ TITLES = {
     "reduce_scatter": "Reduce-scatter",
     "all_to_all": "All-to-all",
 }
-# What files of before `bench` call things.
-_OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16"}
-_DROPPED = ("pipeline",)
+# The file of before `bench`, of which the operator's rows are shown: it ran by the algorithm "ring".
+_OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16", "op": "ring"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,15 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
     """In the order of the operations, and in each by size."""
     found: dict[tuple[Any, ...], Group] = {}
     for row in rows:
-        op, dtype = _OLDER.get(row["op"], row["op"]), _OLDER.get(row["dtype"], row["dtype"])
-        if op not in OPS or row["algorithm"] in _DROPPED:
+        if "layer" in row:
+            if row["algorithm"] != "op":
+                continue
+            row = row | {key: _OLDER[row[key]] for key in ("op", "dtype", "algorithm")} | {"name": row["layer"]}
+        op, dtype = str(row["op"]), str(row["dtype"])
+        if op not in OPS:
             continue
         shape = tuple(row["shape"]) if isinstance(row["shape"], list) else (row["shape"],)
-        label = row.get("name") or row.get("layer") or ("x".join(map(str, shape)))
+        label = str(row.get("name") or "x".join(map(str, shape)))
         if len(shape) == 1:
             label = byte_text(shape[0])
         key = (op, shape, dtype, row["tp"])
@@ -146,7 +149,3 @@ def _collective_table(groups: Sequence[Group]) -> str:
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def is_collective(op: str) -> bool:
-    return op in COLLECTIVES

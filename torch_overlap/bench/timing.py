@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ import torch_overlap as to
 Samples = dict[str, list[float]]
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and interquartile range."""
 
     median: float
