@@ -16,6 +16,7 @@ FLAG_US = 1.5  # from a store on a peer until its poll sees it
 EMPTY_US = 1.2  # a kernel that does nothing, in a graph
 START_US = 5.0  # of a product: its first loads and last stores
 SMS = 132
+FEW_ROWS = 256  # up to here a product is its weights' way into the SMs: all tiles end together, and nothing is hidden
 # (rows, columns, share of the rate of the best) of tiles that products come in.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.96), (128, 128, 0.90), (64, 256, 0.88), (64, 128, 0.75))
 
@@ -61,8 +62,9 @@ def gemm_floor_us(case: Case, tp: int, gemm_us: float, rates: Rates) -> float:
     hidden = min(max(whole * fit, wave * fit + link_us) for whole, wave in plans)
     if case.op == "gemm_rs":
         return hidden + FLAG_US
-    # Or all of it behind the product, as few tokens have it, with no launch between the two.
-    return min(hidden + 2 * FLAG_US, gemm_us + _all_reduce_us(m * n * 2, tp, rates.link, 1.5 * FLAG_US))
+    if m <= FEW_ROWS:
+        return gemm_us + _all_reduce_us(m * n * 2, tp, rates.link, 1.5 * FLAG_US)
+    return hidden + 2 * FLAG_US
 
 
 def _all_reduce_us(size: int, tp: int, link: float, flag_us: float) -> float:
