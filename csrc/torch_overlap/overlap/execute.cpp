@@ -135,9 +135,66 @@ class AmaxOfParts {
   int64_t next_ = 0;
 };
 
+// Copies of what is gathered, once all of it is there; the own rows from where they came.
+void put_copy(Lanes& lanes, int lane, const GatherGemm& problem, int rank) {
+  if (!problem.copy.defined()) return;
+  const int64_t begin = problem.rows.begin(rank);
+  const int64_t end = begin + problem.rows.length(rank);
+  lanes.run(lane, "copy", [&problem, begin, end] {
+    const int64_t rows = problem.rows.rows;
+    problem.copy.narrow(0, begin, end - begin).copy_(problem.own);
+    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, rows)}) {
+      if (first == last) continue;
+      problem.copy.narrow(0, first, last - first)
+          .copy_(problem.gathered.narrow(0, first, last - first));
+    }
+  });
+}
+
+void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  const int rank = channel.group().rank();
+  FusedGather fused{.gemm = {},
+                    .rows = problem.rows,
+                    .own = problem.own,
+                    .gathered = problem.gathered,
+                    .order = {}};
+  for (const ChunkStep& step :
+       gather_schedule(rank, channel.group().size(), GatherOrder::direct).steps) {
+    fused.order.push_back(step.first);
+  }
+  for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  channel.operate(op, [&](OverlapChannel::Session& session) {
+    // Before the products, which wait for it and leave no room for anything that is not a copy.
+    put_all_gather(channel, session, session.lanes.comm(), problem.rows, problem.own,
+                   problem.gathered);
+    for (const GemmArgs& args : problem.gemms) {
+      fused.gemm = args;
+      session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+    }
+    put_copy(session.lanes, 0, problem, rank);
+  });
+}
+
+void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  check_gemm(op, problem.gemms.at(0));
+  const FusedScatter fused = [&] {
+    FusedScatter all{.gemm = problem.gemms.at(0),
+                     .rows = problem.rows,
+                     .at = problem.at,
+                     .out = problem.out,
+                     .factor = problem.factor};
+    all.gemm.epilogue.bias = problem.bias;
+    return all;
+  }();
+  channel.operate(op, [&](OverlapChannel::Session& session) {
+    session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+  });
+}
+
 }  // namespace
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  if (problem.fused) return run_fused_gather(op, channel, problem);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
@@ -207,6 +264,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
 }
 
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  if (problem.fused) return run_fused_scatter(op, channel, problem);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;

@@ -24,6 +24,8 @@ struct GatherGemm {
   at::Tensor gathered;  // [rows, k], contiguous, where the channel's data begins
   at::Tensor copy;      // [rows, k]: becomes all rows; undefined: not asked for
   GatherOrder order = GatherOrder::direct;
+  // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
+  bool fused = false;
 };
 // Uses flags 0 .. size - 1. Afterwards `gathered` holds all rows but, in order `direct`, this
 // rank's own if they were elsewhere.
@@ -41,6 +43,9 @@ struct ScatterGemm {
   at::Tensor scale_inv;
   double factor = 1;
   at::Tensor bias;  // [columns], added once
+  // One kernel, which sends and sums; one product without scale_inv, which the device takes.
+  // `partial` is not used.
+  bool fused = false;
 };
 // Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "torch_overlap/overlap/cuda/await.cuh"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/symm/cuda/wait_device.h"
 
@@ -13,28 +14,6 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kWordsInLine = 32;  // ChannelLayout::kLine bytes
-
-// Whether `seen` is not before `epoch`, also when the count has wrapped.
-__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
-  return static_cast<int32_t>(seen - epoch) >= 0;
-}
-
-__device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                           WaitKind kind, int peer, const WaitControl& control) {
-  WaitRecord what{};
-  what.kind = kind;
-  what.window = words.id;
-  what.peer = peer;
-  what.expected = epoch;
-  const uint32_t* const gone = words.gone;
-  const bool is_there = wait_until(
-      control, word,
-      [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
-      what);
-  if (!is_there || load_acquire(gone) == 0) return;
-  what.kind = WaitKind::gone;
-  give_up(control, what, 0);
-}
 
 __global__ void __launch_bounds__(kWarp)
     begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told,
