@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", nargs="*", help=f"{', '.join(OPS)}, all; or plot and result files")
     add("--shape", action="append", default=[], help="M,N,K, a layer, or bytes; may be repeated")
-    add("--set", choices=SETS, help="of shapes (default: bf16)")
+    add("--set", choices=SETS, help="of shapes (default: bf16; tiny on a CPU)")
     add("--dtype", choices=DTYPES, help="default: the set's, else bf16")
     add("--tp", type=int, help="ranks to start (default: all GPUs; 2 on a CPU)")
     add("--mode", default=",".join(MODES), help="graph, eager or both (default: %(default)s)")
@@ -88,11 +88,12 @@ def _measure(args: argparse.Namespace) -> int:
     from torch_overlap.bench.run import Options
     from torch_overlap.bench.run import run as run_on_ranks
 
-    cases = chosen_cases(args.what, args.shape, args.set, args.dtype)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    of_shapes = args.set or ("bf16" if device == "cuda" else "tiny")
+    cases = chosen_cases(args.what, args.shape, None if args.shape and not args.set else of_shapes, args.dtype)
     modes = args.mode.split(",")
     if not set(modes) <= set(MODES):
         raise ValueError(f"bench: expected --mode of {', '.join(MODES)}, got {args.mode!r}")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu" and "eager" not in modes:
         raise ValueError("bench: expected --mode eager on a CPU, got graph alone, which needs CUDA")
     began = args.began or time.time()
@@ -103,7 +104,7 @@ def _measure(args: argparse.Namespace) -> int:
         for case in cases:
             case.check(count)
         return ranks.launch([*sys.argv[2:], "--began", str(began)], count)
-    name = args.what[0] if len(args.what) == 1 and args.what != ["all"] else f"bench_{args.set or 'bf16'}"
+    name = args.what[0] if len(args.what) == 1 and args.what != ["all"] else f"bench_{of_shapes}"
     algorithms = [part for part in args.algorithm.split(",") if part]
     run_on_ranks(
         Options(name, cases, modes, algorithms, args.rounds, args.budget, device, args.json, args.out, args.timeline,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.bench.cases import Case
-from torch_overlap.bench.libraries import Libraries, Library
-from torch_overlap.bench.problem import DTYPES, Problem, add_torch_all_reduces, having
+from torch_overlap.bench.libraries import Arena, Libraries, Library
+from torch_overlap.bench.problem import DTYPES, Call, Problem, add_torch_all_reduces, having
 from torch_overlap.bench.ranks import Ranks
 
-# Per call: TorchComm's collective goes through NCCL, as it does for tensors that its own kernels do not take.
-PLAIN_HINTS = {"small_collectives": "false"}
+# Which of TorchComm's own kernels a call takes; "off" is NCCL. Other algorithms that are asked for are values of it.
+HINT = "direct_collectives"
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
@@ -33,7 +33,7 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
         out = memory.empty((sets, outputs), dtype) if outputs else x
         return x, out, (lambda: x.copy_(fresh)) if op == "all_reduce" else None
 
-    # Every variant of ours has the same buffers: they lie in no memory of a special kind.
+    # Ours are measured on plain tensors.
     plain_x, plain_out, before = buffers(libraries.plain)
 
     def ours(i: int, hints: dict[str, str] | None) -> Tensor:
@@ -48,26 +48,21 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
             comm.all_to_all_single(out, x, async_op=False, hints=hints)
         return out
 
-    for name, hints in (("auto", None), ("plain", PLAIN_HINTS)):
-        if not wanted or name in wanted:
-            problem.add(name, "ours", partial(_call_hinted, ours, hints), before)
+    for name in wanted or ("auto", "plain"):
+        hints = None if name == "auto" else {HINT: "off" if name == "plain" else name}
+        problem.add(name, "ours", partial(ours, hints=hints), before)
 
     for library in having(problem, libraries, op):
         x, out, again = (plain_x, plain_out, before) if library is libraries.plain else buffers(library)
         problem.add(library.name, "peer", partial(_library_call, library, op, x, out, sets), again)
-    if op != "all_reduce":
-        return problem
 
-    if libraries.torch_symmetric is None:
-        add_torch_all_reduces(problem, libraries, case.shape[0], lambda arena: lambda i: plain_x)
-        return problem
-    x, _, again = buffers(libraries.torch_symmetric.arena)
-    add_torch_all_reduces(problem, libraries, case.shape[0], lambda arena: lambda i: x[i % sets], again)
+    def source(arena: Arena) -> tuple[Call, Callable[[], object] | None]:
+        x, _, again = buffers(arena)
+        return (lambda i: x[i % sets]), again
+
+    if op == "all_reduce":
+        add_torch_all_reduces(problem, libraries, case.shape[0], source)
     return problem
-
-
-def _call_hinted(call: Callable[[int, dict[str, str] | None], Tensor], hints: dict[str, str] | None, i: int) -> Tensor:
-    return call(i, hints)
 
 
 def _library_call(library: Library, op: str, x: Tensor, out: Tensor, sets: int, i: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.bench.cases import Case
-from torch_overlap.bench.libraries import Libraries, Library
+from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, having
 from torch_overlap.bench.ranks import Ranks
 
@@ -146,9 +146,9 @@ def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
         )  # fmt: skip
     m, n, _ = case.local(ranks.size)
 
-    def source(memory: Any) -> Callable[[int], Tensor]:
-        sums = memory.empty((m, n), made.out_dtype)
-        return lambda i: made.multiply(xs[i % sets], ws[i % sets], sums)
+    def source(arena: Arena) -> tuple[Call, None]:
+        sums = arena.empty((m, n), made.out_dtype)
+        return (lambda i: made.multiply(xs[i % sets], ws[i % sets], sums)), None
 
     add_torch_all_reduces(problem, libraries, 2 * m * n, source)
     return problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +28,10 @@ class Outcome:
     """What a visit found: the rows of ours, and what the report says besides."""
 
     visit: Visit
+    tp: int
     rows: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, float] = field(default_factory=dict)  # product and collective alone, by name, in us
+    peers: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     timelines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -42,7 +45,10 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
         def once(variant: Variant = variant) -> None:
             if variant.before is not None:
                 variant.before()
-            results[variant.name] = variant.call(0).clone()
+            made = variant.call(0)
+            results[variant.name] = made.clone()
+            # NaN, so that nobody finds this result in memory and leaves it there as its own.
+            made.view(torch.uint8).fill_(255)
 
         reason = ranks.attempt(once)
         if reason:
@@ -55,16 +61,17 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
         errors = [distance(results[variant.name], results[reference.name]) for variant in compared]
         worst = [max(column) for column in zip(*ranks.all_of(errors), strict=True)]
         for variant, error in zip(compared, worst, strict=True):
-            if not error <= TOLERANCE[problem.case.dtype]:
+            if error > TOLERANCE[problem.case.dtype]:
                 problem.missing[variant.name] = f"wrong: differs from {reference.name} by {error:.1e}"
                 kept.remove(variant)
     problem.variants = kept
 
 
 def distance(mine: Tensor, reference: Tensor) -> float:
-    """The norm of the difference over that of the reference."""
+    """The norm of the difference over that of the reference; infinite where there is none."""
     a, b = mine.double(), reference.double()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+    found = float((a - b).norm() / b.norm().clamp_min(1e-30))
+    return math.inf if math.isnan(found) else found
 
 
 def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Samples:
@@ -99,7 +106,7 @@ def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rat
     """Collective."""
     built: list[Problem] = []
     if reason := ranks.attempt(lambda: built.append(build())):
-        return Outcome(visit, missing={"all": reason})
+        return Outcome(visit, ranks.size, missing={"all": reason})
     problem = built.pop()
     try_out(problem, ranks)
     samples = sample_all(problem, ranks, visit.mode, rounds)
@@ -118,10 +125,11 @@ def summary(visit: Visit, problem: Problem, samples: Samples, tp: int, rates: Ra
     """Rows of the samples: a value of the case, the variants' names and roles, and the times."""
     case = visit.case
     named = {role: [v.name for v in problem.variants if v.role == role] for role in ("gemm", "comm", "ours", "peer")}
-    outcome = Outcome(visit, missing=dict(problem.missing))
+    outcome = Outcome(visit, tp, missing=dict(problem.missing))
     outcome.others = {name: spread_of(samples[name]).median for name in named["gemm"] + named["comm"]}
     gemm = spread_of(samples["gemm"]) if named["gemm"] else None
     peers = {name: spread_of(samples[name]).median for name in named["peer"]}
+    outcome.peers = peers
     best = min(peers, key=lambda name: peers[name], default=None)
     least = floor_us(case, tp, gemm.median if gemm else None, rates) if gemm or not case.is_gemm else None
     for variant in (v for v in problem.variants if v.role == "ours"):

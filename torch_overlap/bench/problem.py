@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.bench.cases import Case, byte_text
-from torch_overlap.bench.libraries import Libraries, Library
+from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm
 
 Role = Literal["gemm", "comm", "ours", "peer"]
@@ -130,9 +130,8 @@ def having(problem: Problem, libraries: Libraries, collective: str) -> list[Libr
 
 
 def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
-                           source: Callable[[Any], Callable[[int], Tensor]],
-                           before: Callable[[], object] | None = None) -> None:  # fmt: skip
-    """torch's all-reduces of what `source(arena)` makes for a call."""
+                          source: Callable[[Arena], tuple[Call, Callable[[], object] | None]]) -> None:  # fmt: skip
+    """torch's all-reduces of `size` bytes. source: what makes a call's inputs in an arena, and what makes them anew."""
     torch_symmetric = libraries.torch_symmetric
     for name in ("torch one-shot", "torch two-shot"):
         if torch_symmetric is None:
@@ -143,6 +142,10 @@ def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
         if size > most:
             problem.missing[name] = f"not meant for more than {byte_text(most)}"
             continue
-        made = source(torch_symmetric.arena)
+        make, before = source(torch_symmetric.arena)
         reduce = torch_symmetric.one_shot_all_reduce if one else torch_symmetric.two_shot_all_reduce
-        problem.add(name, "peer", lambda i, made=made, reduce=reduce: reduce(made(i)), before)  # type: ignore[misc]
+        problem.add(name, "peer", partial(_reduced, reduce, make), before)
+
+
+def _reduced(reduce: Callable[[Tensor], Tensor], make: Call, i: int) -> Tensor:
+    return reduce(make(i))

@@ -27,21 +27,29 @@ def block(outcome: Outcome) -> str:
     lines = [f"\n{case.op} {case.name and case.name + ': '}{shape}, {case.dtype}, {outcome.visit.mode}"]
     if outcome.others:
         first = rows[0] if rows else {}
-        told = [f"{name} alone {us:.1f} us" for name, us in outcome.others.items()]
+        told = [f"{name} alone {us:.1f} us, {_rate(outcome, name, us)}" for name, us in outcome.others.items()]
         if first.get("noisy"):
             told.append(f"NOISY: the product's IQR is over {NOISY:.0%}")
-        lines.append("  " + ", ".join(told))
+        lines.append("  " + "; ".join(told))
     if rows and "floor_us" in rows[0]:
         lines.append(f"  floor {rows[0]['floor_us']:.1f} us" + _times(rows[0], "floor_us", "gemm_us", "gemm"))
     for row in sorted(rows, key=lambda row: float(row["us"])):
         chosen = f" ({row['chosen']})" if row.get("chosen") else ""
         lines.append(f"  ours {row['algorithm'] + chosen:24}" + _row(row))
-    peers: dict[str, float] = rows[0]["peers"] if rows else {}
-    for name, us in sorted(peers.items(), key=lambda item: item[1]):
-        over = f"   {us / rows[0]['gemm_us']:6.3f} x gemm" if "gemm_us" in rows[0] else ""
+    gemm_us = outcome.others.get("gemm")
+    for name, us in sorted(outcome.peers.items(), key=lambda item: item[1]):
+        over = f"   {us / gemm_us:6.3f} x gemm" if gemm_us else ""
         lines.append(f"  peer {name:24}{us:10.2f} us{over}")
     lines += [f"  not run: {name}: {why}" for name, why in sorted(outcome.missing.items())]
     return "\n".join(lines)
+
+
+def _rate(outcome: Outcome, name: str, us: float) -> str:
+    case, tp = outcome.visit.case, outcome.tp
+    if name != "gemm":
+        return f"{case.moved(tp) / us / 1e3:.1f} GB/s"
+    m, n, k = case.local(tp)
+    return f"{2 * m * n * k / us / 1e6:.1f} TFLOP/s"
 
 
 def _row(row: dict[str, Any]) -> str:

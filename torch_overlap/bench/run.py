@@ -79,7 +79,7 @@ def run(options: Options) -> None:
         for path in record.finish(left_out):
             ranks.say(f"\nwrote {path}")
     ranks.say(f"{time.time() - options.began:.0f} s in all")
-    libraries.close()
+    ranks.attempt(libraries.close)
     ranks.stop()
 
 

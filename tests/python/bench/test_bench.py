@@ -123,20 +123,25 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
     def fails_on_one(i: int) -> Tensor:
         if rank == 1:
             raise RuntimeError("no such kernel\nmore")
-        return truth
+        return truth.clone()
 
-    problem.add("reference", "peer", lambda i: truth)
+    problem.add("reference", "peer", lambda i: truth.clone())
     problem.add("right", "ours", lambda i: truth * (1 + 1e-3), before=lambda: calls.append("before"))
     problem.add("wrong on one rank", "ours", lambda i: truth * (1.5 if rank == 0 else 1.0))
+    shared = truth.clone()
+    problem.add("writes", "peer", lambda i: shared.copy_(truth))
+    problem.add("finds what another wrote", "ours", lambda i: shared)
     problem.add("not a number", "ours", lambda i: truth * float("nan"))
     problem.add("fails on one rank", "peer", fails_on_one)
     problem.add("product", "gemm", lambda i: 2 * truth)
     try_out(problem, ranks)
-    assert [variant.name for variant in problem.variants] == ["reference", "right", "product"]
+    assert [variant.name for variant in problem.variants] == ["reference", "right", "writes", "product"]
     assert problem.missing["fails on one rank"] == "no such kernel"
     assert problem.missing["wrong on one rank"] == "wrong: differs from reference by 5.0e-01"
-    assert problem.missing["not a number"].startswith("wrong: ")
+    for name in ("not a number", "finds what another wrote"):
+        assert problem.missing[name] == "wrong: differs from reference by inf"
     assert calls == ["before"]
+    assert truth.isfinite().all()
     assert ranks.first_says(rank + 5) == 5
     ranks.stop()
 

@@ -105,7 +105,8 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
                              const KernelInfo& kernel) {
   sm90::GemmParams params{};
   params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
-  params.rhs = sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
+  params.rhs =
+      sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
@@ -131,7 +132,8 @@ std::string fused_obstacle(const GemmArgs& args, const RowShare& rows, c10::Devi
     return concat("fused kernels are for sm_90, this is sm_", properties->major, properties->minor);
   }
   if (rows.size > kMostFusedRanks) {
-    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ", rows.size);
+    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
+                  rows.size);
   }
   if (dtype != at::kBFloat16 && dtype != at::kHalf) {
     return concat("fused kernels multiply bfloat16 and float16, not ", dtype);
@@ -141,10 +143,13 @@ std::string fused_obstacle(const GemmArgs& args, const RowShare& rows, c10::Devi
   const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
   if (k == 0 || n == 0 || rows.rows == 0) return "there is nothing to compute";
   if (k % kAlignment != 0 || n % kAlignment != 0) {
-    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", k, " and ", n);
+    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", k,
+                  " and ", n);
   }
-  const int64_t tiles = ceil_div(rows.largest(), kTiles.back().rows) * ceil_div(n, kTiles.back().columns);
-  if (tiles > kMostTiles) return concat("a chunk of ", tiles, " tiles; ", kMostTiles, " have a word");
+  const int64_t tiles =
+      ceil_div(rows.largest(), kTiles.back().rows) * ceil_div(n, kTiles.back().columns);
+  if (tiles > kMostTiles)
+    return concat("a chunk of ", tiles, " tiles; ", kMostTiles, " have a word");
   const auto& epilogue = args.epilogue;
   if (epilogue.gelu || epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
       epilogue.bias_grad.defined() || args.accumulate || args.out_scale.defined() ||
@@ -174,7 +179,8 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   if (operands.lhs.size(0) > 0) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
   } else {  // no rows of its own: nothing reads this map
-    params.gemm = gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
+    params.gemm =
+        gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
   }
   params.gemm.row_group = kRowGroup / kernel.cluster;
   params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
@@ -191,9 +197,9 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   params.control = transport.control();
   const int64_t most = int64_t{sms} / kernel.cluster;
   const auto blocks = static_cast<int>(std::min(units(kernel), most) * kernel.cluster);
-  check(launch_fused_gather(kernel, params, blocks,
-                            c10::cuda::getCurrentCUDAStream(device.index())),
-        "fused all-gather and product");
+  check(
+      launch_fused_gather(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
+      "fused all-gather and product");
 }
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
@@ -211,7 +217,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = std::max(1, kRowGroup / rows.size);
-  const at::Tensor out = sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
+  const at::Tensor out =
+      sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
   const auto dtype = out.scalar_type();
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
   for (int chunk = 0; chunk < rows.size; ++chunk) {
@@ -224,7 +231,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
       params.to[chunk] = store_map(out);
       continue;
     }
-    params.to[chunk] = store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
+    params.to[chunk] =
+        store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
     params.from[chunk] =
         store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
   }
@@ -235,9 +243,9 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.words = transport.words();
   params.control = transport.control();
   const auto blocks = static_cast<int>(std::min<int64_t>(units(kernel), sms));
-  check(launch_fused_scatter(kernel, params, blocks,
-                             c10::cuda::getCurrentCUDAStream(device.index())),
-        "fused product and reduce-scatter");
+  check(
+      launch_fused_scatter(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
+      "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }
 
