@@ -60,7 +60,7 @@ def bars(groups: Sequence[Group], title: str, path: Path) -> None:
     plot.axhline(1.0, color="#cbd5e0", lw=1, zorder=0)
     plot.set_xticks(range(len(groups)), [group.label for group in groups])
     plot.set(ylabel="time / product alone (from 0.8)", title=title, ylim=(0.8, 1.02 * max(top, 1.0)))
-    plot.legend(ncols=3, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2 + len(peers), fontsize="small")
     _save(figure, path)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.__main__ import main
 from torch_overlap.bench import result
-from torch_overlap.bench.cases import Case
-from torch_overlap.bench.libraries import Arena
+from torch_overlap.bench.cases import OPS, Case
+from torch_overlap.bench.libraries import NO_CUDA, Arena
 from torch_overlap.bench.measure import try_out
 from torch_overlap.bench.problem import Problem, algorithms
 from torch_overlap.bench.ranks import Ranks
@@ -71,6 +71,26 @@ def test_everything_else(tmp_path: Path) -> None:
     assert all(row["peers"] for row in found["rows"])
     assert {line["op"] for line in found["timelines"]} == {"gemm_rs", "gemm_ar", "gemm"}
     assert all(span["us"] >= 0 for line in found["timelines"] for span in line["spans"])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+def test_two_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench("all", "--set", "tiny", "--tp", 2, "--rounds", 3, "--timeline", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read(path)
+    result.check_rows(found)
+    for op in OPS:
+        rows = [row for row in found["rows"] if row["op"] == op]
+        assert {row["mode"] for row in rows} == {"graph", "eager"}, op
+        assert all("torch.mm" in row["peers"] or "nccl" in row["peers"] for row in rows)
+    for visit, missing in found["missing"].items():
+        for name, reason in missing.items():
+            assert "wrong" not in reason, (visit, name, reason)
+            assert NO_CUDA not in reason, (visit, name, reason)
+    shown = {span["lane"] for line in found["timelines"] for span in line["spans"]}
+    assert {"product", "communication"} <= shown
 
 
 def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
