@@ -59,7 +59,7 @@ def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
     def fused(i: int) -> Tensor:
         x, w = xs[i % sets], ws[i % sets].t()
         if made.scale is None:
-            _, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group)
+            _, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
         else:
             _, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
                 x, [w], made.scale, [made.scale], 0, group, [None], [None], [made.out_dtype], [True]

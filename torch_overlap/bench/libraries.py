@@ -172,7 +172,7 @@ def arena_bytes(case: Case, tp: int) -> int:
 def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
     """NCCL over memory that it knows to be at the same place everywhere; with zero CTAs, its copy engines."""
     options = dist.ProcessGroupNCCL.Options()
-    lacks = {"all_to_all": "torch sends it as messages, for which NCCL has no kernel over symmetric memory"}
+    lacks = {"all_to_all": "NCCL has no kernel for it over symmetric memory"}
     if zero_cta:
         nccl: Any = dist.ProcessGroupNCCL
         config: Any = options.config

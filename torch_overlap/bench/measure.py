@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_overlap.bench.cases import Case, Visit
+from torch_overlap.bench.cases import Visit
 from torch_overlap.bench.floor import Rates, floor_us
 from torch_overlap.bench.problem import Problem, Variant
 from torch_overlap.bench.ranks import Ranks
@@ -155,9 +155,3 @@ def summary(visit: Visit, problem: Problem, samples: Samples, tp: int, rates: Ra
             row |= {"best_peer": best, "ratio_peer": beside.median, "ratio_peer_iqr": beside.iqr}
         outcome.rows.append(row | {"peers": peers})
     return outcome
-
-
-def as_case(row: dict[str, Any]) -> Case:
-    """The case that a row is of."""
-    shape = row["shape"]
-    return Case(row["op"], tuple(shape) if isinstance(shape, list) else (shape,), row["dtype"], row.get("name", ""))
