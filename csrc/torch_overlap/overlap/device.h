@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -33,7 +34,8 @@ struct SumArgs {
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
-// before. The line of the epoch also has a word that a rank which gives up sets on all others.
+// before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
+// also has a word that a rank which gives up sets on all others.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;
@@ -44,6 +46,9 @@ struct ChannelLayout {
   int64_t gone_at() const { return epoch_at() + 2 * static_cast<int64_t>(sizeof(uint32_t)); }
   int64_t flag_at(int flag) const { return epoch_at() + kLine * (1 + flag); }
   int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
+  int64_t rows_at(int rank) const {
+    return begun_at(rank) + static_cast<int64_t>(sizeof(uint32_t));
+  }
   int64_t total() const { return begun_at(size); }
 };
 
@@ -68,6 +73,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   // On the current stream. 8- and 16-bit floats accumulate in fp32 and are rounded once; fp32 and
   // fp64 in their own type.
   virtual void sum(const SumArgs& args) = 0;
+  // As its maker calls it; devices of one name are as fast as each other.
+  virtual std::string name(c10::Device device) = 0;
   // 0 where there is no such thing.
   virtual int sm_count(c10::Device device) = 0;
   // The capture that the current stream is part of; 0: none is.

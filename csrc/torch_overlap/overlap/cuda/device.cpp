@@ -82,6 +82,10 @@ class CudaOverlapDevice final : public OverlapDevice {
                 "sum");
   }
 
+  std::string name(c10::Device device) override {
+    return at::cuda::getDeviceProperties(device.index())->name;
+  }
+
   int sm_count(c10::Device device) override {
     return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
   }
