@@ -12,7 +12,16 @@
 // offer in place of a product for each chunk.
 namespace torch_overlap {
 
-// out = all rows * rhs, each chunk as soon as its flag (that of its rank) says that it is there.
+// What decides whether a device has a kernel for it, on every rank alike.
+struct FusedShape {
+  c10::Device device;
+  at::ScalarType dtype;  // of operands and results
+  RowShare rows;
+  int64_t n = 0;  // of this rank's product
+  int64_t k = 0;
+};
+
+// out = all rows * rhs + bias, each chunk as soon as its flag (that of its rank) says that it is there.
 struct FusedGather {
   GemmArgs gemm;  // lhs.data is not looked at
   RowShare rows;

@@ -124,33 +124,27 @@ CUtensorMap store_map(const at::Tensor& rows) {
 
 }  // namespace
 
-std::string fused_obstacle(const GemmArgs& args, const RowShare& rows, c10::Device device) {
-  const auto dtype = args.lhs.data.scalar_type();
-  const auto* properties = at::cuda::getDeviceProperties(device.index());
+std::string fused_obstacle(const FusedShape& shape) {
+  const auto* properties = at::cuda::getDeviceProperties(shape.device.index());
   if (properties->major != kHopper) {
     return concat("fused kernels are for sm_90, this is sm_", properties->major, properties->minor);
   }
-  if (rows.size > kMostFusedRanks) {
-    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ", rows.size);
+  if (shape.rows.size > kMostFusedRanks) {
+    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
+                  shape.rows.size);
   }
-  if (dtype != at::kBFloat16 && dtype != at::kHalf) {
-    return concat("fused kernels multiply bfloat16 and float16, not ", dtype);
+  if (shape.dtype != at::kBFloat16 && shape.dtype != at::kHalf) {
+    return concat("fused kernels multiply bfloat16 and float16, not ", shape.dtype);
   }
-  if (args.rhs.data.scalar_type() != dtype) return "operands are of different types";
-  const int64_t k = args.lhs.data.size(args.lhs.transposed ? 0 : 1);
-  const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
-  if (k == 0 || n == 0 || rows.rows == 0) return "there is nothing to compute";
-  if (k % kAlignment != 0 || n % kAlignment != 0) {
-    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", k, " and ", n);
+  if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
+  if (shape.k % kAlignment != 0 || shape.n % kAlignment != 0) {
+    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", shape.k,
+                  " and ", shape.n);
   }
-  const int64_t tiles = ceil_div(rows.largest(), kTiles.back().rows) * ceil_div(n, kTiles.back().columns);
-  if (tiles > kMostTiles) return concat("a chunk of ", tiles, " tiles; ", kMostTiles, " have a word");
-  const auto& epilogue = args.epilogue;
-  if (epilogue.gelu || epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
-      epilogue.bias_grad.defined() || args.accumulate || args.out_scale.defined() ||
-      args.out_amax.defined() || args.lhs.scaling != ScalingMode::NO_SCALING ||
-      args.rhs.scaling != ScalingMode::NO_SCALING) {
-    return "fused kernels add a bias, and nothing else";
+  const int64_t tiles =
+      ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
+  if (tiles > kMostTiles) {
+    return concat("a chunk would have ", tiles, " tiles; there are words for ", kMostTiles);
   }
   return {};
 }

@@ -87,12 +87,12 @@ void CudaTransport::check() const {
   if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
-void CudaTransport::begin() {
-  require(
-      launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
-                   word_of_all(options_.layout.gone_at()),
-                   word(memory_->rank(), options_.layout.begun_at(0)), control(), current_stream()),
-      "overlap: begin");
+void CudaTransport::begin(int64_t rows) {
+  require(launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
+                       word_of_all(options_.layout.gone_at()),
+                       word(memory_->rank(), options_.layout.begun_at(0)),
+                       static_cast<uint32_t>(rows), control(), current_stream()),
+          "overlap: begin");
 }
 
 void CudaTransport::end() {
