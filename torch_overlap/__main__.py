@@ -1,10 +1,11 @@
-"""The command line: `python -m torch_overlap info` and `plan`."""
+"""The command line: `python -m torch_overlap info`, `bench` and `plan`."""
 
 from __future__ import annotations
 
 import argparse
 
 from torch_overlap import __version__
+from torch_overlap.bench import cli
 from torch_overlap.mesh import command
 
 
@@ -13,15 +14,17 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, build options, backends, GPUs and their links")
+    bench = commands.add_parser("bench", help="operators and collectives beside what else there is")
+    cli.add_arguments(bench)
     plan = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
     command.add_arguments(plan)
     args = parser.parse_args()
-    if args.command == "plan":
+    if args.command in ("bench", "plan"):
         try:
-            command.run(args)
+            status = (cli if args.command == "bench" else command).run(args)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
-        return
+        parser.exit(status)
     from torch_overlap import info
 
     print(info.report())
