@@ -594,6 +594,7 @@ class CommOverlapConfig:
     atomic_gemm: bool
     rs_overlap_first_gemm: bool
     aggregate_ag: bool
+    relay_ag: bool
     def __init__(
         self,
         comm_type: CommOverlapType,
@@ -613,6 +614,7 @@ class CommOverlapConfig:
         atomic_gemm: bool = False,
         rs_overlap_first_gemm: bool = False,
         aggregate_ag: bool = False,
+        relay_ag: bool = False,
     ) -> None: ...
 
 class OverlapGroup:
@@ -774,9 +776,19 @@ def _destroy_all_comm_overlap_buffers() -> None: ...
 def _find_comm_overlap_buffer(id: int) -> CommOverlapCore: ...
 def _comm_overlap_buffers() -> dict[int, tuple[str, CommOverlapConfig, int]]: ...
 def _explain_algorithm(
-    op: str, algorithm: str, comm: TorchComm, dtype: torch.dtype, chunk_rows: int, gather_bytes: int, scatter_bytes: int
-) -> tuple[str, str]: ...
-def _explain_all_reduce(algorithm: str, comm: TorchComm, rows: int) -> tuple[str, str]: ...
+    op: str,
+    algorithm: str,
+    comm: TorchComm,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    chunk_rows: int,
+    gather_bytes: int = 0,
+    scatter_bytes: int = 0,
+    local_shape: tuple[int, int] = (0, 0),
+    prefers_channels: bool = True,
+) -> tuple[str, str, str]: ...
+def _tuning_key(op: str, m: int, n: int, k: int, dtype: torch.dtype, group_size: int, device: str) -> str: ...
+def _set_tuning(source: str, entries: dict[str, str]) -> None: ...
 def _set_interleaving(seed: int) -> None: ...
 
 class _PretendUnreachable: ...

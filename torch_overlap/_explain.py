@@ -13,14 +13,21 @@ from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
+_ALL_REDUCE_CHUNKS = 4  # pieces of matmul_all_reduce
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `op` would do for the arguments: the algorithm, and why that one."""
+    """What `op` would do for the arguments: the algorithm, and why that one.
+
+    `decided_by`: "caller", "table" (shipped), "cache" (of `python -m torch_overlap tune`), or "rule" where nothing was
+    measured.
+    """
 
     op: str
     algorithm: str
     why: str
+    decided_by: str = "rule"
 
     def __str__(self) -> str:
         return f"{self.op}: {self.algorithm} ({self.why})"
@@ -30,10 +37,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """What `torch_overlap.ops.<op>(*args, **kwargs)` would do: its algorithm, and why that one.
 
     Local: nothing is computed or sent, and tensors on the meta device will do. Until the first call has tried, ranks
-    are taken to reach each other's memory.
+    are taken to reach each other's memory, and to have the same cache of measured algorithms.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "scaled_all_gather_matmul" or
+            "scaled_matmul_reduce_scatter".
 
     Raises:
         InvalidValueError: `op` is another one.
@@ -44,38 +52,55 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["algorithm"] == "bulk":
-        return Explanation(op, "sequential", "bulk hides the communication of gradients, and a forward pass has none")
-    algorithm, why = _EXPLAINED[op](given)
-    return Explanation(op, algorithm, why)
+    if given["algorithm"] == "bulk" and not op.startswith("scaled_"):
+        why = "bulk hides the communication of gradients, and a forward pass has none"
+        return Explanation(op, "sequential", why, "caller")
+    problem = _EXPLAINED[op](given)
+    return Explanation(op, *_C._explain_algorithm(op, given["algorithm"], given["comm"], **problem))
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _all_gather_matmul(given: dict[str, Any]) -> tuple[str, str]:
-    x, comm = given["x"], given["comm"]
-    return _C._explain_algorithm(
-        "all_gather_matmul", given["algorithm"], comm, x.dtype, _rows(x), x.nbytes * comm.get_size(), 0
-    )
+def _local(given: dict[str, Any], features: int) -> dict[str, Any]:
+    """This rank's product, of operators with fused kernels."""
+    return {} if "out_dtype" in given else {"local_shape": (features, given["x"].shape[-1])}
 
 
-def _matmul_reduce_scatter(given: dict[str, Any]) -> tuple[str, str]:
-    x, comm = given["x"], given["comm"]
-    rows = _rows(x)
-    room = 2 * rows * given["weight"].shape[0] * x.element_size()
-    return _C._explain_algorithm(
-        "matmul_reduce_scatter", given["algorithm"], comm, x.dtype, rows // comm.get_size(), 0, room
-    )
+def _gather(given: dict[str, Any]) -> dict[str, Any]:
+    x, size = given["x"], given["comm"].get_size()
+    features = sum(weight.shape[0] for weight in given["weights"])
+    return {
+        "dtype": given.get("out_dtype", x.dtype),
+        "shape": (_rows(x) * size, features * size, x.shape[-1]),
+        "chunk_rows": _rows(x),
+        "gather_bytes": x.nbytes * size,
+    } | _local(given, features)
 
 
-def _matmul_all_reduce(given: dict[str, Any]) -> tuple[str, str]:
-    return _C._explain_all_reduce(given["algorithm"], given["comm"], _rows(given["x"]))
+def _scatter(given: dict[str, Any]) -> dict[str, Any]:
+    x, size = given["x"], given["comm"].get_size()
+    dtype, features = given.get("out_dtype", x.dtype), given["weight"].shape[0]
+    return {
+        "dtype": dtype,
+        "shape": (_rows(x), features, x.shape[-1] * size),
+        "chunk_rows": _rows(x) // size,
+        "scatter_bytes": 2 * _rows(x) * features * dtype.itemsize,
+    } | _local(given, features)
+
+
+def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
+    problem = _scatter(given) | {"chunk_rows": _rows(given["x"]) // _ALL_REDUCE_CHUNKS, "prefers_channels": False}
+    del problem["local_shape"]  # it has no fused kernel
+    problem["gather_bytes"] = problem["scatter_bytes"] // 2
+    return problem
 
 
 _EXPLAINED = {
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
+    "all_gather_matmul": _gather,
+    "matmul_reduce_scatter": _scatter,
+    "matmul_all_reduce": _all_reduce,
+    "scaled_all_gather_matmul": _gather,
+    "scaled_matmul_reduce_scatter": _scatter,
 }

@@ -55,6 +55,7 @@ def create_comm_overlap_buffer(
     atomic_gemm: bool = False,
     rs_overlap_first_gemm: bool = False,
     aggregate_ag: bool = False,
+    relay_ag: bool = False,
 ) -> int:
     """Makes a buffer, collectively over `comm`, and returns its number.
 
@@ -75,6 +76,8 @@ def create_comm_overlap_buffer(
         atomic_gemm: for `atomic_gemm_overlap_ag` and `_rs`.
         rs_overlap_first_gemm: a PIPELINE issues a product before the reduction of the one before it.
         aggregate_ag: RING_EXCHANGE computes products of two chunks; even tp_size only.
+        relay_ag: RING_EXCHANGE passes chunks on from neighbour to neighbour, for links between neighbours only; else
+            each comes straight from its owner. Not with aggregate_ag.
 
     Raises:
         InvalidValueError, InvalidTypeError, UnsupportedError: on every rank, if the parameters of one are wrong or
@@ -97,6 +100,7 @@ def create_comm_overlap_buffer(
         atomic_gemm=atomic_gemm,
         rs_overlap_first_gemm=rs_overlap_first_gemm,
         aggregate_ag=aggregate_ag,
+        relay_ag=relay_ag,
     )
     return _C._create_comm_overlap_buffer(comm, config)
 
@@ -150,6 +154,7 @@ class CommOverlapHelper:
     atomic_gemm: bool = False
     rs_overlap_first_gemm: bool = False
     aggregate_ag: bool = False
+    relay_ag: bool = False
 
     @property
     def is_enabled(self) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torch_overlap import _C
 from torch_overlap._C import TorchComm, UnsupportedError
 from torch_overlap._explain import explain
 from torch_overlap.ops._arguments import group
@@ -68,10 +66,9 @@ def _explained(
 def _explained_float8(
     op: str, shape: Sequence[int], out_dtype: torch.dtype, features: int, comm: TorchComm, algorithm: str
 ) -> tuple[str, str]:
-    size, rows = comm.get_size(), math.prod(shape[:-1])
-    if op == "scaled_all_gather_matmul":
-        room = rows * shape[-1] * size, 0  # one byte an element
-    else:
-        rows, room = rows // size, (0, 2 * rows * features * out_dtype.itemsize)
-    found: tuple[str, str] = _C._explain_algorithm(op, algorithm, comm, out_dtype, rows, *room)
-    return found
+    x = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+    weight = torch.empty(features, shape[-1], dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(1, device="meta")
+    others = ([weight], [scale]) if op == "scaled_all_gather_matmul" else (weight, scale)
+    found = explain(op, x, scale, *others, comm, out_dtype=out_dtype, algorithm=algorithm)
+    return found.algorithm, found.why

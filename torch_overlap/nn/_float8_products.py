@@ -95,7 +95,7 @@ def gather_products(plan: Plan, x: Scaled, weights: Sequence[Tensor], weight_sca
         outputs: list[Tensor] = _ops.scaled_all_gather_matmul(
             *x, weights, [weight_scale_inv] * len(weights), cast, plan.comm, plan.size, plan.dim, plan.dtype,
             split_accumulator, plan.fused,
-        )  # fmt: skip
+        )[0]  # fmt: skip
     return outputs
 
 

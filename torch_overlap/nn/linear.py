@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,18 @@ def per_rank(who: str, what: str, value: int, comm: TorchComm) -> int:
         raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}; pad it, or use "
                          "another number of ranks")  # fmt: skip
     return value // size
+
+
+class LayerOptions(TypedDict, total=False):
+    """What both layers take, and what is made of them hands on; see ColumnParallelLinear."""
+
+    bias: bool
+    sequence_parallel: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    algorithm: str
+    require_fused: bool
+    fp8: Float8Recipe | None
 
 
 class _ParallelLinear(nn.Module):

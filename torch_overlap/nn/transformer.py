@@ -6,15 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from torch_overlap._C import TorchComm
 from torch_overlap.nn._initialize import Init
-from torch_overlap.nn.float8 import Float8Recipe
 from torch_overlap.nn.layout import mark_replicated
-from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear, per_rank
+from torch_overlap.nn.linear import ColumnParallelLinear, LayerOptions, RowParallelLinear, per_rank
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -40,7 +39,7 @@ class ParallelMLP(nn.Module):
         activation: "gelu", "gelu_tanh", or "swiglu", whose gate and up projections share one gather.
         sequence_dim: the dimension of rows that sequence parallelism splits.
         init, output_init: of the first projections and of the last; see ColumnParallelLinear.
-        others: as for ColumnParallelLinear.
+        options: bias, sequence_parallel, device, dtype, algorithm, require_fused, fp8, as for ColumnParallelLinear.
     """
 
     def __init__(
@@ -50,26 +49,18 @@ class ParallelMLP(nn.Module):
         comm: TorchComm,
         *,
         activation: str = "gelu",
-        bias: bool = True,
-        sequence_parallel: bool = True,
         sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        algorithm: str = "auto",
-        require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
-        fp8: Float8Recipe | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self.activation = _one_of("ParallelMLP", "activation", ACTIVATIONS, activation)
         self.is_gated = activation == "swiglu"
         per_rank("ParallelMLP", "hidden", hidden, comm)
-        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
-                                      algorithm=algorithm, require_fused=require_fused, fp8=fp8)  # fmt: skip
         self.up = ColumnParallelLinear(features, [hidden, hidden] if self.is_gated else [hidden], comm,
-                                       gather_dim=sequence_dim, init=init, **common)  # fmt: skip
-        self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **common)
+                                       gather_dim=sequence_dim, init=init, **options)  # fmt: skip
+        self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Valid on the current stream."""
@@ -105,16 +96,10 @@ class ParallelSelfAttention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = True,
-        bias: bool = True,
-        sequence_parallel: bool = True,
         sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        algorithm: str = "auto",
-        require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
-        fp8: Float8Recipe | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         who, kv_heads = "ParallelSelfAttention", heads if kv_heads is None else kv_heads
@@ -127,11 +112,9 @@ class ParallelSelfAttention(nn.Module):
         per_rank(who, "kv_heads", kv_heads, comm)
         self.head_dim = head_dim if head_dim else features // heads
         self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
-        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, device=device, dtype=dtype,
-                                      algorithm=algorithm, require_fused=require_fused, fp8=fp8)  # fmt: skip
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
-        self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, init=init, **common)
-        self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **common)
+        self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, init=init, **options)
+        self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Valid on the current stream.
@@ -179,33 +162,29 @@ class ParallelTransformerBlock(nn.Module):
         activation: str = "gelu",
         norm: str = "layer",
         norm_eps: float | None = None,
-        bias: bool = True,
-        sequence_parallel: bool = True,
         sequence_dim: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        algorithm: str = "auto",
-        require_fused: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
-        fp8: Float8Recipe | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         make_norm = _one_of("ParallelTransformerBlock", "norm", NORMS, norm)
-        options: dict[str, Any] = {"device": comm.get_device() if device is None else device, "dtype": dtype}
+        device = options.get("device")
+        of_norm: dict[str, Any] = {"device": comm.get_device() if device is None else device,
+                                   "dtype": options.get("dtype")}  # fmt: skip
         if norm_eps is not None:
-            options["eps"] = norm_eps
+            of_norm["eps"] = norm_eps
         if norm == "layer":
-            options["bias"] = bias
-        common: dict[str, Any] = dict(bias=bias, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                                      device=device, dtype=dtype, algorithm=algorithm, require_fused=require_fused,
-                                      init=init, output_init=output_init, fp8=fp8)  # fmt: skip
-        self.attention_norm = make_norm(features, **options)
-        self.attention = ParallelSelfAttention(features, heads, comm, kv_heads=kv_heads, head_dim=head_dim,
-                                               causal=causal, **common)  # fmt: skip
-        self.mlp_norm = make_norm(features, **options)
-        self.mlp = ParallelMLP(features, hidden, comm, activation=activation, **common)
-        if sequence_parallel:
+            of_norm["bias"] = options.get("bias", True)
+        self.attention_norm = make_norm(features, **of_norm)
+        self.attention = ParallelSelfAttention(
+            features, heads, comm, kv_heads=kv_heads, head_dim=head_dim, causal=causal, sequence_dim=sequence_dim,
+            init=init, output_init=output_init, **options,
+        )  # fmt: skip
+        self.mlp_norm = make_norm(features, **of_norm)
+        self.mlp = ParallelMLP(features, hidden, comm, activation=activation, sequence_dim=sequence_dim, init=init,
+                               output_init=output_init, **options)  # fmt: skip
+        if options.get("sequence_parallel", True):
             mark_replicated(self.attention_norm, comm)
             mark_replicated(self.mlp_norm, comm)
 

@@ -4,7 +4,8 @@
 
 Each function calls `torch.ops.torch_overlap.<name>` of the same meaning, whose schemas are in docs/ops.md. They have
 gradients of any order by torch.autograd (forward mode and `torch.func.grad` raise), work with fake tensors, under
-`torch.compile(fullgraph=True)`, `torch.export` and in CUDA graphs; the collectives also under `torch.vmap`. The
+`torch.compile(fullgraph=True)`, `torch.export`, in CUDA graphs and under `torch.vmap`, there with weights that all
+elements share. The
 gradient convention is that of `torch.distributed._functional_collectives`: what a rank gets is the gradient of the sum
 of all ranks' losses.
 
@@ -20,7 +21,7 @@ Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) o
 before anything is sent. All ranks must call the same operators in the same order with the same shapes and options.
 """
 
-from torch_overlap.ops import _effects, _vmap
+from torch_overlap.ops import _effects, _vmap, _vmap_fused
 from torch_overlap.ops.collectives import (
     all_gather,
     all_gather_async,
@@ -105,3 +106,4 @@ __all__ = [
 
 _effects.register()
 _vmap.register()
+_vmap_fused.register()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_overlap._C import ReduceOp, TorchComm
+from torch_overlap._C import ReduceOp, ScalingMode, TorchComm
 from torch_overlap.ops._arguments import group, reduction
 
 _ops = torch.ops.torch_overlap
@@ -187,22 +187,33 @@ def scaled_all_gather_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     use_split_accumulator: bool = False,
     algorithm: str = "auto",
-) -> list[Tensor]:
-    """`all_gather_matmul` of 8-bit floats with one factor for a tensor: a value is data * scale_inv.
+    scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
+    return_gathered: bool = False,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """`all_gather_matmul` of 8-bit floats: a value is data * scale_inv. Only 8-bit data and scales of blocks travel.
 
     Args:
-        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16.
-        x_scale_inv: float32 of one element, equal on all ranks: quantize with the largest magnitude of all.
+        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16 (MXFP8: 32).
+        x_scale_inv: the layout that `quantize` gives for `scaling_mode`. One factor for the tensor is equal on all
+            ranks: quantize with the largest magnitude of all. Scales of blocks are this rank's own: each row has some,
+            which are gathered with it. MXFP8's are not swizzled: `unswizzle_scales` those that are.
         weights: each [n_i, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n_i is a multiple of 8, for
             float32 products of 4.
-        weights_scale_inv: for each weight, as x_scale_inv; this rank's own.
+        weights_scale_inv: for each weight, as `quantize` gives them; this rank's own.
         biases: none, or one entry [n_i] of out_dtype for each weight; None stands for no bias.
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
         out_dtype: of the products: float32, float16 or bfloat16. Sums are float32 and are rounded once.
         use_split_accumulator: on Hopper: sums are promoted to float32 as they grow.
         algorithm: "auto", "sequential", "chunked" or "ring".
+        scaling_mode: of x and the weights. With BLOCK_2D_SCALING the weights have blocks of 128 x 128, and x those of
+            BLOCK_1D_SCALING. Blocks: the rows of x are a multiple of 8.
+        return_gathered: whether to return the gathered x and its scales too.
 
-    Returns: the products [..., n_i] in out_dtype. Only 8-bit data travels.
+    Returns: the products [..., n_i] in out_dtype; the gathered x, or an empty tensor; the scales of its rows [rows,
+        blocks], or an empty tensor, also where the tensor has one factor.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
 
     No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
     """
@@ -217,6 +228,8 @@ def scaled_all_gather_matmul(
         out_dtype,
         use_split_accumulator,
         algorithm,
+        scaling_mode,
+        return_gathered,
     )
 
 
@@ -233,19 +246,24 @@ def scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype = torch.bfloat16,
     use_split_accumulator: bool = False,
     algorithm: str = "auto",
+    scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
 ) -> Tensor:
-    """`matmul_reduce_scatter` of 8-bit floats with one factor for a tensor: a value is data * scale_inv.
+    """`matmul_reduce_scatter` of 8-bit floats: a value is data * scale_inv.
 
     Args:
-        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16.
-        x_scale_inv, weight_scale_inv: float32 of one element each, this rank's own.
+        x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16 (MXFP8: 32).
+        x_scale_inv, weight_scale_inv: as `quantize` gives them for `scaling_mode`, not swizzled; this rank's own.
         weight: [n, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n is a multiple of 8, for a float32
             result of 4.
         bias: [n] of out_dtype, added once, after the reduction.
         scatter_dim: the dimension of rows to scatter along, divisible by the number of ranks. 0 needs no copies.
         op: "sum" or "avg".
         out_dtype: of the partial products that travel, and of the result: float32, float16 or bfloat16.
-        use_split_accumulator, algorithm: as for `scaled_all_gather_matmul`.
+        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. Blocks: the rows of the
+            result are a multiple of 8.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
 
     No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
     """
@@ -261,4 +279,5 @@ def scaled_matmul_reduce_scatter(
         out_dtype,
         use_split_accumulator,
         algorithm,
+        scaling_mode,
     )

@@ -92,9 +92,9 @@ TORCH_OVERLAP_API void check_gemm(std::string_view op, const GemmArgs& args);
 
 // The same problem for the rows [begin, begin + length) of out (and so of op(lhs)), or for its
 // columns (of op(rhs) and the bias). They are views: nothing is copied. Throws where the scales of
-// the operand cannot be cut there (MXFP8, blocks: multiples of 128), where a piece would overwrite
-// what belongs to the whole (out_amax, bias_grad as the sum of rows), and for what gemm() refuses.
-// bias_grad as the sum over k stays with the columns that begin at 0.
+// the operand cannot be cut there (swizzled, or blocks of 128 x 128: multiples of 128), where a
+// piece would overwrite what belongs to the whole (out_amax, bias_grad as the sum of rows), and for
+// what gemm() refuses. bias_grad as the sum over k stays with the columns that begin at 0.
 TORCH_OVERLAP_API GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, int64_t begin,
                                      int64_t length);
 TORCH_OVERLAP_API GemmArgs gemm_columns(std::string_view op, const GemmArgs& args, int64_t begin,

@@ -64,9 +64,11 @@ void check_scale(std::string_view op, Side side, const OperandView& operand) {
       "; pass what its quantization along k gave");
 }
 
-// Whether the scales of a mode lie in blocks that a cut must keep whole.
-bool has_blocks(ScalingMode mode) {
-  return mode != ScalingMode::NO_SCALING && !is_tensor_scaling(mode);
+// Whether each row has scales of its own, in order; the others lie in tiles of 128 rows, which a
+// cut keeps whole.
+bool has_scales_by_row(const OperandView& view) {
+  return view.scaling == ScalingMode::BLOCK_1D_SCALING ||
+         (view.scaling == ScalingMode::MXFP8_1D_SCALING && !view.swizzled);
 }
 
 }  // namespace
@@ -134,10 +136,11 @@ GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int6
                    .swizzled = view.swizzled,
                    .columnwise_data = {},
                    .columnwise_scale_inv = {}};
-  if (!has_blocks(view.scaling) || view.data.numel() == 0) return part;
+  if (!view.scaled() || is_tensor_scaling(view.scaling) || view.data.numel() == 0) return part;
   TORCH_OVERLAP_CHECK(
-      begin % kScaleBlock == 0 && (end % kScaleBlock == 0 || end == view.data.size(0)), kValue, op,
-      ": expected a cut of ", name_of(side), " at multiples of ", kScaleBlock, " for ",
+      has_scales_by_row(view) ||
+          (begin % kScaleBlock == 0 && (end % kScaleBlock == 0 || end == view.data.size(0))),
+      kValue, op, ": expected a cut of ", name_of(side), " at multiples of ", kScaleBlock, " for ",
       to_string(view.scaling), ", got [", begin, ", ", end, "); cut it where its blocks end");
   if (length == 0) {
     part.scale_inv = at::Tensor();

@@ -6,6 +6,7 @@
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
+#include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -135,10 +136,14 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
       algorithm = is_worth_chunks(product.size(0)) ? "chunked" : "sequential";
   }
   if (other.numel() == 0) algorithm = "sequential";
-  const auto chosen = choose_algorithm(kBulkOverlapMatmul, algorithm, comm, product.scalar_type(),
-                                       product.size(0), gather ? gather_bytes(*comm, own) : 0,
-                                       gather ? 0 : static_cast<int64_t>(own.nbytes()))
-                          .algorithm;
+  const auto chosen =
+      choose_algorithm({.op = kBulkOverlapMatmul,
+                        .dtype = product.scalar_type(),
+                        .chunk_rows = product.size(0),
+                        .gather_bytes = gather ? gather_bytes(*comm, own) : 0,
+                        .scatter_bytes = gather ? 0 : static_cast<int64_t>(own.nbytes())},
+                       algorithm, comm)
+          .algorithm;
   if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
     if (gather) {
       gather_over_channel(comm, own, gemms_of(products), out);

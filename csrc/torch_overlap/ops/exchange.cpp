@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "torch_overlap/ops/checks.h"
-#include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/choose.h"
 #include "torch_overlap/ops/pipeline.h"
 
 namespace torch_overlap::ops {

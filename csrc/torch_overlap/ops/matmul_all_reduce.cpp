@@ -11,8 +11,17 @@ namespace {
 
 constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
-bool goes_chunked(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
-  return choose_all_reduce(comm, algorithm, rows).algorithm != Algorithm::sequential;
+// Of so many rows. Channels are not taken unasked: over them each element moves twice.
+OverlapProblem all_reduce_problem(const TorchComm& comm, const Tensor& rows, int64_t features) {
+  return {.op = kMatmulAllReduce,
+          .dtype = rows.scalar_type(),
+          .m = rows.size(0),
+          .n = features,
+          .k = rows.size(1) * comm.size(),
+          .chunk_rows = rows.size(0) / kAllReduceChunks,
+          .gather_bytes = rows.size(0) * features * rows.element_size(),
+          .scatter_bytes = scatter_bytes(comm, rows.size(0), features, rows.scalar_type()),
+          .prefers_channels = false};
 }
 
 // The rows' sums at their owners, then all of them everywhere. Of reductions of 8- and 16-bit
@@ -25,10 +34,7 @@ void ring_multiply_all_reduce(const std::shared_ptr<TorchComm>& comm, const Tens
   ring_multiply_scatter(kMatmulAllReduce, comm,
                         {.inputs = {inputs},
                          .weights = {weight.t()},
-                         .start = {},
-                         .bias = {},
-                         .mean = mean,
-                         .out = own});
+                         .sum = {.start = {}, .bias = {}, .mean = mean, .out = own}});
   ChannelGather gather(kMatmulAllReduce, comm, own, rows.rows);
   gather.finish();
   // Every rank adds its own bias, as in the other algorithms.
@@ -66,15 +72,14 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto inputs = to_rows(x, 0);
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
-  if (algorithm == "ring") {
-    (void)choose_algorithm(
-        kMatmulAllReduce, algorithm, communicator, x.scalar_type(),
-        inputs.size(0) / kAllReduceChunks, static_cast<int64_t>(rows.nbytes()),
-        scatter_bytes(*communicator, inputs.size(0), rows.size(1), x.scalar_type()));
+  const auto chosen = choose_algorithm(all_reduce_problem(*communicator, inputs, weight.size(0)),
+                                       forward_algorithm(algorithm), communicator)
+                          .algorithm;
+  if (chosen == Algorithm::ring) {
     ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
     return out;
   }
-  if (!goes_chunked(*communicator, algorithm, inputs.size(0))) {
+  if (chosen == Algorithm::sequential) {
     linear_out(rows, inputs, weight, std::nullopt);
     communicator->all_reduce(rows, reduction, /*async_op=*/false);
   } else {
@@ -111,6 +116,18 @@ Tensor matmul_all_reduce_meta(const Tensor& x, const Tensor& weight,
 // rows Chunked, the pieces of g are all reduced in the background while the rows of x's gradient
 // follow.
 
+bool gradient_goes_chunked(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
+                           std::string_view algorithm) {
+  // What is summed is there before the product: nothing for channels.
+  const auto without_channels = algorithm == "ring" ? "chunked" : forward_algorithm(algorithm);
+  return choose_algorithm({.op = kMatmulAllReduce,
+                           .dtype = sum.scalar_type(),
+                           .chunk_rows = sum.size(0) / kAllReduceChunks,
+                           .prefers_channels = false},
+                          without_channels, comm)
+             .algorithm != Algorithm::sequential;
+}
+
 std::tuple<Tensor, Tensor> gradients_out(const Tensor& x, const Tensor& weight, bool x_wanted,
                                          bool weight_wanted) {
   return {x_wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
@@ -127,7 +144,7 @@ std::tuple<Tensor, Tensor> gradients_kernel(const Tensor& grad, const Tensor& x,
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   const auto sum = grad.flatten(0, -2).clone(at::MemoryFormat::Contiguous);
   Tensor x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
-  if (!goes_chunked(*communicator, algorithm, sum.size(0))) {
+  if (!gradient_goes_chunked(communicator, sum, algorithm)) {
     communicator->all_reduce(sum, reduction, /*async_op=*/false);
     if (x_wanted) at::mm_out(x_rows, sum, weight);
   } else {

@@ -55,18 +55,26 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
 
   bool bias_pending = bias.has_value();
   const auto chosen =
-      choose_algorithm(
-          kMatmulReduceScatter, forward_algorithm(algorithm), communicator, x.scalar_type(), rows,
-          0, scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()))
+      choose_algorithm({.op = kMatmulReduceScatter,
+                        .dtype = x.scalar_type(),
+                        .m = inputs.size(0),
+                        .n = weight.size(0),
+                        .k = weight.size(1) * group_size,
+                        .chunk_rows = rows,
+                        .scatter_bytes = scatter_bytes(*communicator, inputs.size(0),
+                                                       weight.size(0), x.scalar_type()),
+                        .local_n = weight.size(0),
+                        .local_k = weight.size(1)},
+                       forward_algorithm(algorithm), communicator)
           .algorithm;
-  if (chosen == Algorithm::ring) {
-    ring_multiply_scatter(kMatmulReduceScatter, communicator,
-                          {.inputs = {inputs},
-                           .weights = {weight.t()},
-                           .start = {},
-                           .bias = bias.value_or(Tensor()),
-                           .mean = mean,
-                           .out = sums});
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
+    ring_multiply_scatter(
+        kMatmulReduceScatter, communicator,
+        {.inputs = {inputs},
+         .weights = {weight.t()},
+         .sum = {.start = {}, .bias = bias.value_or(Tensor()), .mean = mean,
+                 .out = sums,
+                 .fused = chosen == Algorithm::fused}});
     bias_pending = false;
   } else if (chosen != Algorithm::chunked) {
     communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),

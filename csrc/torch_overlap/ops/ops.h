@@ -65,6 +65,13 @@ TORCH_OVERLAP_API std::tuple<Tensor, Tensor> bulk_overlap_matmul(
     std::string_view algorithm = "auto");
 
 // For the gradients of others; not part of the public schemas.
+// That of all_gather_matmul: of x, if it is wanted, and of the weights `wanted`. `gathered`: the
+// gathered x where it was kept; `gathered_grad`: its own gradient.
+std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul_backward(
+    at::TensorList grads, const Tensor& x, at::TensorList weights,
+    const std::optional<Tensor>& gathered, const std::optional<Tensor>& gathered_grad,
+    bool x_wanted, at::IntArrayRef wanted, std::string_view comm, int64_t group_size,
+    int64_t gather_dim, std::string_view algorithm);
 // This rank's part of `x` along `dim`: the inverse of an all_gather that is invariant.
 Tensor own_part(const Tensor& x, int64_t dim, std::string_view comm, int64_t group_size);
 // The sum over ranks on `root`, zeros elsewhere.

@@ -1,154 +1,78 @@
 #include "torch_overlap/ops/overlapped.h"
 
-#include <array>
+#include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::array<std::string_view, 4> kAlgorithms{"sequential", "chunked", "ring", "bulk"};
-
-// Below this many rows a chunk's product takes less time than issuing its transfer.
-constexpr int64_t kMinChunkRows = 256;
+// Where scales lie behind the rows that they belong to.
+constexpr int64_t kScalesAlignment = 256;
 
 at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.contiguous() : bias; }
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-std::string quicker_computed(std::string_view what, int64_t rows) {
-  return concat(what, " of ", rows, " rows are quicker computed than sent; ", kMinChunkRows,
-                " are worth it");
+int64_t scales_at(const TorchComm& comm, const at::Tensor& own) {
+  const int64_t bytes = comm.size() * static_cast<int64_t>(own.nbytes());
+  return (bytes + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
 }
 
-// A channel as it is needed: made, or only looked for.
-enum class Need { make, look };
-
-// Why the channels of a communicator cannot be used; empty if they can.
-std::string obstacle(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                     at::ScalarType dtype, int64_t gather_bytes, int64_t scatter_bytes, Need need) {
-  if (!is_channel_dtype(dtype)) return concat("products of ", dtype, " are torch's");
-  if (comm->backend_name() == "fake") return "the communicator has no peers";
-  for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, gather_bytes),
-                                     std::pair(OperatorChannel::scatter, scatter_bytes)}) {
-    if (bytes == 0) continue;
-    const auto channel = need == Need::make ? operator_channel(op, comm, which, bytes)
-                                            : existing_operator_channel(*comm, which);
-    if (need == Need::make && !channel) {
-      return "no memory can be shared during a capture; call the operator once before it";
-    }
-    if (channel && !channel->transport().is_direct()) return channel->obstacle();
-    if (channel && channel->is_broken()) return "an earlier operation ended half way";
-  }
-  return {};
-}
-
-Choice choose(std::string_view op, std::string_view algorithm,
-              const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype, int64_t chunk_rows,
-              int64_t gather_bytes, int64_t scatter_bytes, Need need) {
-  check_algorithm(op, algorithm);
-  if (algorithm == "sequential") return {Algorithm::sequential, "asked for"};
-  if (algorithm == "chunked") return {Algorithm::chunked, "asked for"};
-  if (algorithm == "ring" || algorithm == "bulk") {
-    const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes, need);
-    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, op, ": expected what algorithm '", algorithm,
-                        "' needs, got: ", why);
-    return {algorithm == "ring" ? Algorithm::ring : Algorithm::bulk, "asked for"};
-  }
-  if (comm->size() == 1) return {Algorithm::sequential, "one rank"};
-  if (!is_worth_chunks(chunk_rows)) {
-    return {Algorithm::sequential, quicker_computed("chunks", chunk_rows)};
-  }
-  // On a CPU nothing runs beside a product but the communicator's threads.
-  if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU"};
-  const auto why = obstacle(op, comm, dtype, gather_bytes, scatter_bytes, need);
-  if (!why.empty()) return {Algorithm::chunked, why};
-  return {Algorithm::ring, "ranks reach each other's memory"};
-}
-
-// Where a scatter of the problem happens.
+// Where a scatter happens.
 struct ScatterPlace {
   std::shared_ptr<OverlapChannel> channel;
   RowShare rows;
-  int64_t columns;
-  at::Tensor partial;
+  at::Tensor partial;  // [rows, columns]
   int64_t received_at;
 };
 
-ScatterPlace place_of(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                      const ScatterMultiply& problem) {
-  const RowShare rows{problem.inputs.at(0).size(0), comm->size()};
-  const int64_t columns = problem.weights.at(0).size(1);
-  const auto dtype = problem.out.scalar_type();
+ScatterPlace scatter_place(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           int64_t all_rows, const at::Tensor& out) {
+  const RowShare rows{all_rows, comm->size()};
+  const int64_t columns = out.size(1);
+  const auto dtype = out.scalar_type();
   const auto channel = operator_channel(op, comm, OperatorChannel::scatter,
                                         scatter_bytes(*comm, rows.rows, columns, dtype));
   return {.channel = channel,
           .rows = rows,
-          .columns = columns,
           .partial = channel->data(0, {rows.rows, columns}, dtype),
           .received_at = rows.rows * columns * element(dtype)};
 }
 
-std::vector<GemmArgs> partial_products(const ScatterMultiply& problem, const at::Tensor& partial) {
+std::vector<GemmArgs> products_of(const ScatterMultiply& problem) {
   std::vector<GemmArgs> products;
   for (size_t i = 0; i < problem.inputs.size(); ++i) {
     GemmArgs args;
     args.lhs = operand(problem.inputs[i]);
     args.rhs = operand(problem.weights[i]);
-    args.out = partial;
-    args.accumulate = i > 0 || problem.start.defined();
     products.push_back(std::move(args));
   }
   return products;
 }
 
+// Their sum, and `start`, goes to where the scatter takes it from.
+void add_up_in(const ScatterPlace& place, const at::Tensor& start, std::vector<GemmArgs>& gemms) {
+  if (start.defined()) place.partial.copy_(start);
+  for (size_t i = 0; i < gemms.size(); ++i) {
+    gemms[i].out = place.partial;
+    gemms[i].accumulate = i > 0 || start.defined();
+  }
+}
+
+bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
+  const GemmShape shape = gemm_shape(args);
+  return channel.device()
+      .fused_obstacle({.device = channel.group().device(),
+                       .dtype = args.lhs.data.scalar_type(),
+                       .rows = rows,
+                       .n = shape.n,
+                       .k = shape.k})
+      .empty();
+}
+
 }  // namespace
-
-std::string_view to_string(Algorithm algorithm) {
-  return kAlgorithms.at(static_cast<size_t>(algorithm));
-}
-
-void check_algorithm(std::string_view op, std::string_view algorithm) {
-  for (const auto known : kAlgorithms) {
-    if (algorithm == known) return;
-  }
-  TORCH_OVERLAP_CHECK(algorithm == "auto", kValue, op,
-                      ": expected algorithm to be one of auto, sequential, chunked, ring, bulk, "
-                      "got '",
-                      algorithm, "'");
-}
-
-Choice choose_algorithm(std::string_view op, std::string_view algorithm,
-                        const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
-                        int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
-  return choose(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes, Need::make);
-}
-
-Choice explain_algorithm(std::string_view op, std::string_view algorithm,
-                         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
-                         int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
-  return choose(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes, Need::look);
-}
-
-Choice choose_all_reduce(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
-  check_algorithm("matmul_all_reduce", algorithm);
-  if (algorithm == "ring") return {Algorithm::ring, "asked for"};
-  if (algorithm == "chunked") return {Algorithm::chunked, "asked for"};
-  if (algorithm != "auto") return {Algorithm::sequential, "asked for"};
-  if (comm.size() == 1) return {Algorithm::sequential, "one rank"};
-  const int64_t chunk_rows = rows / kAllReduceChunks;
-  if (is_worth_chunks(chunk_rows)) {
-    return {Algorithm::chunked, concat("pieces of ", chunk_rows, " rows")};
-  }
-  return {Algorithm::sequential, quicker_computed("pieces", chunk_rows)};
-}
-
-bool is_channel_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
-
-bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }
 
 GemmOperand operand(const at::Tensor& x) {
   if (x.stride(1) == 1) return {.data = x};
@@ -156,8 +80,9 @@ GemmOperand operand(const at::Tensor& x) {
   return {.data = x.contiguous()};
 }
 
-int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own) {
-  return comm.size() * static_cast<int64_t>(own.nbytes());
+int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales) {
+  if (!scales.defined()) return comm.size() * static_cast<int64_t>(own.nbytes());
+  return scales_at(comm, own) + comm.size() * static_cast<int64_t>(scales.nbytes());
 }
 
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
@@ -167,31 +92,44 @@ int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::
 }
 
 void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                          const at::Tensor& own, at::TensorList weights,
+                          const GatherInput& input, at::TensorList weights,
                           const std::vector<at::Tensor>& biases,
-                          const std::vector<at::Tensor>& products, const at::Tensor& gathered) {
+                          const std::vector<at::Tensor>& products) {
   std::vector<GemmArgs> gemms(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     gemms[i].rhs = operand(weights[i].t());
     gemms[i].out = products[i];
     gemms[i].epilogue.bias = contiguous(biases[i]);
   }
-  ring_gather_gemms(op, comm, own, std::move(gemms), gathered);
+  ring_gather_gemms(op, comm, input, std::move(gemms));
 }
 
 void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                       const at::Tensor& own, std::vector<GemmArgs> gemms,
-                       const at::Tensor& gathered) {
-  const auto channel =
-      operator_channel(op, comm, OperatorChannel::gather, gather_bytes(*comm, own));
-  const RowShare rows{own.size(0) * comm->size(), comm->size()};
+                       const GatherInput& input, std::vector<GemmArgs> gemms) {
+  const auto channel = operator_channel(op, comm, OperatorChannel::gather,
+                                        gather_bytes(*comm, input.own, input.scales));
+  const RowShare rows{input.own.size(0) * comm->size(), comm->size()};
+  const auto gathered = [&](const at::Tensor& own, int64_t at, const at::Tensor& copy) {
+    return GatheredRows{.own = own,
+                        .all = channel->data(at, {rows.rows, own.size(1)}, own.scalar_type()),
+                        .copy = copy};
+  };
   GatherGemm problem{.gemms = std::move(gemms),
                      .rows = rows,
-                     .own = own,
-                     .gathered = channel->data(0, {rows.rows, own.size(1)}, own.scalar_type()),
-                     .copy = gathered,
+                     .data = gathered(input.own, 0, input.gathered),
+                     .scales = {},
                      .order = GatherOrder::direct};
-  for (auto& args : problem.gemms) args.lhs.data = problem.gathered;
+  if (input.scales.defined()) {
+    problem.scales = gathered(input.scales, scales_at(*comm, input.own), input.gathered_scales);
+  }
+  for (auto& args : problem.gemms) {
+    args.lhs.data = problem.data.all;
+    if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
+  }
+  problem.fused = input.fused && !input.scales.defined() &&
+                  std::all_of(problem.gemms.begin(), problem.gemms.end(), [&](const auto& args) {
+                    return has_fused(*channel, args, rows);
+                  });
   run_gather_gemm(op, *channel, problem);
 }
 
@@ -205,37 +143,48 @@ ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchCom
   gather_.emplace(op, *channel_, rows, own, rows_);
 }
 
-void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           const ScatterMultiply& problem) {
-  const ScatterPlace place = place_of(op, comm, problem);
+void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                        std::vector<GemmArgs> gemms, const ScatterSum& sum) {
+  const auto all_rows = gemm_shape(gemms.at(0)).m;
+  const ScatterPlace place = scatter_place(op, comm, all_rows, sum.out);
   const OverlapChannel::Use use(*place.channel);
-  if (problem.start.defined()) place.partial.copy_(problem.start);
+  add_up_in(place, sum.start, gemms);
+  const bool fused = sum.fused && gemms.size() == 1 && !sum.start.defined() &&
+                     has_fused(*place.channel, gemms[0], place.rows);
   run_scatter_gemm(op, *place.channel,
-                   {.gemms = partial_products(problem, place.partial),
+                   {.gemms = std::move(gemms),
                     .rows = place.rows,
                     .partial = place.partial,
                     .at = place.received_at,
-                    .out = problem.out,
+                    .out = sum.out,
                     .scale_inv = {},
-                    .factor = problem.mean ? 1.0 / comm->size() : 1.0,
-                    .bias = contiguous(problem.bias)});
+                    .factor = sum.mean ? 1.0 / comm->size() : 1.0,
+                    .bias = contiguous(sum.bias),
+                    .fused = fused});
+}
+
+void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                           const ScatterMultiply& problem) {
+  ring_scatter_gemms(op, comm, products_of(problem), problem.sum);
 }
 
 void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside) {
-  const ScatterPlace place = place_of(op, comm, problem);
+  const ScatterSum& sum = problem.sum;
+  const ScatterPlace place = scatter_place(op, comm, problem.inputs.at(0).size(0), sum.out);
   const OverlapChannel::Use use(*place.channel);
-  if (problem.start.defined()) place.partial.copy_(problem.start);
-  for (const auto& args : partial_products(problem, place.partial)) gemm(op, args);
+  auto products = products_of(problem);
+  add_up_in(place, sum.start, products);
+  for (const auto& args : products) gemm(op, args);
   before_sum();
   run_bulk_gemm(op, *place.channel,
                 {.gemms = beside,
                  .rows = place.rows,
-                 .columns = place.columns,
-                 .dtype = problem.out.scalar_type(),
+                 .columns = sum.out.size(1),
+                 .dtype = sum.out.scalar_type(),
                  .gathers = false,
-                 .out = problem.out,
+                 .out = sum.out,
                  .scale_inv = {},
                  .blocks = kBulkBlocks});
 }

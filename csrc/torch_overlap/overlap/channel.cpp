@@ -93,6 +93,14 @@ std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) cons
                                           size_, timeout());
 }
 
+std::vector<std::string> OverlapGroup::exchange(const std::string& what,
+                                                const std::string& mine) const {
+  const auto met = bootstrap(what);
+  if (!met) return {mine};
+  const LeavesAtEnd leaves{met.get()};
+  return met->all_gather(mine);
+}
+
 void OverlapGroup::require_active(std::string_view op) const {
   if (is_outside_) return;
   const auto comm = comm_.lock();
@@ -112,10 +120,7 @@ bool OverlapGroup::may_be_direct() const { return pretending_unreachable == 0; }
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
                                                        const Request& request) {
   std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
-  channel->layout_ = {.bytes = request.bytes,
-                      .flags = request.flags,
-                      .size = group->size(),
-                      .tiles = request.tiles};
+  channel->layout_ = {.bytes = request.bytes, .flags = request.flags, .size = group->size(), .tiles = request.tiles};
   const c10::Device device = group->device();
   const auto bootstrap = group->bootstrap(request.name);
   Fault fault = request.fault;
@@ -183,6 +188,12 @@ at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarTy
   return part_.narrow(0, at, bytes).view(dtype).view(sizes);
 }
 
+int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
+  if (tensor.numel() == 0) return 0;
+  return static_cast<const std::byte*>(tensor.const_data_ptr()) -
+         static_cast<const std::byte*>(part_.const_data_ptr());
+}
+
 void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
   if (channel.logs_) channel.log_gemm(lane, args);
   GemmArgs own = args;
@@ -208,11 +219,12 @@ void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
 }
 
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,
-                                     OverlapChannel* lender)
+                                     const OverlapCall& call)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_{lender == nullptr ? *channel.lanes_ : *lender->lanes_, *channel.transport_,
+      session_{call.lender == nullptr ? *channel.lanes_ : *call.lender->lanes_, *channel.transport_,
                channel} {
+  OverlapChannel* const lender = call.lender;
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
     std::lock(lock_, lender_lock_);
@@ -233,7 +245,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   try {
     channel.keep_for_graph();
     channel.lanes_->enter();
-    channel.transport_->begin();
+    channel.transport_->begin(call.rows);
     session_.lanes.fork();
   } catch (...) {
     fail();
@@ -305,8 +317,8 @@ void OverlapChannel::end_quietly() noexcept {
 }
 
 void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
-                             OverlapChannel* lender) {
-  Operation operation(op, *this, lender);
+                             const OverlapCall& call) {
+  Operation operation(op, *this, call);
   try {
     body(operation.session());
   } catch (...) {

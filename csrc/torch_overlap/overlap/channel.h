@@ -42,6 +42,8 @@ class TORCH_OVERLAP_API OverlapGroup {
   std::shared_ptr<TorchComm> comm() const { return comm_.lock(); }
   // For something that is set up now: `what` is its own name in the group.
   std::unique_ptr<Bootstrap> bootstrap(const std::string& what) const;
+  // Everybody's text, by rank. Collective, on the host. Alone where there are no peers to ask.
+  std::vector<std::string> exchange(const std::string& what, const std::string& mine) const;
   // Throws unless operations can begin: finalized, aborted, other members.
   void require_active(std::string_view op) const;
   // Whether ranks may use each other's memory. For tests: as if they could not.
@@ -68,6 +70,15 @@ class TORCH_OVERLAP_API PretendUnreachable {
   ~PretendUnreachable();
   PretendUnreachable(const PretendUnreachable&) = delete;
   PretendUnreachable& operator=(const PretendUnreachable&) = delete;
+};
+
+class OverlapChannel;
+
+// What is said of one operation.
+struct OverlapCall {
+  // Of all ranks together. Where two ranks differ, both are told.
+  int64_t rows = 0;
+  OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
 };
 
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that
@@ -103,6 +114,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   int64_t bytes() const { return layout_.bytes; }
   // A tensor in this rank's part.
   at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
+  // Where a tensor of the data begins, in bytes.
+  int64_t offset_of(const at::Tensor& tensor) const;
   OverlapDevice& device() const { return *device_; }
   const Transport& transport() const { return *transport_; }
   // Why data does not move directly; empty where it does.
@@ -131,7 +144,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   void drain(std::chrono::milliseconds timeout) noexcept override;
 
   // One operation: between its begin and its end on the caller's stream `body` puts work on the
-  // lanes, which are this channel's, or those of `lender`.
+  // lanes, which are this channel's, or those of a lender.
   struct Session {
     Lanes& lanes;
     Transport& transport;
@@ -147,14 +160,14 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     void post(int lane, int flag) { transport.post(lanes, lane, flag); }
   };
   void operate(std::string_view op, const std::function<void(Session&)>& body,
-               OverlapChannel* lender = nullptr);
+               const OverlapCall& call = {});
 
   // One that goes on while the caller does other things, on other channels too: the lanes are
   // joined by finish(). Dropped without it, the channel is of no more use.
   class TORCH_OVERLAP_API Operation {
    public:
     // Throws as operate().
-    Operation(std::string_view op, OverlapChannel& channel, OverlapChannel* lender = nullptr);
+    Operation(std::string_view op, OverlapChannel& channel, const OverlapCall& call = {});
     ~Operation();
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;

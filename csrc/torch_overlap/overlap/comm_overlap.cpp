@@ -3,25 +3,12 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/comm_overlap_layout.h"
 
 namespace torch_overlap {
 namespace {
 
 constexpr std::string_view kCreate = "CommOverlap";
-constexpr int64_t kScaledRows = 128;  // scales of blocks are cut there
-
-bool receives_parts(const CommOverlapConfig& config) {
-  return config.method == CommOverlapMethod::RING_EXCHANGE &&
-         config.comm_type == CommOverlapType::RS;
-}
-
-int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-// Where the parts that other ranks send lie: behind the buffer.
-int64_t parts_at(const CommOverlapConfig& config) {
-  return align(static_cast<int64_t>(config.bytes()));
-}
 
 OverlapChannel::Request channel_request(const OverlapGroup& group,
                                         const CommOverlapConfig& config) {
@@ -36,12 +23,9 @@ OverlapChannel::Request channel_request(const OverlapGroup& group,
     request.fault = Fault::current();
     return request;
   }
-  const RowShare rows{config.buffer_shape[0], config.tp_size};
-  const auto row = config.buffer_shape[1] * static_cast<int64_t>(config.bytes() / config.numel());
-  request.bytes = parts_at(config);
-  if (receives_parts(config)) request.bytes += config.tp_size * rows.largest() * row;
-  request.flags = config.tp_size * (config.num_splits + 1);
+  request.bytes = behind_buffer(config) + bytes_behind_buffer(config);
   const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
+  request.flags = config.tp_size * (is_ring ? 2 : config.num_splits + 1);
   const int products = config.method == CommOverlapMethod::BULK ? 1
                        : is_ring ? config.tp_size / (config.aggregate_ag ? 2 : 1)
                                  : config.num_splits;
@@ -84,10 +68,13 @@ void CommOverlapCore::set_path(std::string_view op, const std::string& how) {
   path_ = concat(op, ": ", how);
 }
 
-std::string CommOverlapCore::describe(size_t products) const {
+std::string CommOverlapCore::describe(std::string_view op, size_t products) const {
   const std::string& obstacle = channel_->obstacle();
   const int streams = std::min<int>(static_cast<int>(products), config_.num_max_streams);
+  // No cuBLASLt of CUDA 13 counts tiles: flags tell products of chunks what counters told one.
+  const bool is_atomic = op.starts_with("atomic");
   return concat(channel_->transport().name(), ", ", products, " products on ", streams, " streams",
+                is_atomic ? ", flags in place of counters" : "",
                 obstacle.empty() ? "" : concat(" (", obstacle, ")"));
 }
 
@@ -99,8 +86,7 @@ GemmArgs CommOverlapCore::with_margin(GemmArgs args) const {
   return args;
 }
 
-// --- The buffer
-// ------------------------------------------------------------------------------------
+// --- The buffer ---------------------------------------------------------------------------------
 
 void CommOverlapCore::set_active_tokens(int64_t tokens) {
   TORCH_OVERLAP_CHECK(tokens >= 0 && tokens <= config_.buffer_shape[0], kValue,
@@ -197,8 +183,7 @@ void CommOverlapCore::check_bias_of_sum(std::string_view op, const Tensor& bias,
       ", as rs_output, got ", bias.scalar_type(), " on ", bias.device());
 }
 
-// --- Products
-// --------------------------------------------------------------------------------------
+// --- Products -----------------------------------------------------------------------------------
 
 void CommOverlapCore::require_bulk(std::string_view op) const {
   TORCH_OVERLAP_CHECK(
@@ -287,165 +272,6 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
   (void)scale_of_sum(op);
   check_gemm(op, product);
   return with_margin(product);
-}
-
-// --- Collectives beside products
-// -------------------------------------------------------------------
-
-CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
-                                 const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method != CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
-                      "CommOverlapP2PBase");
-}
-
-bool CommOverlapBase::has_split(CommOverlapType type) const {
-  return type == CommOverlapType::RS && config().method == CommOverlapMethod::PIPELINE;
-}
-
-void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output) {
-  constexpr std::string_view kOp = "bulk_overlap";
-  const bool gathers = type == CommOverlapType::AG;
-  check_gemm(kOp, args);
-  TORCH_OVERLAP_CHECK(gathers || config().buffer_dtype != at::kByte, kType, kOp,
-                      ": expected a floating-point buffer for RS, got uint8, which has no sums");
-  if (!gathers && rs_output.defined()) check_rs_output(kOp, rs_output, config().buffer_shape[1]);
-  TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
-                      ": expected rs_output for the sum of an 8-bit buffer, got none");
-  TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,
-                      ": expected no rs_output with AG, got one");
-  run_bulk_gemm(kOp, channel(),
-                {.gemms = {with_margin(args)},
-                 .rows = rows(),
-                 .columns = config().buffer_shape[1],
-                 .dtype = config().buffer_dtype,
-                 .gathers = gathers,
-                 .out = gathers               ? Tensor()
-                        : rs_output.defined() ? rs_output
-                                              : get_buffer(true),
-                 .scale_inv = gathers ? Tensor() : scale_of_sum(kOp),
-                 .blocks = config().num_comm_sm,
-                 .cluster = config().comm_cga_size});
-  set_path(kOp, describe(1));
-}
-
-void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
-  constexpr std::string_view kOp = "bulk_overlap_external_ag";
-  run_bulk_gemm(kOp, channel(),
-                {.gemms = {},
-                 .rows = rows(),
-                 .columns = config().buffer_shape[1],
-                 .dtype = config().buffer_dtype,
-                 .gathers = true,
-                 .out = {},
-                 .scale_inv = {},
-                 .blocks = config().num_comm_sm,
-                 .cluster = config().comm_cga_size,
-                 .lender = &channel_of(lender)});
-  set_path(kOp, describe(0));
-}
-
-void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
-  const GemmArgs product = partial_product(op, args, rs_output);
-  run_pipelined_gemm(op, channel(),
-                     {.gemm = product,
-                      .rows = rows(),
-                      .columns = config().buffer_shape[1],
-                      .dtype = config().buffer_dtype,
-                      .splits = config().num_splits,
-                      .overlap_first_gemm = config().rs_overlap_first_gemm,
-                      .out = rs_output,
-                      .scale_inv = scale_of_sum(op),
-                      .bias = args.epilogue.bias,
-                      .blocks = config().num_comm_sm,
-                      .cluster = config().comm_cga_size});
-  set_path(op, describe(config().num_splits));
-}
-
-// --- Chunks from rank to rank
-// ----------------------------------------------------------------------
-
-CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
-                                       const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method == CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
-                      to_string(config.method), "; use CommOverlapBase");
-}
-
-void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const Tensor& gathered) {
-  const auto buffer = get_buffer();
-  const auto chunk = get_buffer(/*local_chunk=*/true);
-  GemmArgs whole = args;
-  TORCH_OVERLAP_CHECK(!args.lhs.transposed, kUnsupported, op,
-                      ": expected lhs as it is, [tokens, features], got it transposed");
-  TORCH_OVERLAP_CHECK(
-      args.lhs.scaling == ScalingMode::NO_SCALING || is_tensor_scaling(args.lhs.scaling),
-      kUnsupported, op,
-      ": expected lhs without scaling, or with one factor that all "
-      "ranks share, got ",
-      to_string(args.lhs.scaling));
-  TORCH_OVERLAP_CHECK(
-      !args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(), kUnsupported, op,
-      ": expected no bias gradient with the derivative of GELU, which is a sum over "
-      "rows; sum those of D");
-  Tensor own = chunk;
-  if (args.lhs.data.defined()) {
-    own = args.lhs.data;
-    TORCH_OVERLAP_CHECK(own.sizes() == chunk.sizes() && own.is_contiguous() &&
-                            own.element_size() == chunk.element_size(),
-                        kValue, op, ": expected lhs to be this rank's rows, contiguous, ",
-                        chunk.sizes(), " of ", config().buffer_dtype, ", got ", own.sizes(), " of ",
-                        own.scalar_type());
-    TORCH_OVERLAP_CHECK(own.device() == chunk.device(), kType, op, ": expected lhs on ",
-                        chunk.device(), ", got ", own.device());
-    whole.lhs.data = buffer.view(own.scalar_type());
-  } else {
-    whole.lhs.data = buffer;
-  }
-  if (is_fp8_ubuf() && !whole.lhs.scale_inv.defined()) whole.lhs.scale_inv = ubuf_scale_inv();
-  if (gathered.defined()) {
-    TORCH_OVERLAP_CHECK(
-        gathered.sizes() == buffer.sizes() && gathered.element_size() == buffer.element_size(),
-        kValue, op, ": AG->GEMM overlap auxiliary buffer is sized incorrectly: expected ",
-        buffer.sizes(), " of ", config().buffer_dtype, ", got ", gathered.sizes(), " of ",
-        gathered.scalar_type());
-    TORCH_OVERLAP_CHECK(gathered.device() == buffer.device(), kType, op,
-                        ": expected the auxiliary buffer on ", buffer.device(), ", got ",
-                        gathered.device());
-  }
-  check_gemm(op, whole);
-  whole = with_margin(whole);
-  const auto order = config().aggregate_ag ? GatherOrder::pairs : GatherOrder::direct;
-  run_gather_gemm(op, channel(),
-                  {.gemms = {whole},
-                   .rows = rows(),
-                   .own = own,
-                   .gathered = whole.lhs.data,
-                   .copy = gathered.defined() ? gathered.view(own.scalar_type()) : gathered,
-                   .order = order});
-  set_path(op, describe(config().tp_size / (config().aggregate_ag ? 2 : 1)));
-}
-
-void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
-  const GemmArgs product = partial_product(op, args, rs_output);
-  TORCH_OVERLAP_CHECK(args.lhs.scaling == ScalingMode::NO_SCALING ||
-                          is_tensor_scaling(args.lhs.scaling) || config().tp_size == 1 ||
-                          rows().largest() % kScaledRows == 0,
-                      kUnsupported, op, ": expected parts of a multiple of ", kScaledRows,
-                      " rows with ", to_string(args.lhs.scaling), ", got parts of ",
-                      rows().largest(), "; use PIPELINE or one factor for the tensor");
-  run_scatter_gemm(op, channel(),
-                   {.gemms = {product},
-                    .rows = rows(),
-                    .partial = get_buffer(),
-                    .at = parts_at(config()),
-                    .out = rs_output,
-                    .scale_inv = scale_of_sum(op),
-                    .factor = 1,
-                    .bias = args.epilogue.bias});
-  set_path(op, describe(config().tp_size));
 }
 
 }  // namespace torch_overlap

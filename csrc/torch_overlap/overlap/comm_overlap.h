@@ -13,6 +13,7 @@
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/config.h"
+#include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/schedule.h"
 
 namespace torch_overlap {
@@ -62,12 +63,14 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // The first byte of the buffer.
   void* get_ubuf_dptr() const { return data_.mutable_data_ptr(); }
   // Which way the last call went, and why if it is not the fastest: "split_overlap_ag: copy engine,
-  // 4 products on 3 streams".
+  // 4 products on 3 streams". An atomic method goes the way of the split one, and says so: ",
+  // flags in place of counters".
   std::string last_path() const;
   const OverlapGroup& group() const { return channel_->group(); }
 
   // --- The buffer --------------------------------------------------------------------------------
-  // From the next call on, how many tokens there are; equal on all ranks.
+  // From the next call on, how many tokens there are; equal on all ranks, or that call throws on
+  // all where they share memory.
   void set_active_tokens(int64_t tokens);
   int64_t active_tokens() const { return tokens_; }
   RowShare rows() const { return {tokens_, config_.tp_size}; }
@@ -96,11 +99,13 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // product of its own.
   void bulk_overlap_external_ag(CommOverlapCore& lender);
   // args.out = product of the gathered rows. args.lhs.data: this rank's rows, which need not be in
-  // the buffer then; or undefined: they are there. `gathered`: becomes all rows, if defined.
+  // the buffer then; or undefined: they are there. Scales of blocks are those of this rank's rows,
+  // a row for each, and are gathered too. `gathered`: becomes all rows, if defined.
   void split_overlap_ag(const GemmArgs& args, const Tensor& gathered = {});
   // rs_output [rows of this rank, n] = sum over ranks of the product. args.out is not looked at.
   void split_overlap_rs(const GemmArgs& args, const Tensor& rs_output);
-  // The same results for a buffer with atomic_gemm.
+  // The same results for a buffer with atomic_gemm: products of chunks that wait for flags, or are
+  // told of by them, since no cuBLASLt from CUDA 13 on counts tiles.
   void atomic_gemm_overlap_ag(const GemmArgs& args, const Tensor& gathered = {});
   void atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor& rs_output);
 
@@ -119,7 +124,7 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   static OverlapChannel& channel_of(const CommOverlapCore& other) { return *other.channel_; }
   void set_path(std::string_view op, const std::string& how);
   // "copy engine, 4 products on 3 streams"
-  std::string describe(size_t products) const;
+  std::string describe(std::string_view op, size_t products) const;
   // `args` with the SMs that products are to leave free.
   GemmArgs with_margin(GemmArgs args) const;
   // The product of a reduce-scatter: checked, without what belongs behind the sum.
@@ -171,6 +176,9 @@ class TORCH_OVERLAP_API CommOverlapP2PBase final : public CommOverlapCore {
   bool has_split(CommOverlapType type) const override { return type == config().comm_type; }
   void do_ag(std::string_view op, const GemmArgs& args, const Tensor& gathered) override;
   void do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) override;
+  // Block scales of lhs, which are those of `own`; undefined tensors for other modes.
+  GatheredRows gathered_scales(std::string_view op, const GemmOperand& lhs,
+                               const Tensor& own) const;
 };
 
 }  // namespace torch_overlap

@@ -118,6 +118,12 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       to_string(method), " and ", to_string(comm_type));
   TORCH_OVERLAP_CHECK(!aggregate_ag || tp_size % 2 == 0, kValue, op,
                       ": expected an even tp_size with aggregate_ag, got ", tp_size);
+  TORCH_OVERLAP_CHECK(!relay_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),
+                      kValue, op, ": expected RING_EXCHANGE and AG with relay_ag, got ",
+                      to_string(method), " and ", to_string(comm_type));
+  TORCH_OVERLAP_CHECK(!relay_ag || !aggregate_ag, kUnsupported, op,
+                      ": expected aggregate_ag or relay_ag, got both; products of two chunks wait "
+                      "for their owners");
   TORCH_OVERLAP_CHECK(!atomic_gemm || method != Method::BULK, kValue, op,
                       ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK");
 }
@@ -130,7 +136,8 @@ std::string CommOverlapConfig::text() const {
                 " comm_cga_size=", comm_cga_size, " gemm_priority=", gemm_priority,
                 " comm_priority=", comm_priority, " num_comm_sm=", num_comm_sm,
                 " set_sm_margin=", set_sm_margin, " use_ce=", use_ce, " atomic_gemm=", atomic_gemm,
-                " rs_overlap_first_gemm=", rs_overlap_first_gemm, " aggregate_ag=", aggregate_ag);
+                " rs_overlap_first_gemm=", rs_overlap_first_gemm, " aggregate_ag=", aggregate_ag,
+                " relay_ag=", relay_ag);
 }
 
 }  // namespace torch_overlap

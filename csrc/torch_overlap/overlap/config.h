@@ -59,6 +59,9 @@ struct TORCH_OVERLAP_API CommOverlapConfig {
   bool atomic_gemm = false;  // for atomic_gemm_overlap_*
   bool rs_overlap_first_gemm = false;
   bool aggregate_ag = false;  // RING_EXCHANGE: products of two chunks
+  // RING_EXCHANGE: chunks go round from neighbour to neighbour, for links between neighbours only;
+  // else each comes straight from its owner.
+  bool relay_ag = false;
 
   // What is usual for a method: RING_EXCHANGE takes copy engines, one SM and no margin, and as many
   // splits as ranks.

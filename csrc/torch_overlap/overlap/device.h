@@ -36,8 +36,9 @@ struct SumArgs {
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
-// before. The line of the epoch also has a word that a rank which gives up sets on all others.
-// tiles[r] are the flags of tiles that come from rank r, where a chunk comes in tiles.
+// before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
+// also has a word that a rank which gives up sets on all others. tiles[r] are the flags of tiles that
+// come from rank r, where a chunk comes in tiles.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;
@@ -51,6 +52,9 @@ struct ChannelLayout {
   int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
   int64_t tiles_at(int source) const {
     return begun_at(size) + static_cast<int64_t>(sizeof(uint32_t)) * tiles * source;
+  }
+  int64_t rows_at(int rank) const {
+    return begun_at(rank) + static_cast<int64_t>(sizeof(uint32_t));
   }
   int64_t total() const { return tiles_at(size); }
 };
@@ -78,7 +82,7 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual void sum(const SumArgs& args) = 0;
   // Products that talk to other ranks by themselves, through a direct transport of this device. Why
   // there are none for such a product; empty: there are. The same on all ranks.
-  virtual std::string fused_obstacle(const GemmArgs& args, const RowShare& rows) {
+  virtual std::string fused_obstacle(const FusedShape& shape) {
     return "the device has no fused kernels";
   }
   // On the current stream, within an operation.
@@ -86,6 +90,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
   // Of ChannelLayout, that these need.
   virtual int tiles() const { return 0; }
+  // As its maker calls it; devices of one name are as fast as each other.
+  virtual std::string name(c10::Device device) = 0;
   // 0 where there is no such thing.
   virtual int sm_count(c10::Device device) = 0;
   // The capture that the current stream is part of; 0: none is.

@@ -15,20 +15,27 @@
 // who calls; what is checked here throws before anything is sent.
 namespace torch_overlap {
 
+// A matrix whose rows the ranks gather.
+struct GatheredRows {
+  at::Tensor own;   // this rank's [length, columns], contiguous; may be its place in `all`
+  at::Tensor all;   // [rows, columns], contiguous, in the channel's data
+  at::Tensor copy;  // [rows, columns]: becomes all rows; undefined: not asked for
+};
+
 // Products of all ranks' rows, each begun as soon as its rows have arrived.
 struct GatherGemm {
-  // Of all rows: lhs.data, out, ... have rows.rows rows; lhs.data is `gathered`.
+  // Of all rows: out, ... have rows.rows rows; lhs.data is data.all, and lhs.scale_inv scales.all
+  // where there is one.
   std::vector<GemmArgs> gemms;
   RowShare rows;
-  at::Tensor own;       // this rank's rows [length, k], contiguous; may be where they are gathered
-  at::Tensor gathered;  // [rows, k], contiguous, where the channel's data begins
-  at::Tensor copy;      // [rows, k]: becomes all rows; undefined: not asked for
+  GatheredRows data;
+  GatheredRows scales;  // of blocks of lhs, a row for each of its; undefined: none are gathered
   GatherOrder order = GatherOrder::direct;
   // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
   bool fused = false;
 };
-// Uses flags 0 .. size - 1. Afterwards `gathered` holds all rows but, in order `direct`, this
-// rank's own if they were elsewhere.
+// Uses flags 0 .. size - 1, with scales to 2 * size - 1. Afterwards `all` holds all rows but, in
+// orders `direct` and `ring`, this rank's own if they were elsewhere.
 TORCH_OVERLAP_API void run_gather_gemm(std::string_view op, OverlapChannel& channel,
                                        const GatherGemm& problem);
 

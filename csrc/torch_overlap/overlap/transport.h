@@ -35,8 +35,9 @@ class TORCH_OVERLAP_API Transport {
   // Throws if an operation before has failed since.
   virtual void check() const {}
   // On the caller's stream, before fork(): all ranks have come to this operation, and so are done
-  // with what the one before left; from here on they write to each other's data.
-  virtual void begin() = 0;
+  // with what the one before left; from here on they write to each other's data. `rows` is the same
+  // on all ranks, or the operation fails on all where memory is shared.
+  virtual void begin(int64_t rows) = 0;
   // On the caller's stream, after join(); of an operation that ended half way, too.
   virtual void end() = 0;
   // Waits until the device is done with all operations, at most so long.

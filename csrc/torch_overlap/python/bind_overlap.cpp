@@ -2,7 +2,8 @@
 #include <pybind11/stl.h>
 
 #include "torch_overlap/base/errors.h"
-#include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/choose.h"
+#include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
 #include "torch_overlap/overlap/cpu/host_lanes.h"
@@ -41,10 +42,12 @@ struct Product {
   GemmArgs args(std::string_view op) const {
     const ScalingMode mode = torch_overlap::scaling_mode(op, scaling_mode);
     GemmArgs made;
-    made.lhs = {.data = or_none(B),
-                .transposed = transb,
-                .scaling = mode,
-                .scale_inv = or_none(B_scale_inv)};
+    // Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
+    made.lhs = {
+        .data = or_none(B),
+        .transposed = transb,
+        .scaling = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
+        .scale_inv = or_none(B_scale_inv)};
     made.rhs = {
         .data = A, .transposed = transa, .scaling = mode, .scale_inv = or_none(A_scale_inv)};
     made.out = or_none(D);
@@ -169,7 +172,7 @@ void register_config(py::module_& m) {
                        std::optional<int> comm_cga_size, int gemm_priority, int comm_priority,
                        std::optional<int> num_comm_sm, std::optional<bool> set_sm_margin,
                        std::optional<bool> use_ce, bool atomic_gemm, bool rs_overlap_first_gemm,
-                       bool aggregate_ag) {
+                       bool aggregate_ag, bool relay_ag) {
              auto config = CommOverlapConfig::defaults(comm_type, method, tp_size);
              config.buffer_shape = std::move(buffer_shape);
              config.buffer_dtype = buffer_dtype;
@@ -184,6 +187,7 @@ void register_config(py::module_& m) {
              config.atomic_gemm = atomic_gemm;
              config.rs_overlap_first_gemm = rs_overlap_first_gemm;
              config.aggregate_ag = aggregate_ag;
+             config.relay_ag = relay_ag;
              return config;
            }),
            py::arg("comm_type"), py::arg("method"), py::arg("buffer_shape"),
@@ -193,7 +197,7 @@ void register_config(py::module_& m) {
            py::arg("comm_priority") = 0, py::arg("num_comm_sm") = py::none(),
            py::arg("set_sm_margin") = py::none(), py::arg("use_ce") = py::none(),
            py::arg("atomic_gemm") = false, py::arg("rs_overlap_first_gemm") = false,
-           py::arg("aggregate_ag") = false)
+           py::arg("aggregate_ag") = false, py::arg("relay_ag") = false)
       .def_readonly("comm_type", &CommOverlapConfig::comm_type)
       .def_readonly("method", &CommOverlapConfig::method)
       .def_readonly("buffer_shape", &CommOverlapConfig::buffer_shape)
@@ -210,6 +214,7 @@ void register_config(py::module_& m) {
       .def_readonly("atomic_gemm", &CommOverlapConfig::atomic_gemm)
       .def_readonly("rs_overlap_first_gemm", &CommOverlapConfig::rs_overlap_first_gemm)
       .def_readonly("aggregate_ag", &CommOverlapConfig::aggregate_ag)
+      .def_readonly("relay_ag", &CommOverlapConfig::relay_ag)
       .def("__eq__", [](const CommOverlapConfig& a, const CommOverlapConfig& b) { return a == b; })
       .def("__repr__", [](const CommOverlapConfig& config) {
         return concat("<torch_overlap.CommOverlapConfig ", config.text(), ">");
@@ -325,18 +330,42 @@ void register_overlap(py::module_& m) {
     }
     return entries;
   });
-  m.def("_explain_algorithm", [](const std::string& op, const std::string& algorithm,
-                                 const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
-                                 int64_t chunk_rows, int64_t gather_bytes, int64_t scatter_bytes) {
-    const auto choice =
-        ops::explain_algorithm(op, algorithm, comm, dtype, chunk_rows, gather_bytes, scatter_bytes);
-    return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
-  });
-  m.def("_explain_all_reduce",
-        [](const std::string& algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
-          const auto choice = ops::choose_all_reduce(*comm, algorithm, rows);
-          return std::pair(std::string(ops::to_string(choice.algorithm)), choice.why);
-        });
+  m.def(
+      "_explain_algorithm",
+      [](const std::string& op, const std::string& algorithm,
+         const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
+         const std::tuple<int64_t, int64_t, int64_t>& shape, int64_t chunk_rows,
+         int64_t gather_bytes, int64_t scatter_bytes,
+         const std::tuple<int64_t, int64_t>& local_shape, bool prefers_channels) {
+        const auto [m, n, k] = shape;
+        const auto choice = ops::explain_algorithm({.op = op,
+                                                    .dtype = dtype,
+                                                    .m = m,
+                                                    .n = n,
+                                                    .k = k,
+                                                    .chunk_rows = chunk_rows,
+                                                    .gather_bytes = gather_bytes,
+                                                    .scatter_bytes = scatter_bytes,
+                                                    .local_n = std::get<0>(local_shape),
+                                                    .local_k = std::get<1>(local_shape),
+                                                    .prefers_channels = prefers_channels},
+                                                   algorithm, comm);
+        return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
+                          std::string(choice.decided_by));
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("comm").none(false), py::arg("dtype"),
+      py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
+      py::arg("scatter_bytes") = 0, py::arg("local_shape") = std::tuple<int64_t, int64_t>(0, 0),
+      py::arg("prefers_channels") = true);
+  m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("dtype"), py::arg("group_size"), py::arg("device"));
+  m.def(
+      "_set_tuning",
+      [](const std::string& source, ops::TuningEntries entries) {
+        ops::set_tuning(source == "table" ? ops::TuningSource::table : ops::TuningSource::cache,
+                        std::move(entries));
+      },
+      py::arg("source"), py::arg("entries"));
   m.def("_set_interleaving", &set_interleaving);
   py::class_<PretendUnreachable>(m, "_PretendUnreachable").def(py::init<>());
 }

@@ -69,13 +69,28 @@ def test_cuts_outside(axis, begin, length):
         getattr(case.args, axis)(begin, length)
 
 
-@pytest.mark.parametrize("scaling", ["mxfp8", "block_1x1", "block_2x1"])
-def test_cuts_through_blocks(scaling):
-    case = make_case(256, 256, 128, dtype=E4M3, scaling=scaling)
-    with pytest.raises(ValueError, match=r"expected a cut of lhs at multiples of 128 for .*got \[64, 128\)"):
-        case.args.rows(64, 64)
-    with pytest.raises(ValueError, match="expected a cut of rhs at multiples of 128"):
-        case.args.columns(0, 8)
+@pytest.mark.parametrize(
+    ("scaling", "lhs", "rhs"),
+    [("mxfp8 swizzled", True, True), ("block_1x2", False, True), ("block_2x1", True, False)],
+)
+def test_cuts_through_blocks(scaling, lhs, rhs):
+    scaling, _, swizzled = scaling.partition(" ")
+    case = make_case(256, 256, 128, dtype=E4M3, scaling=scaling, swizzled=bool(swizzled))
+    if lhs:
+        with pytest.raises(ValueError, match=r"expected a cut of lhs at multiples of 128 for .*got \[64, 128\)"):
+            case.args.rows(64, 64)
+    if rhs:
+        with pytest.raises(ValueError, match="expected a cut of rhs at multiples of 128"):
+            case.args.columns(0, 8)
+
+
+@pytest.mark.parametrize("axis", CUTS)
+@pytest.mark.parametrize("scaling", ["mxfp8", "block_1x1"])
+def test_scales_of_rows_are_cut_anywhere(scaling, axis):
+    case = make_case(72, 80, 160, dtype=E4M3, scaling=scaling, epilogue="bias_gelu_aux")
+    for piece in pieces(case.args, axis, [0, 8, 40]):
+        gemm(piece)
+    case.check()
 
 
 def test_what_pieces_would_overwrite():

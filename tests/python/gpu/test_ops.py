@@ -210,7 +210,7 @@ class ScaledProblem:
 
 def scaled_products(comm, algorithm, x, x_scale_inv, w, w_scale_inv, h, h_scale_inv):
     options = {"out_dtype": torch.float32, "use_split_accumulator": True, "algorithm": algorithm}
-    (y,) = ops.scaled_all_gather_matmul(x, x_scale_inv, [w], [w_scale_inv], comm, **options)
+    (y,), *_ = ops.scaled_all_gather_matmul(x, x_scale_inv, [w], [w_scale_inv], comm, **options)
     return y, ops.scaled_matmul_reduce_scatter(h, h_scale_inv, w, w_scale_inv, comm, **options)
 
 

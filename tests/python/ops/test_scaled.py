@@ -39,7 +39,7 @@ def gather_rank(comm, algorithm, number, shape, dim, out_dtype, dtypes):
     gathered = torch.cat(list(value(x, x_scale_inv)), dim)
     for biases in ((), [None, bias]):
         for split in (False, True):
-            results = ops.scaled_all_gather_matmul(
+            results, *_ = ops.scaled_all_gather_matmul(
                 x[me], x_scale_inv, [w for w, _ in weights[me]], [s for _, s in weights[me]], comm, biases,
                 gather_dim=dim, out_dtype=out_dtype, use_split_accumulator=split, algorithm=algorithm,
             )  # fmt: skip
@@ -90,7 +90,7 @@ def test_two_8_bit_types(algorithm, dtypes):
 def test_the_default_is_bfloat16():
     def rank(comm):
         x, s = quantized(torch.randn(16, 16))
-        assert ops.scaled_all_gather_matmul(x, s, [x], [s], comm)[0].dtype == torch.bfloat16
+        assert ops.scaled_all_gather_matmul(x, s, [x], [s], comm)[0][0].dtype == torch.bfloat16
         assert ops.scaled_matmul_reduce_scatter(x, s, x, s, comm).dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.float16):
             assert ops.scaled_matmul_reduce_scatter(x, s, x, s, comm).dtype == torch.bfloat16
@@ -103,7 +103,7 @@ def test_there_is_no_gradient():
         x, s = quantized(torch.randn(16, 16))
         s.requires_grad_()
         for result in (
-            ops.scaled_all_gather_matmul(x, s, [x], [s], comm)[0],
+            ops.scaled_all_gather_matmul(x, s, [x], [s], comm)[0][0],
             ops.scaled_matmul_reduce_scatter(x, s, x, s, comm),
         ):
             with pytest.raises(RuntimeError, match=r"scaled_.* is not implemented"):

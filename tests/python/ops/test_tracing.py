@@ -107,6 +107,7 @@ def scaled_calls(size, comm=NOBODY):
         return torch.ones(*shape).to(torch.float8_e4m3fn)
 
     s = lambda: torch.ones(1)  # noqa: E731
+    e8m0 = lambda *shape: torch.ones(*shape).to(torch.float8_e8m0fnu)  # noqa: E731
     gather, scatter = raw.scaled_all_gather_matmul, raw.scaled_matmul_reduce_scatter
     return {
         "scaled_all_gather_matmul": (
@@ -116,6 +117,24 @@ def scaled_calls(size, comm=NOBODY):
         "scaled_all_gather_matmul 1": (
             gather,
             lambda: (x(2, 4, 16), s(), [x(8, 16)] * 2, [s(), s()], [], comm, size, 1),
+        ),
+        "scaled_all_gather_matmul 2": (
+            gather,
+            lambda: (
+                x(8, 64),
+                e8m0(8, 2),
+                [x(8, 64)],
+                [e8m0(8, 2)],
+                [],
+                comm,
+                size,
+                0,
+                torch.float32,
+                False,
+                "sequential",
+                2,
+                True,
+            ),
         ),
         "scaled_matmul_reduce_scatter": (
             scatter,
@@ -157,8 +176,9 @@ EXPECTED = {
     "matmul_all_to_all 1": [(8, 3, 2)],
     "bulk_overlap_matmul": [(3, 5), (8, 2)],
     "bulk_overlap_matmul 1": [(2, 3, 5), (3, 2)],
-    "scaled_all_gather_matmul": [(8, 8)],
-    "scaled_all_gather_matmul 1": [(2, 8, 8), (2, 8, 8)],
+    "scaled_all_gather_matmul": [(8, 8), (0,), (0,)],
+    "scaled_all_gather_matmul 1": [(2, 8, 8), (2, 8, 8), (0,), (0,)],
+    "scaled_all_gather_matmul 2": [(16, 8), (16, 64), (16, 2)],
     "scaled_matmul_reduce_scatter": [(2, 8)],
     "scaled_matmul_reduce_scatter 1": [(3, 2, 8)],
 }
@@ -375,7 +395,7 @@ def exchanging_layer(x, q, v, o, comm):
 
 
 def scaled_layer(x, s, w, comm):
-    (y,) = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="chunked")
+    (y,), *_ = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="chunked")
     z = ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
     return y.sum(0) + z
 

@@ -52,13 +52,18 @@ def even(size: int) -> list[bool]:
     return [False, True] if size % 2 == 0 else [False]
 
 
+def orders(size: int) -> list[dict[str, bool]]:
+    """Ways to gather: straight from the owners, passed on, two chunks at a time."""
+    return [{}, {"relay_ag": True}, *([{"aggregate_ag": True}] if size % 2 == 0 else [])]
+
+
 @SIZES
 def test_split_overlap_ag(backend: str, size: int, seed: int) -> None:
     run(
         [
-            (Gather, (dtype,), {"fill": fill, "options": {"aggregate_ag": aggregate}})
+            (Gather, (dtype,), {"fill": fill, "options": options})
             for dtype in PLAIN
-            for aggregate in even(size)
+            for options in orders(size)
             for fill in (False, True)
         ],
         backend, size, seed,
@@ -153,8 +158,8 @@ def test_bulk_overlap_external_ag(backend: str, size: int, seed: int) -> None:
 def test_active_tokens(backend: str, size: int, active: int, seed: int) -> None:
     """None, fewer than ranks, uneven ends, and all that fit."""
     sizes = {"tokens": 16, "active": active}
-    cases: list[Any] = [(Gather, (), {"fill": fill, "options": {"aggregate_ag": pairs}, **sizes})
-                        for pairs in even(size) for fill in (False, True)]  # fmt: skip
+    cases: list[Any] = [(Gather, (), {"fill": fill, "options": options, **sizes})
+                        for options in orders(size) for fill in (False, True)]  # fmt: skip
     cases += [(Gather, (E4M3,), {"epilogue": "gelu", **sizes})]
     cases += [(Scatter, (method, dtype), sizes) for method in (RING, PIPELINE) for dtype in (torch.bfloat16, E4M3)]
     cases += [(Bulk, (AG,), sizes), (Bulk, (RS,), sizes), (Bulk, (RS,), {"in_place": False, **sizes})]
@@ -201,8 +206,10 @@ def run_atomic_pair(comm: to.TorchComm, seed: int, dtype: torch.dtype, aggregate
         suffix = "atomic_gemm_overlap" if gather.atomic else "split_overlap"
         getattr(gather.buffer, f"{suffix}_ag")(w1, True, x, False, h)
         getattr(scatter.buffer, f"{suffix}_rs")(w2, True, gelu(h), False, None, rs_output=out)
-        assert gather.buffer.last_path().startswith(f"{suffix}_ag: ")
-        assert scatter.buffer.last_path().startswith(f"{suffix}_rs: ")
+        for case, kind in ((gather, "ag"), (scatter, "rs")):
+            path = case.buffer.last_path()
+            assert path.startswith(f"{suffix}_{kind}: shared memory, ")
+            assert path.endswith(" streams, flags in place of counters" if case.atomic else " streams")
         results.append(out)
     assert same(*results)
 

@@ -67,10 +67,11 @@ def test_rows_that_ranks_cannot_share_evenly(seed: int) -> None:
     run_ranks(run_uneven_rows, 3, seed)
 
 
-def run_logged(comm: TorchComm) -> str:
-    config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [4, 8], torch.float64, comm.get_size())
+def run_logged(comm: TorchComm, relay: bool = False) -> str:
+    size = comm.get_size()
+    config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [2 * size, 8], torch.float64, size, relay_ag=relay)
     buffer = to.CommOverlapP2PBase(comm, config)
-    x, w, y = torch.ones(2, 8).double(), torch.ones(3, 8).double(), torch.empty(4, 3).double()
+    x, w, y = torch.ones(2, 8).double(), torch.ones(3, 8).double(), torch.empty(2 * size, 3).double()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -90,6 +91,16 @@ def test_every_product_and_exchange_is_logged_when_that_is_asked_for() -> None:
         other = 1 - rank
         assert f"rank {rank}: chunk {rank} of 128 bytes to rank {other}, chunk {other} from rank {other}" in log
     assert run_ranks(run_logged, 2) == ["", ""]
+
+
+def test_chunks_are_passed_on_to_the_neighbour_only_where_that_is_asked_for() -> None:
+    size = 4
+    for relay in (False, True):
+        logs = run_ranks(run_logged, size, relay, env={"TORCH_OVERLAP_LOG_CHUNKS": "1"})
+        for rank, log in enumerate(logs):
+            given = [line.split(" to rank ")[1].split(",")[0] for line in log.splitlines() if " to rank " in line]
+            others = [(rank + (1 if relay else step)) % size for step in range(1, size)]
+            assert given == [str(other) for other in others], log
 
 
 def run_workspaces(comm: TorchComm, seed: int) -> None:

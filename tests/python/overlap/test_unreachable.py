@@ -55,6 +55,7 @@ def test_every_method_goes_through_the_communicator(backend: str, size: int, see
     cases: list[Any] = [(Gather, (dtype,), {"fill": fill, "options": {"aggregate_ag": aggregate}})
                         for dtype in (*PLAIN, E4M3) for aggregate in pairs for fill in (False, True)]  # fmt: skip
     cases += [(Gather, (), {"epilogue": "bias_gelu", "atomic": True, "accumulate": True})]
+    cases += [(Gather, (), {"fill": fill, "options": {"relay_ag": True}}) for fill in (False, True)]
     cases += [(Scatter, (method, dtype), {"layout": layout})
               for method in (RING, PIPELINE) for dtype in (*PLAIN, E4M3, E5M2)
               for layout in (["TN", "NT"] if dtype == torch.float32 else ["TN"])]  # fmt: skip

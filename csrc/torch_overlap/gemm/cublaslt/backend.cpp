@@ -13,17 +13,14 @@
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/cublaslt/cache.h"
 #include "torch_overlap/gemm/cublaslt/epilogue.h"
+#include "torch_overlap/gemm/cublaslt/group_streams.h"
 #include "torch_overlap/gemm/cublaslt/scales.h"
-#include "torch_overlap/gemm/cublaslt/side_streams.h"
 #include "torch_overlap/gemm/cublaslt/workspace.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/options.h"
 
 namespace torch_overlap::cublaslt {
 namespace {
-
-// Streams of a group, the current one among them.
-constexpr size_t kGroupStreams = 4;
 
 at::Tensor oriented(const OperandView& operand) {
   return operand.transposed ? operand.data.t() : operand.data;
@@ -130,7 +127,7 @@ class CublasLtGemm final : public GemmBackend {
     // Once: with the handle torch makes a workspace of its own for the current stream.
     const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
     const auto current = c10::cuda::getCurrentCUDAStream();
-    SideStreams side(current, std::min(problems.size(), kGroupStreams) - 1);
+    GroupStreams side(current, std::min(problems.size() - 1, GroupStreams::kMost));
     for (size_t i = 0; i < problems.size(); ++i) {
       const size_t stream = i % (side.count() + 1);
       const c10::cuda::CUDAStreamGuard guard(stream == 0 ? current : side[stream - 1]);

@@ -26,6 +26,7 @@ class CpuOverlapDevice final : public OverlapDevice {
     args.out.copy_(total);
   }
 
+  std::string name(c10::Device) override { return "cpu"; }
   int sm_count(c10::Device) override { return 0; }
   uint64_t capture() override { return 0; }
   void keep_for_graph(std::vector<std::shared_ptr<void>>) override {}

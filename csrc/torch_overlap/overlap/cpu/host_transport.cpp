@@ -38,16 +38,24 @@ std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int ran
   };
 }
 
-void HostTransport::begin() {
+void HostTransport::begin(int64_t rows) {
   const auto& layout = options_.layout;
+  const auto own_rows = static_cast<uint32_t>(rows);
   ++epoch_;
   for (int rank = 0; rank < memory_->size(); ++rank) {
+    word(rank, layout.rows_at(memory_->rank())).store(own_rows, std::memory_order_relaxed);
     word(rank, layout.begun_at(memory_->rank())).store(epoch_, std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
     if (rank == memory_->rank()) continue;
     const auto has_begun = reaches(layout.begun_at(rank), epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();
+    // It does not begin another before this rank has done its part of this one.
+    const uint32_t seen = word(memory_->rank(), layout.rows_at(rank)).load();
+    TORCH_OVERLAP_CHECK(seen == own_rows, kValue, memory_->name(),
+                        ": expected the same number of rows on all ranks, got ", own_rows,
+                        " on rank ", memory_->rank(), " and ", seen, " on rank ", rank,
+                        "; call set_active_tokens() alike, with equal shapes");
   }
 }
 

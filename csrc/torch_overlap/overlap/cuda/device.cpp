@@ -83,8 +83,8 @@ class CudaOverlapDevice final : public OverlapDevice {
                 "sum");
   }
 
-  std::string fused_obstacle(const GemmArgs& args, const RowShare& rows) override {
-    return cuda::fused_obstacle(args, rows, args.lhs.data.device());
+  std::string fused_obstacle(const FusedShape& shape) override {
+    return cuda::fused_obstacle(shape);
   }
   void run_fused(Transport& transport, const FusedGather& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
@@ -93,6 +93,10 @@ class CudaOverlapDevice final : public OverlapDevice {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }
   int tiles() const override { return cuda::kMostTiles; }
+
+  std::string name(c10::Device device) override {
+    return at::cuda::getDeviceProperties(device.index())->name;
+  }
 
   int sm_count(c10::Device device) override {
     return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;

@@ -7,8 +7,8 @@
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 
-// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves:
-// one kernel where the executor would issue a product for each chunk.
+// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves: one
+// kernel where the executor would issue a product for each chunk.
 namespace torch_overlap::cuda {
 
 // A chunk for each rank must fit into the parameters of a kernel.
@@ -16,8 +16,8 @@ inline constexpr int kMostFusedRanks = 8;
 
 // All-gather + GEMM: the rows of each chunk are multiplied once it has arrived.
 struct FusedGatherParams {
-  sm90::GemmParams gemm;             // lhs: of this rank's rows; out and m: not looked at
-  CUtensorMap gathered;              // all rows
+  sm90::GemmParams gemm;  // lhs: of this rank's rows; out and m: not looked at
+  CUtensorMap gathered;   // all rows
   CUtensorMap out[kMostFusedRanks];  // of the rows of each chunk
   int begin[kMostFusedRanks];        // of each chunk, in rows
   int rows[kMostFusedRanks];
@@ -29,7 +29,7 @@ struct FusedGatherParams {
 
 // GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
 struct FusedScatterParams {
-  sm90::GemmParams gemm;              // lhs: all rows; out and m: not looked at
+  sm90::GemmParams gemm;  // lhs: all rows; out and m: not looked at
   CUtensorMap to[kMostFusedRanks];    // where the tiles of each chunk go; of the own: the result
   CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
   int begin[kMostFusedRanks];         // of each chunk, in rows

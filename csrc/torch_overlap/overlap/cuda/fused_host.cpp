@@ -105,8 +105,7 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
                              const KernelInfo& kernel) {
   sm90::GemmParams params{};
   params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
-  params.rhs =
-      sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
+  params.rhs = sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
@@ -125,37 +124,27 @@ CUtensorMap store_map(const at::Tensor& rows) {
 
 }  // namespace
 
-std::string fused_obstacle(const GemmArgs& args, const RowShare& rows, c10::Device device) {
-  const auto dtype = args.lhs.data.scalar_type();
-  const auto* properties = at::cuda::getDeviceProperties(device.index());
+std::string fused_obstacle(const FusedShape& shape) {
+  const auto* properties = at::cuda::getDeviceProperties(shape.device.index());
   if (properties->major != kHopper) {
     return concat("fused kernels are for sm_90, this is sm_", properties->major, properties->minor);
   }
-  if (rows.size > kMostFusedRanks) {
+  if (shape.rows.size > kMostFusedRanks) {
     return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
-                  rows.size);
+                  shape.rows.size);
   }
-  if (dtype != at::kBFloat16 && dtype != at::kHalf) {
-    return concat("fused kernels multiply bfloat16 and float16, not ", dtype);
+  if (shape.dtype != at::kBFloat16 && shape.dtype != at::kHalf) {
+    return concat("fused kernels multiply bfloat16 and float16, not ", shape.dtype);
   }
-  if (args.rhs.data.scalar_type() != dtype) return "operands are of different types";
-  const int64_t k = args.lhs.data.size(args.lhs.transposed ? 0 : 1);
-  const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
-  if (k == 0 || n == 0 || rows.rows == 0) return "there is nothing to compute";
-  if (k % kAlignment != 0 || n % kAlignment != 0) {
-    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", k,
-                  " and ", n);
+  if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
+  if (shape.k % kAlignment != 0 || shape.n % kAlignment != 0) {
+    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", shape.k,
+                  " and ", shape.n);
   }
   const int64_t tiles =
-      ceil_div(rows.largest(), kTiles.back().rows) * ceil_div(n, kTiles.back().columns);
-  if (tiles > kMostTiles)
-    return concat("a chunk of ", tiles, " tiles; ", kMostTiles, " have a word");
-  const auto& epilogue = args.epilogue;
-  if (epilogue.gelu || epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
-      epilogue.bias_grad.defined() || args.accumulate || args.out_scale.defined() ||
-      args.out_amax.defined() || args.lhs.scaling != ScalingMode::NO_SCALING ||
-      args.rhs.scaling != ScalingMode::NO_SCALING) {
-    return "fused kernels add a bias, and nothing else";
+      ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
+  if (tiles > kMostTiles) {
+    return concat("a chunk would have ", tiles, " tiles; there are words for ", kMostTiles);
   }
   return {};
 }
@@ -179,8 +168,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   if (operands.lhs.size(0) > 0) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
   } else {  // no rows of its own: nothing reads this map
-    params.gemm =
-        gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
+    params.gemm = gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
   }
   params.gemm.row_group = kRowGroup / kernel.cluster;
   params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
@@ -197,9 +185,9 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   params.control = transport.control();
   const int64_t most = int64_t{sms} / kernel.cluster;
   const auto blocks = static_cast<int>(std::min(units(kernel), most) * kernel.cluster);
-  check(
-      launch_fused_gather(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
-      "fused all-gather and product");
+  check(launch_fused_gather(kernel, params, blocks,
+                            c10::cuda::getCurrentCUDAStream(device.index())),
+        "fused all-gather and product");
 }
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
@@ -217,8 +205,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = std::max(1, kRowGroup / rows.size);
-  const at::Tensor out =
-      sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
+  const at::Tensor out = sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
   const auto dtype = out.scalar_type();
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
   for (int chunk = 0; chunk < rows.size; ++chunk) {
@@ -231,8 +218,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
       params.to[chunk] = store_map(out);
       continue;
     }
-    params.to[chunk] =
-        store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
+    params.to[chunk] = store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
     params.from[chunk] =
         store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
   }
@@ -243,9 +229,9 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.words = transport.words();
   params.control = transport.control();
   const auto blocks = static_cast<int>(std::min<int64_t>(units(kernel), sms));
-  check(
-      launch_fused_scatter(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
-      "fused product and reduce-scatter");
+  check(launch_fused_scatter(kernel, params, blocks,
+                             c10::cuda::getCurrentCUDAStream(device.index())),
+        "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }
 

@@ -15,20 +15,38 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kWordsInLine = 32;  // ChannelLayout::kLine bytes
 
+// Of a peer that has begun. It does not begin another operation before this rank has done its part
+// of this one, so its word stays.
+__device__ void check_rows(const ChannelWords& words, const uint32_t* word, uint32_t rows, int peer,
+                           const WaitControl& control) {
+  if (has_failed(control)) return;
+  const uint32_t seen = load_acquire(word);
+  if (seen == rows) return;
+  WaitRecord what{};
+  what.kind = WaitKind::rows;
+  what.window = words.id;
+  what.peer = peer;
+  what.expected = rows;
+  give_up(control, what, seen);
+}
+
 __global__ void __launch_bounds__(kWarp)
     begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told,
-                 __grid_constant__ const WordOfAll gone, const uint32_t* begun,
+                 __grid_constant__ const WordOfAll gone, const uint32_t* begun, uint32_t rows,
                  WaitControl control) {
   const uint32_t epoch = *words.epoch + 1;
   const bool tells = !has_failed(control);
   // What was read and written before is behind.
   __threadfence_system();
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
-    if (peer != words.rank && tells) store_release(told.at[peer], epoch);
+    if (peer == words.rank || !tells) continue;
+    *static_cast<volatile uint32_t*>(told.at[peer] + 1) = rows;
+    store_release(told.at[peer], epoch);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
     if (peer == words.rank) continue;
     await_word(words, begun + peer * kWordsInLine, epoch, WaitKind::begin, peer, control);
+    check_rows(words, begun + peer * kWordsInLine + 1, rows, peer, control);
   }
   __syncwarp();
   if (!has_failed(control)) {
@@ -279,8 +297,9 @@ cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from
 }  // namespace
 
 cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
-                         const uint32_t* begun, const WaitControl& control, cudaStream_t stream) {
-  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, gone, begun, control);
+                         const uint32_t* begun, uint32_t rows, const WaitControl& control,
+                         cudaStream_t stream) {
+  begin_kernel<<<1, kWarp, 0, stream>>>(words, told, gone, begun, rows, control);
   return cudaGetLastError();
 }
 

@@ -20,9 +20,11 @@ struct WordOfAll {
 // the same, and takes that epoch. Where that fails it does not: the copies and words that follow
 // carry the old one, which nobody waits for; and it tells all others, by `gone`, that this rank has
 // given up. `told`: this rank's word on every rank; `begun`: the word of rank 0 here, those of the
-// others follow in steps of a line.
+// others follow in steps of a line. The word behind each is for `rows`: a rank that has begun with
+// another number makes this fail, there as here.
 cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
-                         const uint32_t* begun, const WaitControl& control, cudaStream_t stream);
+                         const uint32_t* begun, uint32_t rows, const WaitControl& control,
+                         cudaStream_t stream);
 
 // Sets a word of every other rank to the epoch, after all that was before it on the stream. Nothing
 // is told once a wait has failed.

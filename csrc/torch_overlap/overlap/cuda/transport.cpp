@@ -10,8 +10,8 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
+#include "torch_overlap/overlap/channel.h"
 
 namespace torch_overlap::cuda {
 namespace {
@@ -87,12 +87,12 @@ void CudaTransport::check() const {
   if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
-void CudaTransport::begin() {
-  require(
-      launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
-                   word_of_all(options_.layout.gone_at()),
-                   word(memory_->rank(), options_.layout.begun_at(0)), control(), current_stream()),
-      "overlap: begin");
+void CudaTransport::begin(int64_t rows) {
+  require(launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
+                       word_of_all(options_.layout.gone_at()),
+                       word(memory_->rank(), options_.layout.begun_at(0)),
+                       static_cast<uint32_t>(rows), control(), current_stream()),
+          "overlap: begin");
 }
 
 void CudaTransport::end() {

@@ -27,7 +27,7 @@ class CudaTransport final : public Transport {
   std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
   bool is_direct() const override { return true; }
   void check() const override;
-  void begin() override;
+  void begin(int64_t rows) override;
   void end() override;
   void drain(std::chrono::milliseconds timeout) noexcept override;
   std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }

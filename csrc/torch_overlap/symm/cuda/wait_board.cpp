@@ -125,6 +125,10 @@ std::optional<std::string> WaitBoard::expired() const {
     case WaitKind::gone:
       return concat(name, ": expected all ranks to take part in operation ", record.expected,
                     ", got one that has given up; its own error says why");
+    case WaitKind::rows:
+      return concat(name, ": expected the same number of rows on all ranks, got ", record.expected,
+                    " here and ", record.seen, " on rank ", record.peer,
+                    "; call set_active_tokens() alike, with equal shapes");
     case WaitKind::chunk:
       return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
                     record.expected, within, "operation ", record.seen,

@@ -10,6 +10,7 @@ enum class WaitKind : uint32_t {
   begin,   // of operation `expected` of an overlap buffer, on rank `peer`
   chunk,   // of operation `expected` of an overlap buffer, by rank `peer`
   gone,    // as begin or chunk, but another rank has given up meanwhile
+  rows,    // rank `peer` has begun an operation of `seen` rows, this one of `expected`
 };
 
 // What a kernel needs to wait; of one communicator, or of one that has none.

@@ -1,8 +1,9 @@
-#include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/choose.h"
 
 #include <gtest/gtest.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/tuning.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -11,8 +12,12 @@ std::shared_ptr<TorchComm> fake_comm(const std::string& name, int size) {
   return TorchComm::create("fake", c10::kCPU, name, {}, RankAndSize{0, size});
 }
 
+OverlapProblem problem_of(at::ScalarType dtype, int64_t rows) {
+  return {.op = "op", .dtype = dtype, .chunk_rows = rows, .gather_bytes = 1, .scatter_bytes = 1};
+}
+
 Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
-  return choose_algorithm("op", algorithm, comm, at::kFloat, rows, 1, 1).algorithm;
+  return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm).algorithm;
 }
 
 template <typename F>
@@ -52,7 +57,7 @@ TEST(ChooseAlgorithm, SaysWhyAChannelCannotBeUsed) {
                                                 "' needs, got: the communicator has no peers"));
   }
   const auto error =
-      choose_error([&] { choose_algorithm("op", "ring", comm, at::kLong, 1 << 20, 1, 1); });
+      choose_error([&] { choose_algorithm(problem_of(at::kLong, 1 << 20), "ring", comm); });
   EXPECT_STREQ(error.what(),
                "op: expected what algorithm 'ring' needs, got: products of Long are torch's");
   comm->finalize();
@@ -66,6 +71,18 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
                "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, got "
                "'tree'");
   comm->finalize();
+}
+
+TEST(TuningKey, IsTheSameWithinHalfAPowerOfTwo) {
+  const auto key = [](int64_t m, int64_t n, int64_t k) {
+    return tuning_key("op", m, n, k, at::kBFloat16, 2, "device");
+  };
+  EXPECT_EQ(key(1024, 4096, 512), key(1100, 4000, 500));
+  EXPECT_NE(key(1024, 4096, 512), key(1536, 4096, 512));
+  EXPECT_NE(key(1024, 4096, 512), key(1024, 4096, 768));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kHalf, 2, "device"));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 4, "device"));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "other"));
 }
 
 }  // namespace

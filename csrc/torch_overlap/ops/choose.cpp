@@ -1,0 +1,155 @@
+#include "torch_overlap/ops/choose.h"
+
+#include <algorithm>
+#include <array>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/ops/tuning.h"
+#include "torch_overlap/overlap/op_channels.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+// Below this many rows a chunk's product takes less time than issuing its transfer.
+constexpr int64_t kMinChunkRows = 256;
+
+constexpr std::string_view kCaller = "caller";
+constexpr std::string_view kRule = "rule";
+
+// A channel as it is needed: made, or only looked for.
+enum class Need { make, look };
+
+// Why the channels of a communicator cannot be used; empty if they can.
+std::string channel_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                             Need need) {
+  if (!is_channel_dtype(problem.dtype)) {
+    return concat("products of ", problem.dtype, " are torch's");
+  }
+  if (comm->backend_name() == "fake") return "the communicator has no peers";
+  for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, problem.gather_bytes),
+                                     std::pair(OperatorChannel::scatter, problem.scatter_bytes)}) {
+    if (bytes == 0) continue;
+    const auto channel = need == Need::make ? operator_channel(problem.op, comm, which, bytes)
+                                            : existing_operator_channel(*comm, which);
+    if (need == Need::make && !channel) {
+      return "no memory can be shared during a capture; call the operator once before it";
+    }
+    if (channel && !channel->transport().is_direct()) return channel->obstacle();
+    if (channel && channel->is_broken()) {
+      return "an earlier operation ended half way; reconfigure() the communicator, or make a new "
+             "one";
+    }
+  }
+  return {};
+}
+
+// Why the device has no fused kernel for it, or that cannot be used; empty if it can.
+std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                           Need need) {
+  if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
+  const auto why = overlap_device(problem.op, comm->device().type())
+                       .fused_obstacle({.device = comm->device(),
+                                        .dtype = problem.dtype,
+                                        .rows = {problem.chunk_rows * comm->size(), comm->size()},
+                                        .n = problem.local_n,
+                                        .k = problem.local_k});
+  return why.empty() ? channel_obstacle(problem, comm, need) : why;
+}
+
+// An algorithm, and what says why it cannot be; null: it always can.
+struct Kind {
+  std::string_view name;
+  std::string (*obstacle)(const OverlapProblem&, const std::shared_ptr<TorchComm>&, Need);
+};
+
+// By Algorithm.
+constexpr std::array<Kind, 5> kKinds{{{"sequential", nullptr},
+                                      {"chunked", nullptr},
+                                      {"ring", channel_obstacle},
+                                      {"bulk", channel_obstacle},
+                                      {"fused", fused_obstacle}}};
+
+std::optional<Algorithm> algorithm_of(std::string_view name) {
+  const auto* const found = std::find_if(kKinds.begin(), kKinds.end(),
+                                         [name](const Kind& kind) { return kind.name == name; });
+  if (found == kKinds.end()) return std::nullopt;
+  return static_cast<Algorithm>(found - kKinds.begin());
+}
+
+std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
+                     const std::shared_ptr<TorchComm>& comm, Need need) {
+  const Kind& kind = kKinds.at(static_cast<size_t>(algorithm));
+  return kind.obstacle == nullptr ? std::string() : kind.obstacle(problem, comm, need);
+}
+
+// Where nothing was measured.
+Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                      Need need) {
+  if (!is_worth_chunks(problem.chunk_rows)) {
+    return {Algorithm::sequential,
+            concat("chunks of ", problem.chunk_rows, " rows are quicker computed than sent; ",
+                   kMinChunkRows, " are worth it"),
+            kRule};
+  }
+  // On a CPU nothing runs beside a product but the communicator's threads.
+  if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU", kRule};
+  if (!problem.prefers_channels) {
+    return {Algorithm::chunked, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
+  }
+  const auto why = obstacle(Algorithm::ring, problem, comm, need);
+  if (!why.empty()) return {Algorithm::chunked, why, kRule};
+  return {Algorithm::ring, "ranks reach each other's memory", kRule};
+}
+
+Choice choose(const OverlapProblem& problem, std::string_view algorithm,
+              const std::shared_ptr<TorchComm>& comm, Need need) {
+  check_algorithm(problem.op, algorithm);
+  if (const auto asked = algorithm_of(algorithm)) {
+    const auto why = obstacle(*asked, problem, comm, need);
+    TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
+                        algorithm, "' needs, got: ", why);
+    return {*asked, "asked for", kCaller};
+  }
+  if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
+  if (const auto tuned =
+          need == Need::make ? find_tuned(problem, comm) : look_for_tuned(problem, comm)) {
+    const auto known = algorithm_of(tuned->algorithm);
+    if (known && obstacle(*known, problem, comm, need).empty()) {
+      return {*known, concat("measured as the quickest, ", tuned->source), tuned->source};
+    }
+  }
+  return choose_by_rule(problem, comm, need);
+}
+
+}  // namespace
+
+std::string_view to_string(Algorithm algorithm) {
+  return kKinds.at(static_cast<size_t>(algorithm)).name;
+}
+
+void check_algorithm(std::string_view op, std::string_view algorithm) {
+  if (algorithm == "auto" || algorithm_of(algorithm)) return;
+  std::string known = "auto";
+  for (const Kind& kind : kKinds) known += concat(", ", kind.name);
+  fail(ErrorKind::kValue, op, ": expected algorithm to be one of ", known, ", got '", algorithm,
+       "'");
+}
+
+Choice choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
+                        const std::shared_ptr<TorchComm>& comm) {
+  return choose(problem, algorithm, comm, Need::make);
+}
+
+Choice explain_algorithm(const OverlapProblem& problem, std::string_view algorithm,
+                         const std::shared_ptr<TorchComm>& comm) {
+  return choose(problem, algorithm, comm, Need::look);
+}
+
+bool is_channel_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
+}
+
+bool is_worth_chunks(int64_t rows) { return rows >= kMinChunkRows; }
+
+}  // namespace torch_overlap::ops

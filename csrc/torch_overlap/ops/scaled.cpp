@@ -1,0 +1,108 @@
+#include "torch_overlap/ops/scaled.h"
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/quantize.h"
+#include "torch_overlap/ops/checks.h"
+#include "torch_overlap/ops/pipeline.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring";
+
+// Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
+ScaledModes modes_of(std::string_view op, int64_t scaling_mode) {
+  const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
+  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
+                      ": expected a scaling_mode of 8-bit values, got NO_SCALING; use ",
+                      op.substr(std::string_view("scaled_").size()));
+  return {.x = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
+          .weight = mode};
+}
+
+void check_quantized(std::string_view op, std::string_view what, const at::Tensor& data,
+                     const at::Tensor& scale_inv, ScalingMode mode) {
+  TORCH_OVERLAP_CHECK(
+      data.scalar_type() == at::kFloat8_e4m3fn || data.scalar_type() == at::kFloat8_e5m2, kType, op,
+      ": expected ", what, " of dtype float8_e4m3fn or float8_e5m2, got ", data.scalar_type(),
+      "; use quantize");
+  if (is_tensor_scaling(mode)) {
+    check_scale(op, data, scale_inv);
+    return;
+  }
+  try {
+    check_dequantizable(op, data, scale_inv, mode, at::kFloat, /*swizzled=*/false);
+  } catch (const Error& error) {
+    fail(error.kind(), error.what(), ", the scales of ", what,
+         "; pass what quantize gave, unswizzled (unswizzle_scales)");
+  }
+}
+
+}  // namespace
+
+ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::Tensor& x_scale_inv,
+                           int64_t group_size, int64_t dim, std::string_view what,
+                           at::ScalarType out_dtype, std::string_view algorithm,
+                           int64_t scaling_mode) {
+  check_group_size(op, group_size);
+  check_choice(op, "algorithm", kScaledAlgorithms, algorithm);
+  TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, op,
+                      ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
+                      "; use x.unsqueeze(0)");
+  const auto modes = modes_of(op, scaling_mode);
+  check_quantized(op, "x", x, x_scale_inv, modes.x);
+  TORCH_OVERLAP_CHECK(
+      out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,
+      ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype);
+  const int64_t wrapped = wrap_dim(op, x, dim, what);
+  TORCH_OVERLAP_CHECK(wrapped + 1 < x.dim(), kValue, op, ": expected ", what,
+                      " to be a dimension of rows, got ", dim, ", the features of shape ",
+                      x.sym_sizes());
+  return {.dim = wrapped, .modes = modes};
+}
+
+void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
+                         const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,
+                         at::ScalarType out_dtype, const ScaledModes& modes) {
+  TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op,
+                      ": expected a weight [out_features, in_features], got shape ",
+                      weight.sym_sizes());
+  check_quantized(op, "a weight", weight, weight_scale_inv, modes.weight);
+  TORCH_OVERLAP_CHECK(weight.device() == x.device(), kType, op, ": expected a weight on device ",
+                      x.device(), " as x, got ", weight.device(), "; move one of them");
+  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1), weight.sym_size(1));
+  if (!bias) return;
+  TORCH_OVERLAP_CHECK(bias->dim() == 1, kValue, op, ": expected a bias [out_features], got shape ",
+                      bias->sym_sizes());
+  TORCH_OVERLAP_CHECK(bias->scalar_type() == out_dtype, kType, op, ": expected a bias of dtype ",
+                      out_dtype, ", that of the result, got ", bias->scalar_type(), "; convert it");
+  TORCH_OVERLAP_CHECK(bias->device() == x.device(), kType, op, ": expected a bias on device ",
+                      x.device(), " as x, got ", bias->device(), "; move one of them");
+  check_size(op, "as many bias entries as out_features,", weight.sym_size(0), bias->sym_size(0));
+}
+
+at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_t dim,
+                      const ScaledModes& modes) {
+  if (!modes.gathers_scales()) return {};
+  const auto scales =
+      modes.x == ScalingMode::MXFP8_1D_SCALING ? x_scale_inv.view(at::kByte) : x_scale_inv;
+  auto sizes = x.sizes().vec();
+  sizes.back() = scales.size(1);
+  return to_rows(scales.reshape(sizes), dim).contiguous();
+}
+
+GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
+                        const at::Tensor& weight_scale_inv, const ScaledModes& modes,
+                        bool use_split_accumulator) {
+  GemmArgs args;
+  args.lhs.scaling = modes.x;
+  if (!modes.gathers_scales()) args.lhs.scale_inv = x_scale_inv;
+  args.rhs = {.data = weight.stride(1) == 1 ? weight : weight.contiguous(),
+              .transposed = true,
+              .scaling = modes.weight,
+              .scale_inv = weight_scale_inv};
+  args.use_split_accumulator = use_split_accumulator;
+  return args;
+}
+
+}  // namespace torch_overlap::ops

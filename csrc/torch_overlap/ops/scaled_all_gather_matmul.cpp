@@ -1,0 +1,195 @@
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+#include "torch_overlap/ops/overlapped.h"
+#include "torch_overlap/ops/pipeline.h"
+#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/scaled.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+constexpr std::string_view kScaledGather = "scaled_all_gather_matmul";
+
+struct ScaledGatherOutputs {
+  std::vector<Tensor> products;
+  Tensor gathered;
+  Tensor gathered_scales;
+};
+
+ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv,
+                                      at::TensorList weights, at::TensorList weights_scale_inv,
+                                      const OptionalTensors& biases, int64_t group_size,
+                                      int64_t gather_dim, at::ScalarType out_dtype,
+                                      std::string_view algorithm, int64_t scaling_mode,
+                                      bool return_gathered) {
+  const auto [dim, modes] = check_scaled_x(kScaledGather, x, x_scale_inv, group_size, gather_dim,
+                                           "gather_dim", out_dtype, algorithm, scaling_mode);
+  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kScaledGather,
+                      ": expected one or more weights, got none");
+  TORCH_OVERLAP_CHECK(weights_scale_inv.size() == weights.size(), kValue, kScaledGather,
+                      ": expected one scale_inv for each of the ", weights.size(), " weights, got ",
+                      weights_scale_inv.size());
+  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kScaledGather,
+                      ": expected no biases or one entry for each of the ", weights.size(),
+                      " weights, got ", biases.size(), "; None stands for no bias");
+  auto sizes = x.sym_sizes().vec();
+  sizes[dim] *= group_size;
+  ScaledGatherOutputs out;
+  out.gathered =
+      return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
+  out.gathered_scales =
+      return_gathered && modes.gathers_scales()
+          ? at::empty_symint({x_scale_inv.sym_size(0) * group_size, x_scale_inv.sym_size(1)},
+                             x_scale_inv.options())
+          : at::empty({0}, x_scale_inv.options());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_scaled_weight(kScaledGather, x, weights[i], weights_scale_inv[i],
+                        biases.empty() ? std::nullopt : biases.get(i), out_dtype, modes);
+    sizes.back() = weights[i].sym_size(0);
+    out.products.push_back(at::empty_symint(sizes, x.options().dtype(out_dtype)));
+  }
+  return out;
+}
+
+// Products of some gathered rows: what differs by step.
+struct ScaledSteps {
+  std::vector<GemmArgs> gemms;  // of all rows, without lhs
+  GemmArgs at(size_t i, const Tensor& data, const Tensor& scales, int64_t begin) const {
+    GemmArgs part = gemms[i];
+    part.lhs.data = data;
+    if (scales.defined()) part.lhs.scale_inv = scales;
+    part.out = gemms[i].out.narrow(0, begin, data.size(0));
+    return part;
+  }
+  void multiply(const Tensor& data, const Tensor& scales, int64_t begin) const {
+    for (size_t i = 0; i < gemms.size(); ++i) gemm(kScaledGather, at(i, data, scales, begin));
+  }
+};
+
+// In pieces through the communicator. Bytes travel: not every backend knows 8-bit floats.
+void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
+  const auto into = [](const Tensor& gathered) {
+    return gathered.defined() ? std::optional(gathered) : std::nullopt;
+  };
+  const auto gathered =
+      input.gathered.defined() ? into(input.gathered.view(at::kByte)) : std::nullopt;
+  std::optional<GatherPipeline> scales;
+  if (input.scales.defined()) scales.emplace(comm, input.scales, into(input.gathered_scales));
+  GatherPipeline data(comm, input.own.view(at::kByte), gathered);
+  for (size_t step = 0; step < data.steps(); ++step) {
+    const auto rows = data.wait(step).view(input.own.scalar_type());
+    const auto scales_of_rows = scales ? scales->wait(step) : Tensor();
+    const Span span("chunk_gemm", step);
+    steps.multiply(rows, scales_of_rows, data.chunk(step) * input.own.size(0));
+  }
+}
+
+void gather_first(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
+  const auto gather = [&comm](const Tensor& own, Tensor all) {
+    if (!all.defined()) all = at::empty({comm.size() * own.size(0), own.size(1)}, own.options());
+    comm.all_gather_single(all.view(own.scalar_type()), own, /*async_op=*/false);
+    return all;
+  };
+  const auto scales =
+      input.scales.defined() ? gather(input.scales, input.gathered_scales) : Tensor();
+  const auto data = gather(input.own.view(at::kByte), input.gathered);
+  steps.multiply(data.view(input.own.scalar_type()), scales, 0);
+}
+
+std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
+    const Tensor& x, const Tensor& x_scale_inv, at::TensorList weights,
+    at::TensorList weights_scale_inv, const OptionalTensors& biases, std::string_view comm,
+    int64_t group_size, int64_t gather_dim, at::ScalarType out_dtype, bool use_split_accumulator,
+    std::string_view algorithm, int64_t scaling_mode, bool return_gathered) {
+  const auto [dim, modes] = check_scaled_x(kScaledGather, x, x_scale_inv, group_size, gather_dim,
+                                           "gather_dim", out_dtype, algorithm, scaling_mode);
+  auto out = scaled_gather_out(x, x_scale_inv, weights, weights_scale_inv, biases, group_size,
+                               gather_dim, out_dtype, algorithm, scaling_mode, return_gathered);
+  const auto communicator = find_comm(kScaledGather, comm, group_size);
+  GatherInput input{.own = to_rows(x, dim),
+                    .scales = scale_rows(x, x_scale_inv, dim, modes),
+                    .gathered = {},
+                    .gathered_scales = {}};
+  const int64_t rows = input.own.size(0);
+  Tensor scales_out;  // the gathered scales, shaped as the gathered x
+  if (return_gathered) {
+    input.gathered = rows_of(out.gathered, dim);
+    if (input.scales.defined()) {
+      auto sizes = out.gathered.sizes().vec();
+      sizes.back() = input.scales.size(1);
+      scales_out = out.gathered_scales.view(input.scales.scalar_type()).view(sizes);
+      input.gathered_scales = rows_of(scales_out, dim);
+    }
+  }
+  ScaledSteps steps;
+  int64_t features = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    auto args =
+        scaled_product(x_scale_inv, weights[i], weights_scale_inv[i], modes, use_split_accumulator);
+    args.out = rows_of(out.products[i], dim);
+    if (!biases.empty()) {
+      args.epilogue.bias = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
+    }
+    features += weights[i].size(0);
+    steps.gemms.push_back(std::move(args));
+    // Before anything is sent: what 8-bit products ask of sizes.
+    check_gemm(kScaledGather, steps.at(i, input.own, input.scales, 0));
+  }
+  const auto chosen =
+      choose_algorithm({.op = kScaledGather,
+                        .dtype = out_dtype,
+                        .m = rows * group_size,
+                        .n = features * group_size,
+                        .k = input.own.size(1),
+                        .chunk_rows = rows,
+                        .gather_bytes = gather_bytes(*communicator, input.own, input.scales)},
+                       algorithm, communicator)
+          .algorithm;
+  if (chosen == Algorithm::ring) {
+    ring_gather_gemms(kScaledGather, communicator, input, steps.gemms);
+  } else if (chosen == Algorithm::chunked) {
+    gather_in_pieces(*communicator, input, steps);
+  } else {
+    gather_first(*communicator, input, steps);
+  }
+  for (size_t i = 0; i < weights.size(); ++i) put_rows(steps.gemms[i].out, out.products[i], dim);
+  if (return_gathered) put_rows(input.gathered, out.gathered, dim);
+  if (scales_out.defined()) put_rows(input.gathered_scales, scales_out, dim);
+  return {std::move(out.products), std::move(out.gathered), std::move(out.gathered_scales)};
+}
+
+std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_meta(
+    const Tensor& x, const Tensor& x_scale_inv, at::TensorList weights,
+    at::TensorList weights_scale_inv, const OptionalTensors& biases, std::string_view,
+    int64_t group_size, int64_t gather_dim, at::ScalarType out_dtype, bool,
+    std::string_view algorithm, int64_t scaling_mode, bool return_gathered) {
+  auto out = scaled_gather_out(x, x_scale_inv, weights, weights_scale_inv, biases, group_size,
+                               gather_dim, out_dtype, algorithm, scaling_mode, return_gathered);
+  return {std::move(out.products), std::move(out.gathered), std::move(out.gathered_scales)};
+}
+
+}  // namespace
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def(
+      "scaled_all_gather_matmul(Tensor x, Tensor x_scale_inv, Tensor[] weights,"
+      " Tensor[] weights_scale_inv, Tensor?[] biases, str comm, int group_size, int gather_dim=0,"
+      " ScalarType out_dtype=bfloat16, bool use_split_accumulator=False, str algorithm=\"auto\","
+      " int scaling_mode=3, bool return_gathered=False) -> (Tensor[], Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("scaled_all_gather_matmul", torch_overlap::ops::scaled_gather_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("scaled_all_gather_matmul", torch_overlap::ops::scaled_gather_meta);
+}
+
+// No gradients: it raises when one is asked.
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("scaled_all_gather_matmul", torch::autograd::autogradNotImplementedFallback());
+}

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/ops/choose.h"
+
+// What was measured to be the quickest algorithm: the table that is shipped, which all ranks have
+// alike, and the cache of a user, of which the ranks of a communicator take that of rank 0.
+// Threads: any.
+namespace torch_overlap::ops {
+
+// Algorithms by tuning_key().
+using TuningEntries = std::map<std::string, std::string>;
+
+// What is measured once for all that have it in common: the operator, m, n and k to half a power of
+// two, the dtype, the number of ranks and the name of the device.
+TORCH_OVERLAP_API std::string tuning_key(std::string_view op, int64_t m, int64_t n, int64_t k,
+                                         at::ScalarType dtype, int group_size,
+                                         std::string_view device);
+
+enum class TuningSource { table, cache };
+// Replaces them, for communicators whose ranks have not met over the cache yet.
+TORCH_OVERLAP_API void set_tuning(TuningSource source, TuningEntries entries);
+
+struct Tuned {
+  std::string algorithm;
+  std::string_view source;  // "table" or "cache"
+};
+// Collective for the first call of a communicator's members, which then agree on a cache.
+std::optional<Tuned> find_tuned(const OverlapProblem& problem,
+                                const std::shared_ptr<TorchComm>& comm);
+// Local: with the cache that was agreed on, else this rank's.
+std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
+                                    const std::shared_ptr<TorchComm>& comm);
+
+}  // namespace torch_overlap::ops

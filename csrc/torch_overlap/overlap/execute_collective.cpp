@@ -1,0 +1,226 @@
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/execute_parts.h"
+
+namespace torch_overlap {
+namespace {
+
+// One reduce-scatter of what lies at `at` of every rank's data: [rows, columns], contiguous.
+struct ScatterPart {
+  RowShare rows;
+  int64_t columns;
+  at::ScalarType dtype;
+  int64_t at;
+  int flags;    // the first of `size` flags
+  SumArgs sum;  // all but the parts
+};
+
+// Directly: every rank says when its part is ready, and each sums its rows from where they lie.
+// Else they are sent to who sums them; `received` is room for them.
+void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                        const ScatterPart& part, const at::Tensor& received) {
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const int64_t length = part.rows.length(rank);
+  const int64_t row = part.columns * static_cast<int64_t>(c10::elementSize(part.dtype));
+  const Transport& transport = session.transport;
+  SumArgs sum = part.sum;
+  const auto others = flags_of_others(channel.group(), part.flags);
+  if (transport.is_direct()) {
+    session.post(lane, part.flags);
+    session.arrived(lane, others);
+    for (int peer = 0; peer < size; ++peer) {
+      sum.parts.push_back(transport.peer(peer, part.at + part.rows.begin(rank) * row,
+                                         {length, part.columns}, part.dtype));
+    }
+  } else {
+    const auto mine = channel.data(part.at, {part.rows.rows, part.columns}, part.dtype);
+    for (const Exchange& exchange : scatter_schedule(rank, size).exchanges) {
+      session.exchange(lane, {.to = exchange.to,
+                              .give = rows_of_rank(mine, part.rows, exchange.to),
+                              .at = 0,
+                              .flag = part.flags + rank,
+                              .from = exchange.from,
+                              .get = received[exchange.from],
+                              .get_flag = part.flags + exchange.from});
+    }
+    session.arrived(lane, others);
+    for (int peer = 0; peer < size; ++peer) {
+      sum.parts.push_back(peer == rank ? rows_of_rank(mine, part.rows, rank) : received[peer]);
+    }
+  }
+  if (length == 0) return;
+  session.lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
+}
+
+// What others read directly may be written again after the operation: so it ends when all have.
+void put_end_of_reads(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                      int flags) {
+  if (!session.transport.is_direct()) return;
+  session.post(lane, flags);
+  session.arrived(lane, flags_of_others(channel.group(), flags));
+}
+
+// Room for what put_reduce_scatter() receives; undefined where it receives nothing.
+at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t columns,
+                    at::ScalarType dtype) {
+  if (channel.transport().is_direct()) return {};
+  const auto& group = channel.group();
+  return at::empty({group.size(), rows.length(group.rank()), columns},
+                   at::TensorOptions().dtype(dtype).device(group.device()));
+}
+
+}  // namespace
+
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered) {
+  const int rank = channel.group().rank();
+  for (const Exchange& exchange :
+       gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
+    session.exchange(lane, {.to = exchange.to,
+                            .give = own,
+                            .at = rows.begin(rank) * row_bytes(gathered),
+                            .flag = rank,
+                            .from = exchange.from,
+                            .get = rows_of_rank(gathered, rows, exchange.from),
+                            .get_flag = exchange.from});
+  }
+}
+
+BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
+                                   const RowShare& rows, const at::Tensor& own,
+                                   const at::Tensor& gathered)
+    : flags_(flags_of_others(channel.group(), 0)) {
+  operation_.emplace(op, channel, OverlapCall{.rows = rows.rows});
+  auto& session = operation_->session();
+  const int comm = session.lanes.comm();
+  try {
+    put_all_gather(channel, session, comm, rows, own, gathered);
+    session.lanes.run(
+        comm, "copy",
+        [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
+  } catch (...) {
+    operation_->fail();
+    throw;
+  }
+}
+
+void BackgroundGather::finish() {
+  auto& session = operation_->session();
+  try {
+    session.arrived(session.lanes.comm(), flags_);
+  } catch (...) {
+    operation_->fail();
+    throw;
+  }
+  operation_->finish();
+}
+
+void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
+                        const PipelinedGemm& problem) {
+  const int size = channel.group().size();
+  // 16 bytes in a row of a piece, for kernels that move as many at a time.
+  const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
+  const auto found = pieces(problem.columns, problem.splits, 16 / std::min<int64_t>(element, 16));
+  const int count = static_cast<int>(found.size());
+  const auto received =
+      room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
+  std::vector<at::Tensor> blocks;
+  std::vector<GemmArgs> products;
+  GemmArgs whole = problem.gemm;
+  AmaxOfParts largest(std::exchange(whole.out_amax, {}), found.size());
+  for (const Piece& piece : found) {
+    blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
+                                  {problem.rows.rows, piece.length}, problem.dtype));
+    products.push_back(gemm_columns(op, whole, piece.begin, piece.length));
+    products.back().out = blocks.back();
+    largest.next(products.back());
+    check_gemm(op, products.back());
+  }
+  const auto body = [&](OverlapChannel::Session& session) {
+    Lanes& lanes = session.lanes;
+    const int comm = lanes.comm();
+    std::vector<Lanes::Mark> made(count);
+    for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
+      if (is_product) {
+        const int lane = i % lanes.computes();
+        session.gemm(lane, op, products[i]);
+        made[i] = lanes.mark(lane);
+        continue;
+      }
+      lanes.after(comm, made[i]);
+      const Piece& piece = found[i];
+      at::Tensor room;
+      if (received.defined()) {
+        room = received.flatten()
+                   .narrow(0, 0, size * received.size(1) * piece.length)
+                   .view({size, received.size(1), piece.length});
+      }
+      put_reduce_scatter(channel, session, comm,
+                         {.rows = problem.rows,
+                          .columns = piece.length,
+                          .dtype = problem.dtype,
+                          .at = piece.begin * problem.rows.rows * element,
+                          .flags = i * size,
+                          .sum = {.out = problem.out.narrow(1, piece.begin, piece.length),
+                                  .parts = {},
+                                  .scale_inv = problem.scale_inv,
+                                  .factor = 1,
+                                  .bias = problem.bias.defined()
+                                              ? problem.bias.narrow(0, piece.begin, piece.length)
+                                              : problem.bias,
+                                  // Nothing is left to overlap with the last.
+                                  .blocks = i + 1 == count ? 2 * problem.blocks : problem.blocks,
+                                  .cluster = problem.cluster}},
+                         room);
+    }
+    put_end_of_reads(channel, session, comm, count * size);
+  };
+  channel.operate(op, body, {.rows = problem.rows.rows});
+  largest.finish();
+}
+
+void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm& problem) {
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const RowShare& rows = problem.rows;
+  const auto data = channel.data(0, {rows.rows, problem.columns}, problem.dtype);
+  const auto received =
+      problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
+  for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  channel.operate(op,
+                  [&](OverlapChannel::Session& session) {
+                    Lanes& lanes = session.lanes;
+                    const int comm = lanes.comm();
+                    if (problem.gathers) {
+                      put_all_gather(channel, session, comm, rows, rows_of_rank(data, rows, rank),
+                                     data);
+                      if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
+                    } else {
+                      put_reduce_scatter(channel, session, comm,
+                                         {.rows = rows,
+                                          .columns = problem.columns,
+                                          .dtype = problem.dtype,
+                                          .at = 0,
+                                          .flags = 0,
+                                          .sum = {.out = problem.out,
+                                                  .parts = {},
+                                                  .scale_inv = problem.scale_inv,
+                                                  .factor = 1,
+                                                  .bias = {},
+                                                  .blocks = problem.blocks,
+                                                  .cluster = problem.cluster}},
+                                         received);
+                      put_end_of_reads(channel, session, comm, size);
+                    }
+                    for (size_t i = 0; i < problem.gemms.size(); ++i) {
+                      session.gemm(static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
+                    }
+                  },
+                  {.rows = rows.rows, .lender = problem.lender});
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+#include <vector>
+
+#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/overlap/channel.h"
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/schedule.h"
+
+// What the executors (execute_ring.cpp, execute_collective.cpp) share.
+namespace torch_overlap {
+
+inline int64_t row_bytes(const at::Tensor& tensor) {
+  return tensor.size(1) * static_cast<int64_t>(tensor.element_size());
+}
+
+inline at::Tensor rows_of_rank(const at::Tensor& tensor, const RowShare& rows, int rank) {
+  return tensor.narrow(0, rows.begin(rank), rows.length(rank));
+}
+
+// Of `size` flags from `first` on, those of the other ranks.
+inline std::vector<int> flags_of_others(const OverlapGroup& group, int first) {
+  std::vector<int> flags;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer != group.rank()) flags.push_back(first + peer);
+  }
+  return flags;
+}
+
+// The largest absolute value of products that are computed one by one: each has a place of its own.
+class AmaxOfParts {
+ public:
+  AmaxOfParts(at::Tensor whole, size_t parts) : whole_(std::move(whole)) {
+    if (whole_.defined()) parts_ = at::zeros({static_cast<int64_t>(parts)}, whole_.options());
+  }
+  void next(GemmArgs& part) {
+    if (whole_.defined()) part.out_amax = parts_.narrow(0, next_++, 1);
+  }
+  // On the caller's stream, after the operation.
+  void finish() const {
+    if (whole_.defined()) whole_.copy_(parts_.amax().view(whole_.sizes()));
+  }
+
+ private:
+  at::Tensor whole_;
+  at::Tensor parts_;
+  int64_t next_ = 0;
+};
+
+// The all-gather of `own` to `gathered`, which begins where the channel's data does: from its owner
+// to everybody. Flag r tells of the chunk of rank r.
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered);
+
+// Where one kernel does it (execute_fused.cpp).
+void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
+void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
+
+}  // namespace torch_overlap

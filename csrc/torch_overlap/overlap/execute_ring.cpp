@@ -1,0 +1,184 @@
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/execute_parts.h"
+
+namespace torch_overlap {
+namespace {
+
+Piece rows_of_step(const RowShare& rows, const ChunkStep& step) {
+  const int64_t begin = rows.begin(step.first);
+  return {begin, rows.begin(step.first + step.count) - begin};
+}
+
+// Where a chunk of a gathered matrix goes, and comes from.
+Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& part,
+                           const RowShare& rows, const Exchange& exchange, int first_flag) {
+  const int rank = channel.group().rank();
+  return {.to = exchange.to,
+          .give = exchange.give == rank ? part.own : rows_of_rank(part.all, rows, exchange.give),
+          .at = channel.offset_of(part.all) + rows.begin(exchange.give) * row_bytes(part.all),
+          .flag = first_flag + exchange.give,
+          .from = exchange.from,
+          .get = rows_of_rank(part.all, rows, exchange.get),
+          .get_flag = first_flag + exchange.get};
+}
+
+}  // namespace
+
+void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  if (problem.fused) return run_fused_gather(op, channel, problem);
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const RowShare& rows = problem.rows;
+  const auto schedule = gather_schedule(rank, size, problem.order);
+  // Part p has the flags p * size + chunk.
+  std::vector<GatheredRows> parts{problem.data};
+  if (problem.scales.all.defined()) parts.push_back(problem.scales);
+  // What is multiplied together with a neighbour must lie where it is gathered.
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_slots;
+  if (problem.order == GatherOrder::pairs) {
+    for (GatheredRows& part : parts) {
+      const auto slot = rows_of_rank(part.all, rows, rank);
+      const auto own = std::exchange(part.own, slot);
+      if (own.data_ptr() != slot.data_ptr()) to_slots.emplace_back(slot, own);
+    }
+  }
+  std::vector<GemmArgs> gemms = problem.gemms;
+  std::vector<AmaxOfParts> largest;
+  for (GemmArgs& whole : gemms) {
+    largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
+  }
+  // By step; checked before anything is sent.
+  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      if (schedule.steps[i] == ChunkStep{rank}) {
+        part.lhs.data = parts[0].own;
+        if (parts.size() > 1) part.lhs.scale_inv = parts[1].own;
+      }
+      largest[j].next(part);
+      check_gemm(op, part);
+      products[i].push_back(std::move(part));
+    }
+  }
+  const auto body = [&](OverlapChannel::Session& session) {
+    Lanes& lanes = session.lanes;
+    const int comm = lanes.comm();
+    for (const auto& [slot, own] : to_slots) {
+      lanes.run(comm, "copy", [slot = slot, own = own] { slot.copy_(own); });
+    }
+    const auto copied = lanes.mark(comm);
+    // The flags of `count` chunks from `first` on that come from others.
+    const auto flags_of = [&](int first, int count) {
+      std::vector<int> flags;
+      for (int chunk = first; chunk < first + count; ++chunk) {
+        if (chunk == rank) continue;
+        for (size_t p = 0; p < parts.size(); ++p) {
+          flags.push_back(static_cast<int>(p) * size + chunk);
+        }
+      }
+      return flags;
+    };
+    for (const Exchange& exchange : schedule.exchanges) {
+      if (exchange.give != rank) session.arrived(comm, flags_of(exchange.give, 1));
+      for (size_t p = 0; p < parts.size(); ++p) {
+        session.exchange(comm,
+                         chunk_move(channel, parts[p], rows, exchange, static_cast<int>(p) * size));
+      }
+    }
+    for (size_t i = 0; i < schedule.steps.size(); ++i) {
+      const auto [first, count] = schedule.steps[i];
+      const int lane = static_cast<int>(i) % lanes.computes();
+      const bool has_own = first <= rank && rank < first + count;
+      if (!to_slots.empty() && has_own) lanes.after(lane, copied);
+      if (const auto flags = flags_of(first, count); !flags.empty()) session.arrived(lane, flags);
+      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
+      if (length == 0) continue;
+      const bool from_own = schedule.steps[i] == ChunkStep{rank};
+      for (const GatheredRows& part : parts) {
+        if (!part.copy.defined()) continue;
+        lanes.run(
+            lane, "copy",
+            [to = part.copy.narrow(0, begin, length),
+             from = from_own ? part.own : part.all.narrow(0, begin, length)] { to.copy_(from); });
+      }
+    }
+  };
+  channel.operate(op, body, {.rows = rows.rows});
+  for (const auto& one : largest) one.finish();
+}
+
+void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  if (problem.fused) return run_fused_scatter(op, channel, problem);
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  const RowShare& rows = problem.rows;
+  const int64_t columns = problem.partial.size(1);
+  const int64_t length = rows.length(rank);
+  const auto schedule = scatter_schedule(rank, size);
+  const int64_t slot = rows.largest() * row_bytes(problem.partial);
+  SumArgs sum{.out = problem.out,
+              .parts = {},
+              .scale_inv = problem.scale_inv,
+              .factor = problem.factor,
+              .bias = problem.bias};
+  for (int peer = 0; peer < size; ++peer) {
+    sum.parts.push_back(peer == rank ? rows_of_rank(problem.partial, rows, rank)
+                                     : channel.data(problem.at + peer * slot, {length, columns},
+                                                    problem.partial.scalar_type()));
+  }
+  std::vector<GemmArgs> gemms = problem.gemms;
+  AmaxOfParts largest(std::exchange(gemms.at(0).out_amax, {}), schedule.steps.size());
+  // By step; checked before anything is sent.
+  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    const Piece piece = rows_of_step(rows, schedule.steps[i]);
+    if (piece.length == 0) continue;
+    for (size_t j = 0; j < gemms.size(); ++j) {
+      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      part.accumulate |= j > 0;
+      if (j == 0) largest.next(part);
+      check_gemm(op, part);
+      products[i].push_back(std::move(part));
+    }
+  }
+  const auto body = [&](OverlapChannel::Session& session) {
+    Lanes& lanes = session.lanes;
+    const int comm = lanes.comm();
+    int lane = 0;
+    std::vector<Lanes::Mark> computed;
+    for (size_t i = 0; i < schedule.steps.size(); ++i) {
+      const int chunk = schedule.steps[i].first;
+      lane = static_cast<int>(i) % lanes.computes();
+      // In this order also where lanes are branches of a graph: a product comes behind the one
+      // before the last. Of the first two the second begins a moment later, behind a wait for
+      // nothing; that is not sure, but usual, and makes graphs quicker.
+      if (i == 1 && lanes.computes() > 1) session.arrived(lane, {});
+      if (i > 1 && lanes.computes() > 2) lanes.after(lane, computed[i - 2]);
+      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      computed.push_back(lanes.mark(lane));
+      if (i >= schedule.exchanges.size()) continue;
+      const Exchange& exchange = schedule.exchanges[i];
+      lanes.after(comm, computed.back());
+      session.exchange(comm, {.to = exchange.to,
+                              .give = rows_of_rank(problem.partial, rows, chunk),
+                              .at = problem.at + rank * slot,
+                              .flag = rank,
+                              .from = exchange.from,
+                              .get = sum.parts[exchange.from],
+                              .get_flag = exchange.from});
+    }
+    // On the lane of the own product, which is the last.
+    session.arrived(lane, flags_of_others(channel.group(), 0));
+    if (length > 0) {
+      lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
+    }
+  };
+  channel.operate(op, body, {.rows = rows.rows});
+  largest.finish();
+}
+
+}  // namespace torch_overlap

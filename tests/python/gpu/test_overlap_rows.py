@@ -1,0 +1,176 @@
+"""Over NVLink: scales of blocks that travel with their rows, chunks passed on, ranks that mean other rows, recovery."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_gpu_cases import AG, RING, SMALL, Gather, Scatter, capture, eager, late, replay
+
+import torch_overlap as to
+from torch_overlap import ops
+from torch_overlap.quantize import ScalingMode as Mode
+
+pytestmark = pytest.mark.gpu(2)
+
+E4M3 = torch.float8_e4m3fn
+K, N = 1024, 512
+BLOCKS = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+SECONDS = 3
+
+
+def of_rows(mode):
+    return Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
+
+
+def quantized(x, mode):
+    data, scale_inv, *_ = ops.quantize(x, mode, E4M3)
+    return data, scale_inv
+
+
+def value(data, scale_inv, mode):
+    return ops.dequantize(data, scale_inv, mode).double()
+
+
+class Blocks:
+    """Operands of all ranks whose rows differ in magnitude: a scale at a wrong row is seen."""
+
+    def __init__(self, comm, seed, mode, rows):
+        gen = torch.Generator(device="cuda").manual_seed(seed)
+        self.rank, size = comm.get_rank(), comm.get_size()
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=gen, device="cuda")
+
+        sizes = 2.0 ** torch.randint(-6, 6, (size, rows, 1), generator=gen, device="cuda")
+        self.parts = [quantized(x, of_rows(mode)) for x in draw(size, rows, K) * sizes]
+        self.weight = quantized(draw(N, K), mode)
+        values = torch.cat([value(*part, of_rows(mode)) for part in self.parts])
+        weight = value(*self.weight, mode)
+        self.want = F.linear(values, weight)
+        # Hopper keeps some 14 bits of sums of 8-bit products, and MXFP8 is multiplied in bf16 there.
+        self.allowed = F.linear(values.abs(), weight.abs()) * 2.0**-8 + 1e-6
+        self.gathered = torch.cat([data.view(torch.uint8) for data, _ in self.parts])
+
+    @property
+    def own(self):
+        return self.parts[self.rank]
+
+    def check(self, out, what):
+        off = (out.double() - self.want).abs()
+        assert bool((off <= self.allowed).all()), f"{what}: {int((off > self.allowed).sum())} elements are wrong"
+
+
+@pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("options", [{}, {"aggregate_ag": True}, {"relay_ag": True}, {"use_ce": False}], ids=str)
+def test_scales_are_gathered_with_their_rows(comm, seed, mode, options):
+    if options.get("aggregate_ag") and comm.get_size() % 2:
+        pytest.skip("needs an even number of ranks")
+    rows = 256
+    config = to.CommOverlapConfig(AG, RING, [rows * comm.get_size(), K], E4M3, comm.get_size(), **options)
+    buffer = to.CommOverlapP2PBase(comm, config)
+    problem = Blocks(comm, seed, mode, rows)
+    out = torch.empty_like(problem.want, dtype=torch.float32)
+    copy = torch.empty(config.buffer_shape, dtype=E4M3, device="cuda")
+    data, scale = (t.clone() for t in problem.own)
+    weight = [t.clone() for t in problem.weight]
+
+    def issue():
+        buffer.split_overlap_ag(
+            weight[0], True, data, False, out, B_copy=copy, scaling_mode=mode, A_scale_inv=weight[1], B_scale_inv=scale,
+            use_split_accumulator=True,
+        )  # fmt: skip
+
+    issue()
+    graph = capture(issue)
+    for step in range(6):
+        problem = Blocks(comm, seed + step, mode, rows)
+        for static, new in zip((data, scale, *weight), (*problem.own, *problem.weight), strict=True):
+            static.view(torch.uint8).copy_(new.view(torch.uint8))
+        out.fill_(float("nan"))
+        if comm.get_rank() == step % comm.get_size():
+            torch.cuda._sleep(10_000_000)  # one rank is late
+        graph.replay() if step % 2 else issue()
+        problem.check(out, f"step {step}")
+        assert torch.equal(copy.view(torch.uint8), problem.gathered)
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+@pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
+def test_scaled_operators_with_blocks(comm, seed, mode, algorithm):
+    problem = Blocks(comm, seed, mode, 256)
+    (out,), gathered, scales = ops.scaled_all_gather_matmul(
+        *problem.own, [problem.weight[0]], [problem.weight[1]], comm, out_dtype=torch.float32,
+        use_split_accumulator=True, algorithm=algorithm, scaling_mode=mode, return_gathered=True,
+    )  # fmt: skip
+    problem.check(out, algorithm)
+    assert torch.equal(gathered.view(torch.uint8), problem.gathered)
+    want = torch.cat([value(*part, of_rows(mode)) for part in problem.parts])
+    assert torch.equal(value(gathered, scales, of_rows(mode)), want)
+
+
+@pytest.mark.parametrize("use_ce", [True, False])
+def test_chunks_that_are_passed_on(comm, use_ce):
+    case = Gather(comm, torch.bfloat16, relay_ag=True, use_ce=use_ce, **SMALL)
+    for step in range(3):
+        late(case, step, 2)
+        eager(case, step)
+    graph = capture(case.issue)
+    for step in range(3, 8):
+        late(case, step, 2)
+        replay(graph, case, step)
+
+
+@pytest.mark.parametrize("kind", [Gather, Scatter], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_active_tokens_that_differ(comm, make_comm, kind, how):
+    """An error on all ranks, before the timeout; afterwards the other communicators go on."""
+    other = make_comm(f"differing_{kind.__name__}_{how}", timeout=timedelta(seconds=60))
+    case = kind(other, torch.bfloat16, **SMALL)
+    eager(case, 0)
+    torch.cuda.synchronize()
+    differs = other.get_rank() == other.get_size() - 1
+    case = kind(other, torch.bfloat16, active=128 if differs else 256, **SMALL)
+    torch.cuda.synchronize()
+    graph = capture(case.issue) if how == "graph" else None
+
+    def call():
+        graph.replay() if graph else case.issue()
+        torch.cuda.synchronize()
+        case.buffer.check()
+
+    with pytest.raises(to.Error, match=r"expected the same number of rows on all ranks, got \d+ here|has given up"):
+        call()
+    other.abort()
+    eager(Gather(comm, torch.bfloat16, **SMALL), 1)
+
+
+def test_operators_after_a_timeout_and_reconfigure(comm, make_comm):
+    rank, size = comm.get_rank(), comm.get_size()
+    hit = make_comm("operators_again", timeout=timedelta(seconds=60), enable_reconfigure=True)
+    handles = [None] * size
+    to.objcol.all_gather_object(hit, handles, hit.get_init_handle())
+    x, w = torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(128, 256, device="cuda").bfloat16()
+
+    def product():
+        (y,), gathered = ops.all_gather_matmul(x, [w], hit, return_gathered=True, algorithm="ring")
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y.double(), F.linear(gathered.double(), w.double()), rtol=2e-2, atol=0.5)
+
+    def products():
+        for _ in range(3):  # the first only issues what expires
+            ops.all_gather_matmul(x, [w], hit, algorithm="ring")
+            torch.cuda.synchronize()
+
+    product()
+    hit.set_timeout(timedelta(seconds=SECONDS))
+    if rank != size - 1:  # the last stays away
+        with pytest.raises(to.Error):
+            products()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    hit.set_timeout(timedelta(seconds=60))
+    hit.reconfigure(1, handles)
+    for _ in range(5):
+        product()
+    hit.finalize()

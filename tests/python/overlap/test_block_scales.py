@@ -1,0 +1,136 @@
+"""8-bit rows with scales of blocks: all-gathered with their scales, reduced in parts of any rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from overlap_cases import AG, RING, RS, Draw, interleaving, make, poison, share
+
+import torch_overlap as to
+from torch_overlap.quantize import ScalingMode as Mode
+from torch_overlap.testing import run_ranks
+
+E4M3 = torch.float8_e4m3fn
+K, N = 256, 48
+MODES = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+
+
+def of_rows(mode: Mode) -> Mode:
+    """Of the activations of a product: 128 x 128 is for weights."""
+    return Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
+
+
+def quantized(x: torch.Tensor, mode: Mode) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Data, scales, and the values."""
+    data, scale_inv, *_ = to.ops.quantize(x, mode, E4M3)
+    return data, scale_inv, to.ops.dequantize(data, scale_inv, mode).double()
+
+
+def rows_of(draw: Draw, tokens: int) -> torch.Tensor:
+    """Rows whose magnitudes are far apart: a scale at a wrong row is seen."""
+    return draw(tokens, K) * 2.0 ** torch.randint(-8, 8, (tokens, 1), generator=draw.generator)
+
+
+def run_gather(comm: to.TorchComm, seed: int, mode: Mode, tokens: int, actives: list[int], options: Any) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    pretence = to._C._PretendUnreachable() if options.pop("unreachable", False) else None
+    buffer = make(comm, AG, RING, (tokens, K), E4M3, **options)
+    comm.barrier(async_op=False)
+    del pretence
+    for turn, active in enumerate(actives):
+        draw = Draw(seed + turn)
+        mine = share(active, size, rank)
+        # Each rank quantizes its rows alone.
+        parts = [quantized(part, of_rows(mode)) for part in rows_of(draw, active).split(max(-(-active // size), 1))]
+        values = torch.cat([value for *_, value in parts])
+        weight, weight_scale, weight_value = quantized(Draw(seed + 100 + rank)(N, K), mode)
+        if mine.stop > mine.start:
+            x, x_scale, _ = parts[rank]
+        else:
+            x, x_scale, _ = quantized(torch.empty(0, K), of_rows(mode))
+        buffer.set_active_tokens(active)
+        for fill in (False, True):
+            out, copy = poison((active, N), torch.float32), poison((active, K), E4M3)
+            if fill:
+                buffer.copy_into_buffer(x, local_chunk=True)
+            with interleaving(seed + turn):
+                buffer.split_overlap_ag(
+                    weight, True, None if fill else x, False, out, B_copy=copy,
+                    scaling_mode=mode, A_scale_inv=weight_scale, B_scale_inv=x_scale,
+                )  # fmt: skip
+            want = values @ weight_value.T
+            allowed = (values.abs() @ weight_value.T.abs()) * 2.0**-18 + 1e-30
+            assert ((out.double() - want).abs() <= allowed).all()
+            gathered = torch.cat([data.view(torch.uint8) for data, *_ in parts])
+            assert torch.equal(copy.view(torch.uint8), gathered)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    ("backend", "size", "options"),
+    [
+        ("gloo", 2, {}),
+        ("gloo", 4, {"aggregate_ag": True}),
+        ("gloo", 3, {"relay_ag": True}),
+        ("gloo", 3, {"unreachable": True}),
+        ("local", 4, {"num_max_streams": 4}),
+    ],
+    ids=str,
+)
+def test_all_gather(mode: Mode, backend: str, size: int, options: dict[str, Any], seed: int) -> None:
+    # Blocks ask for multiples of 8 rows; MXFP8 takes any, uneven ends too.
+    actives = [8 * size, 16 * size] if mode != Mode.MXFP8_1D_SCALING else [8 * size, 5, 16 * size - 1]
+    run_ranks(run_gather, size, seed, mode, 16 * size, actives, options, backend=backend, timeout=120)
+
+
+def run_scatter(comm: to.TorchComm, seed: int, mode: Mode, part: int) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    draw = Draw(seed)
+    tokens = part * size
+    buffer = make(comm, RS, RING, (tokens, N), torch.float32)
+    xs = [quantized(rows_of(draw, tokens), of_rows(mode)) for _ in range(size)]
+    weights = [quantized(draw(N, K), mode) for _ in range(size)]
+    out = poison((part, N), torch.float32)
+    buffer.split_overlap_rs(
+        weights[rank][0], True, xs[rank][0], False, None, rs_output=out,
+        scaling_mode=mode, A_scale_inv=weights[rank][1], B_scale_inv=xs[rank][1],
+    )  # fmt: skip
+    mine = slice(rank * part, (rank + 1) * part)
+    want = sum(x[2] @ w[2].T for x, w in zip(xs, weights, strict=True))[mine]
+    allowed = sum(x[2].abs() @ w[2].T.abs() for x, w in zip(xs, weights, strict=True))[mine] * 2.0**-18
+    assert ((out.double() - want).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_reduce_scatter_in_parts_of_few_rows(mode: Mode, seed: int) -> None:
+    run_ranks(run_scatter, 3, seed, mode, 8)
+
+
+def run_refused(comm: to.TorchComm) -> None:
+    size = comm.get_size()
+    buffer = make(comm, AG, RING, (8 * size, K), E4M3)
+    wide = make(comm, AG, RING, (8 * size, K), torch.bfloat16)
+    mode = Mode.BLOCK_1D_SCALING
+    x, x_scale, _ = quantized(torch.randn(8, K), mode)
+    weight, weight_scale, _ = quantized(torch.randn(N, K), mode)
+
+    def call(scale: torch.Tensor | None, to_buffer: Any = buffer) -> None:
+        to_buffer.split_overlap_ag(
+            weight, True, x if to_buffer is buffer else None, False, torch.empty(8 * size, N),
+            scaling_mode=mode, A_scale_inv=weight_scale, B_scale_inv=scale,
+        )  # fmt: skip
+
+    for scale in (None, x_scale[:4], x_scale[:, :1], x_scale.double()):
+        with pytest.raises(
+            to.InvalidValueError, match=r"^split_overlap_ag: expected scale_inv of lhs of shape \[8, 2\]"
+        ):
+            call(scale)
+    with pytest.raises(to.InvalidTypeError, match="a buffer of 8-bit elements with BLOCK_1D_SCALING, got BFloat16"):
+        call(x_scale, wide)
+    call(x_scale)
+
+
+def test_scales_that_do_not_fit() -> None:
+    run_ranks(run_refused, 2)
