@@ -15,7 +15,8 @@ endfunction()
 function(torch_overlap_sm90a_sources)
   if(NOT TARGET torch_overlap_sm90a)
     add_library(torch_overlap_sm90a OBJECT)
-    set_target_properties(torch_overlap_sm90a PROPERTIES CUDA_ARCHITECTURES 90a-real POSITION_INDEPENDENT_CODE ON)
+    set_target_properties(torch_overlap_sm90a PROPERTIES CUDA_ARCHITECTURES 90a-real POSITION_INDEPENDENT_CODE ON
+                                                          UNITY_BUILD OFF)  # each takes minutes
     torch_overlap_compile_flags(torch_overlap_sm90a)
     target_include_directories(torch_overlap_sm90a SYSTEM PRIVATE "${TORCH_FACT_nccl_dir}/include")
     target_include_directories(torch_overlap_sm90a PRIVATE "${PROJECT_SOURCE_DIR}/csrc")

@@ -12,10 +12,17 @@ std::atomic<Mxfp8Path> mxfp8_choice{Mxfp8Path::kDequantize};
 }  // namespace
 
 void set_gemm_tuning(std::string_view tuning) {
-  TORCH_OVERLAP_CHECK(tuning == "heuristic" || tuning == "measured", kValue,
-                      "set_gemm_tuning: expected \"heuristic\" or \"measured\", got \"", tuning,
-                      "\"; use one of them");
-  tuning_choice = tuning == "measured" ? GemmTuning::kMeasured : GemmTuning::kHeuristic;
+  if (tuning == "heuristic") {
+    tuning_choice = GemmTuning::kHeuristic;
+  } else if (tuning == "measured") {
+    tuning_choice = GemmTuning::kMeasured;
+  } else if (tuning == "best") {
+    tuning_choice = GemmTuning::kBest;
+  } else {
+    fail(ErrorKind::kValue,
+         "set_gemm_tuning: expected \"heuristic\", \"measured\" or \"best\", got \"", tuning,
+         "\"; use one of them");
+  }
 }
 
 GemmTuning gemm_tuning() { return tuning_choice.load(std::memory_order_relaxed); }

@@ -219,7 +219,7 @@ def test_epilogues():
 
 
 def test_options():
-    with pytest.raises(VALUE, match='set_gemm_tuning: expected "heuristic" or "measured", got "fast"'):
+    with pytest.raises(VALUE, match='set_gemm_tuning: expected "heuristic", "measured" or "best", got "fast"'):
         set_gemm_tuning("fast")
     with pytest.raises(VALUE, match='set_gemm_mxfp8: expected "dequantize" or "native", got ""'):
         set_gemm_mxfp8("")

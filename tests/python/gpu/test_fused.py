@@ -28,8 +28,9 @@ def everybodys(comm, own):
 
 
 def comm_gather(comm, own):
+    own = own.contiguous()
     out = [torch.empty_like(own) for _ in range(comm.get_size())]
-    comm.all_gather(out, own.contiguous(), False)
+    comm.all_gather(out, own, False)
     return out
 
 
@@ -58,7 +59,7 @@ class Gather:
             t.normal_()
 
     def run(self):
-        biases = [self.bias, None] if self.bias is not None else None
+        biases = [self.bias, None] if self.bias is not None else []
         outs, whole = ops.all_gather_matmul(
             self.x, self.weights, self.comm, biases, return_gathered=True, algorithm="fused"
         )

@@ -40,7 +40,7 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
                    cudaStream_t stream) {
   measured_ = true;
   const auto candidates = query(handle, kCandidates);
-  if (candidates.size() < 2) return;
+  if (candidates.size() < 2 && gemm_tuning() != GemmTuning::kBest) return;
   const cuda::RelaxedCapture relaxed;  // another thread may be capturing
   constexpr int64_t kWidest = 4;       // bytes of an element of D
   const at::Tensor scratch =
@@ -49,12 +49,9 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
   TimingEvent begin;
   TimingEvent end;
   float best = std::numeric_limits<float>::infinity();
-  for (const auto& candidate : candidates) {
-    const auto again = [&] {
-      return launch(handle, call, scratch.data_ptr(), candidate, workspace, stream) ==
-             CUBLAS_STATUS_SUCCESS;
-    };
-    if (!again()) continue;  // the first launch also loads the kernel
+  // Whether it is the fastest so far; false also where it cannot be launched.
+  const auto is_best = [&](const auto& again) {
+    if (!again()) return false;  // the first launch also loads the kernel
     count(gemm_counters().measured);
     float fastest = std::numeric_limits<float>::infinity();
     for (int round = 0; round < kRounds; ++round) {
@@ -67,10 +64,26 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
                   "cudaEventElapsedTime");
       fastest = std::min(fastest, milliseconds);
     }
-    if (fastest < best) {
-      best = fastest;
-      algorithm_ = candidate;
-    }
+    if (fastest >= best) return false;
+    best = fastest;
+    return true;
+  };
+  for (const auto& candidate : candidates) {
+    const auto again = [&] {
+      return launch(handle, call, scratch.data_ptr(), candidate, workspace, stream) ==
+             CUBLAS_STATUS_SUCCESS;
+    };
+    if (is_best(again)) algorithm_ = candidate;
+  }
+  if (gemm_tuning() != GemmTuning::kBest) return;
+  const auto product = own_product(call, scratch.data_ptr());
+  if (!product) return;
+  for (const sm90::Choice& choice : sm90::choices(*product)) {
+    const auto again = [&] {
+      sm90::run(*product, choice, stream);
+      return true;
+    };
+    if (is_best(again)) own_ = choice;
   }
 }
 

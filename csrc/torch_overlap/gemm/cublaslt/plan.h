@@ -8,6 +8,7 @@
 
 #include "torch_overlap/gemm/cublaslt/descriptors.h"
 #include "torch_overlap/gemm/cublaslt/key.h"
+#include "torch_overlap/gemm/sm90/product.h"
 
 namespace torch_overlap::cublaslt {
 
@@ -30,7 +31,9 @@ class Plan {
   cublasStatus_t launch(cublasLtHandle_t handle, const LtCall& call, void* d,
                         const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                         cudaStream_t stream) const;
-  // The fastest of the library's proposals.
+  // The same product for our own kernels, of which there may be none.
+  std::optional<sm90::Product> own_product(const LtCall& call, void* d) const;
+  // The fastest of the library's proposals and of our own kernels.
   void measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream);
 
@@ -39,6 +42,7 @@ class Plan {
   Owned<cublasLtMatmulDesc_t> matmul_;
   Owned<cublasLtMatrixLayout_t> a_, b_, c_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;  // none: refused
+  std::optional<sm90::Choice> own_;                // in its place, where that was measured as faster
   bool measured_ = false;
 };
 

@@ -11,7 +11,7 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
   return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
-__device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
+inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
                            WaitKind kind, int peer, const WaitControl& control) {
   WaitRecord what{};
   what.kind = kind;

@@ -38,8 +38,9 @@ struct FusedScatterParams {
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
-  // So many tiles of each other chunk are computed before the first of the own.
-  int lag;
+  // Between the stores of 64 x 64 outputs to other ranks: all blocks end their tiles at about the same
+  // time, and what then fills the links would hold up the loads of the next tiles.
+  uint32_t pace_ns;
   float factor;  // of the sum, before the bias
   ChannelWords words;
   WaitControl control;

@@ -21,10 +21,9 @@ namespace {
 
 using sm90::Unit;
 
-// For `lag` tiles of each other chunk in turn nothing else; then one of the own after one of each; then
-// the rest of the own. All ranks are at the same place of their chunks at the same time, so every owner
-// gets tiles at an even rate, and what others have computed for this rank is `lag` rounds old when it is
-// asked for.
+// The tiles of the other chunks in turn, then those of the own. All ranks are at the same place of their
+// chunks at the same time, so every owner gets tiles at an even rate, and what others have computed for
+// this rank has come long before it is asked for.
 template <typename Config>
 class ScatterUnits {
  public:
@@ -40,21 +39,10 @@ class ScatterUnits {
     while (at_ < of_chunk_ * size) {
       const int place = at_;
       at_ += static_cast<int>(gridDim.x);
-      int tile;
-      int turn;  // size - 1: of the own chunk
-      const int first = p_.lag * (size - 1);
-      const int middle = (of_chunk_ - p_.lag) * size;
-      if (place < first) {
-        tile = place / (size - 1);
-        turn = place % (size - 1);
-      } else if (place < first + middle) {
-        tile = p_.lag + (place - first) / size;
-        turn = (place - first) % size;
-        if (turn == size - 1) tile -= p_.lag;
-      } else {
-        tile = of_chunk_ - p_.lag + place - first - middle;
-        turn = size - 1;
-      }
+      const int of_others = of_chunk_ * (size - 1);
+      const bool own = place >= of_others;
+      const int tile = own ? place - of_others : place / (size - 1);
+      const int turn = own ? size - 1 : place % (size - 1);
       unit = sm90::tile_at(tile, p_.most_row_tiles, columns_, p_.gemm.row_group, depth_);
       unit.chunk = (p_.words.rank + 1 + turn) % size;
       if (unit.row * Config::kRows < p_.rows[unit.chunk]) return true;  // else the chunk is shorter
@@ -118,6 +106,7 @@ __device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t
   const uint32_t taken = sm90::shared_address(&barriers.taken);
   uint32_t fills = 0;
   uint32_t takes = 0;
+  uint64_t next = 0;
   ScatterUnits<Config> units(p);
   Unit unit;
   while (units.next(unit)) {
@@ -143,6 +132,10 @@ __device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t
     ++fills;
     for (int k = 0; k < P::kCount; ++k) {
       const P piece(k);
+      if (!own && p.pace_ns != 0) {
+        while (now_ns() < next) __nanosleep(100);
+        next = now_ns() + p.pace_ns;
+      }
       sm90::tensor_store(&p.to[unit.chunk], tile + k * Config::kStoreBytes, column + piece.column,
                          row + piece.row);
     }

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "torch_overlap/gemm/sm90/kernels.h"
+
+// Our own plain products on Hopper, as candidates beside the library's.
+namespace torch_overlap::sm90 {
+
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU), all of one 16-bit type. Strides are those of
+// rows in memory, in elements.
+struct Product {
+  at::ScalarType dtype = at::kBFloat16;
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  const void* lhs = nullptr;  // [m, k]
+  int64_t lhs_stride = 0;
+  const void* rhs = nullptr;  // [n, k] where rhs_along_k, else [k, n]
+  int64_t rhs_stride = 0;
+  bool rhs_along_k = true;
+  void* out = nullptr;
+  int64_t out_stride = 0;
+  const void* bias = nullptr;
+  VectorType bias_type = VectorType::none;
+  bool gelu = false;
+};
+
+// A way to compute it: the tile, and whether blocks share tiles along k where whole ones would leave
+// some of them idle.
+struct Choice {
+  int rows = 0;
+  int columns = 0;
+  bool shares = false;
+};
+
+// All ways there are on the current device; none where it is no sm_90, or where tensor copies cannot read
+// the matrices: they want rows at multiples of 16 bytes.
+std::vector<Choice> choices(const Product& product);
+
+// On `stream`, the current one. Capture-safe once a kernel has run on this device.
+void run(const Product& product, const Choice& choice, cudaStream_t stream);
+
+}  // namespace torch_overlap::sm90
