@@ -153,6 +153,8 @@ Env Env::read() {
   if (auto value = text("TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING")) {
     env.graph_timeouts = parse_bool(*value, "TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING");
   }
+  env.direct_collectives =
+      text("TORCH_OVERLAP_DIRECT_COLLECTIVES").value_or(env.direct_collectives);
   env.gloo_hostname = text("TORCHCOMM_GLOO_HOSTNAME");
   env.gloo_interface = text("TORCHCOMM_GLOO_INTERFACE");
   env.unique_id_exchange =

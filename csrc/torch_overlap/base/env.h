@@ -53,6 +53,9 @@ struct TORCH_OVERLAP_API Env {
   // TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING: the default of the hint graph_timeouts. Default
   // false.
   bool graph_timeouts = false;
+  // TORCH_OVERLAP_DIRECT_COLLECTIVES: the default of the hint direct_collectives
+  // (comm/options.h). Default auto. Equal on all ranks.
+  std::string direct_collectives = "auto";
   // TORCHCOMMS_SERIALIZATION: torch_save (default) or pickle, for object collectives.
   std::string serialization = "torch_save";
 

@@ -110,9 +110,10 @@ struct Call {
   uint64_t ticket = 0;  // which signal to wait for, counted from 1; 0: the next, when it runs
   bool async_op = false;
   bool high_priority = false;
-  Milliseconds timeout{0};  // never 0: the operation's, else the communicator's
-  uint64_t id = 0;          // counts the operations of the process
-  std::string_view comm;    // the communicator's name, for errors; outlives the call
+  DirectMode direct = DirectMode::off;  // for backends that have both ways
+  Milliseconds timeout{0};              // never 0: the operation's, else the communicator's
+  uint64_t id = 0;                      // counts the operations of the process
+  std::string_view comm;                // the communicator's name, for errors; outlives the call
   // What the flight recorder knows of it, kept up to date by who runs it; null: nothing.
   std::shared_ptr<CallRecord> record;
 

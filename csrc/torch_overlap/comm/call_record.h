@@ -143,7 +143,11 @@ class TORCH_OVERLAP_API CallRecord {
   void captured() noexcept;
   void started() noexcept;
   void ended(const std::exception_ptr& error) noexcept;
+  // Before it begins. `name` lives as long as the process.
+  void done_by(const char* name) noexcept { algorithm_.store(name, std::memory_order_relaxed); }
 
+  // What the backend does it with, where there is a choice; else null.
+  const char* algorithm() const { return algorithm_.load(std::memory_order_relaxed); }
   CallState state() const { return state_.load(std::memory_order_acquire); }
   std::optional<int64_t> started_ns() const;
   std::optional<int64_t> ended_ns() const;
@@ -157,6 +161,7 @@ class TORCH_OVERLAP_API CallRecord {
   std::atomic<int64_t> started_ns_{0};
   std::atomic<int64_t> ended_ns_{0};
   std::string error_;  // written before the state becomes kFailed
+  std::atomic<const char*> algorithm_{nullptr};
 };
 
 using CallRecordPtr = std::shared_ptr<const CallRecord>;

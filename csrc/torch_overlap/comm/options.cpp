@@ -8,6 +8,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/work.h"
 
 namespace torch_overlap {
@@ -38,6 +39,14 @@ std::optional<bool> take_mismatch(Hints& hints) {
   return value;
 }
 
+std::optional<DirectMode> take_direct(Hints& hints) {
+  const auto found = hints.find(std::string(kDirectHint));
+  if (found == hints.end()) return std::nullopt;
+  const DirectMode value = parse_direct_mode(found->second, concat("hint ", kDirectHint));
+  hints.erase(found);
+  return value;
+}
+
 }  // namespace
 
 void warn_unknown_hints(const Hints& hints, std::string_view where) {
@@ -53,18 +62,21 @@ void warn_unknown_hints(const Hints& hints, std::string_view where) {
   if (!fresh.empty()) TORCH_WARN(where, ": unknown hints are ignored: ", list_string(fresh));
 }
 
-std::optional<bool> high_priority_hint(const Hints& hints) {
-  if (hints.empty()) return std::nullopt;
+OpHints op_hints(const Hints& hints) {
+  OpHints out;
+  if (hints.empty()) return out;
   Hints rest = hints;
-  const auto value = take_priority(rest);
+  out.high_priority = take_priority(rest);
+  out.direct = take_direct(rest);
   warn_unknown_hints(rest, "operation");
-  return value;
+  return out;
 }
 
 void merge_hints(ResolvedOptions& options, const Hints& hints) {
   Hints rest = hints;
   options.is_high_priority_stream = take_priority(rest).value_or(options.is_high_priority_stream);
   options.check_mismatch = take_mismatch(rest).value_or(options.check_mismatch);
+  options.direct = take_direct(rest).value_or(options.direct);
   for (const auto& [key, value] : rest) options.hints.insert_or_assign(key, value);
 }
 
@@ -74,6 +86,10 @@ ResolvedOptions resolve_options(const CommOptions& options) {
   out.hints = options.hints;
   const auto hinted = take_priority(out.hints);
   out.check_mismatch = take_mismatch(out.hints).value_or(env.check_mismatch);
+  const auto direct = take_direct(out.hints);
+  out.direct = direct
+                   ? *direct
+                   : parse_direct_mode(env.direct_collectives, "TORCH_OVERLAP_DIRECT_COLLECTIVES");
   out.enable_reconfigure = options.enable_reconfigure.value_or(false);
   // Who wants other members after a failure wants to live through it.
   out.abort_process_on_timeout_or_error = options.abort_process_on_timeout_or_error.value_or(

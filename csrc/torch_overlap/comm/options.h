@@ -19,10 +19,16 @@ using Milliseconds = std::chrono::milliseconds;
 // The longest timeout; a longer one counts as this. Adding it to a clock never overflows.
 inline constexpr Milliseconds kLongestTimeout = std::chrono::hours(365 * 24);
 
+// Who does a collective on NCCL: our kernels never, where they are the faster (see direct.h), or
+// wherever they can; for tests and measurements also by one protocol wherever it can.
+enum class DirectMode : uint8_t { off, automatic, always, ll, push, two_shot };
+
 // What every operation takes. timeout 0: the communicator's own.
 // Hints of an operation: `is_high_priority_stream` (also spelled
 // `torchcomm::ncclx::high_priority_stream`): true runs this async operation on the communicator's
-// high-priority stream. A hint that is not known is named in one warning and ignored.
+// high-priority stream. `direct_collectives`: off, auto, always, ll, push or two_shot, over the
+// communicator's hint of that name; equal on all ranks. A hint that is not known is named in one
+// warning and ignored.
 struct OpOptions {
   Hints hints;
   Milliseconds timeout{0};
@@ -66,6 +72,8 @@ struct ResolvedOptions {
   bool enable_reconfigure = false;
   // Hint `check_mismatch`, else TORCH_OVERLAP_CHECK_MISMATCH: see mismatch.h.
   bool check_mismatch = false;
+  // Hint `direct_collectives`, else TORCH_OVERLAP_DIRECT_COLLECTIVES. Equal on all ranks.
+  DirectMode direct = DirectMode::automatic;
   Hints hints;  // the backend's own; the ones above are taken out
 };
 
@@ -78,7 +86,15 @@ TORCH_OVERLAP_API void merge_hints(ResolvedOptions& options, const Hints& hints)
 // One warning that names the hints nobody warned of yet; `where` says who got them ("nccl", ...).
 TORCH_OVERLAP_API void warn_unknown_hints(const Hints& hints, std::string_view where);
 
-// The per-operation hint; unset when it is not among `hints`. Warns once for each unknown hint.
-TORCH_OVERLAP_API std::optional<bool> high_priority_hint(const Hints& hints);
+// The hints of an operation; unset where they are not among `hints`. Warns once for each unknown
+// hint.
+struct OpHints {
+  std::optional<bool> high_priority;
+  std::optional<DirectMode> direct;
+};
+TORCH_OVERLAP_API OpHints op_hints(const Hints& hints);
+
+// The names of DirectMode, with "auto" for automatic. `what` names the value in the error.
+TORCH_OVERLAP_API DirectMode parse_direct_mode(std::string_view text, std::string_view what);
 
 }  // namespace torch_overlap

@@ -6,6 +6,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/call_record.h"
+#include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/host/host_work.h"
 #include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/mismatch.h"
@@ -51,7 +52,8 @@ MeetingRequest wish_of(const TorchComm& comm, const Membership& before,
   wish.ordered = std::holds_alternative<std::vector<std::string>>(options.init_handles);
   wish.digest = concat("backend=", comm.backend_name(),
                        " device=", c10::DeviceTypeName(comm.device().type(), true),
-                       resolved.check_mismatch ? " check_mismatch" : "");
+                       resolved.check_mismatch ? " check_mismatch" : "",
+                       " direct_collectives=", to_string(resolved.direct));
   wish.me = {.handle = comm.init_handle(),
              .generation = before.generation,
              .old_rank = before.context.rank,

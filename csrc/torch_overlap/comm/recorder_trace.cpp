@@ -254,6 +254,7 @@ class TraceWriter {
     if (state == CallState::kCaptured) out_.field("captured", true);
     if (const auto error = record.error()) out_.field("error", *error);
     out_.field("async_op", record.async_op);
+    if (const char* name = record.algorithm()) out_.field("algorithm", std::string_view(name));
     if (record.root >= 0) out_.field("root", record.root);
     if (record.has_reduction()) out_.field("reduce_op", to_string(record.reduce_op));
     out_.field("timeout_ms", record.timeout.count());

@@ -10,6 +10,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/mismatch.h"
 #include "torch_overlap/comm/recorder.h"
@@ -138,7 +139,8 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
                       "new_comm: expected a name that is not empty, got ''");
   context.options = resolve_options(options);
   const auto digest = concat("backend=", kind, " device=", c10::DeviceTypeName(device.type(), true),
-                             context.options.check_mismatch ? " check_mismatch" : "");
+                             context.options.check_mismatch ? " check_mismatch" : "",
+                             " direct_collectives=", to_string(context.options.direct));
   detail::require_free_name(context.name);
   const RankAndSize me = who_am_i(env, who);
   context.rank = me.rank;
@@ -209,8 +211,9 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   const BackendContext& context = check.members->context;
   call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kLongestTimeout)
                                              : context.options.timeout;
-  call.high_priority =
-      high_priority_hint(options.hints).value_or(context.options.is_high_priority_stream);
+  const OpHints hints = op_hints(options.hints);
+  call.high_priority = hints.high_priority.value_or(context.options.is_high_priority_stream);
+  call.direct = hints.direct.value_or(context.options.direct);
   call.id = take_op_id();
   call.comm = name();
   RECORD_FUNCTION(profiler_name(call.name), c10::ArrayRef<const c10::IValue>{});

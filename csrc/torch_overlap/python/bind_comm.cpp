@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/comm/torch_comm.h"
@@ -76,6 +77,9 @@ CommOptions options_of(const TorchComm& comm) {
   out.name = comm.name();
   out.hints = from.hints;
   if (from.check_mismatch) out.hints["check_mismatch"] = "true";
+  if (from.direct != DirectMode::automatic) {
+    out.hints[std::string(kDirectHint)] = to_string(from.direct);
+  }
   return out;
 }
 

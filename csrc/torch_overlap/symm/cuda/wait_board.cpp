@@ -133,12 +133,28 @@ std::optional<std::string> WaitBoard::expired() const {
       return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
                     record.expected, within, "operation ", record.seen,
                     "; do all ranks make the same calls?");
+    case WaitKind::step:
+      return concat(name, ": expected rank ", record.peer, " to come to step ", record.expected,
+                    " of block ", record.block, within, "step ", record.seen,
+                    "; do all ranks make the same calls?");
+    case WaitKind::apart:
+      return concat(name,
+                    ": expected one replay at a time of the graphs of a communicator, got two that "
+                    "ran at once; replay them on one stream or order the streams by events, or "
+                    "capture with the hint direct_collectives=off");
     case WaitKind::signal:
       break;
   }
   return concat("wait_signal: expected signal ", record.expected, " of rank ", record.peer,
                 " in window '", name, "'", within, record.seen, "; look at what rank ", record.peer,
                 " does");
+}
+
+std::string WaitBoard::late() const {
+  if (std::atomic_ref(block_.record->is_late).load(std::memory_order_acquire) == 0) return {};
+  const WaitRecord::Late late = block_.record->late;
+  return concat("rank ", late.peer, " is missing: expected step ", late.expected, " of block ",
+                late.block, ", got step ", late.seen);
 }
 
 }  // namespace torch_overlap::cuda

@@ -40,6 +40,9 @@ class WaitBoard {
   void stop() noexcept;
   // What the first wait that expired was waiting for; empty if none has.
   std::optional<std::string> expired() const;
+  // What a wait is waiting for that has come to the end of its time and has not yet expired, or
+  // was the last to do so; empty if there was none.
+  std::string late() const;
 
   // Mapped host memory, and a word of device memory.
   struct Block {

@@ -67,6 +67,7 @@ __device__ __forceinline__ void give_up(const WaitControl& control, const WaitRe
   record->peer = what.peer;
   record->expected = what.expected;
   record->seen = seen;
+  record->block = what.block;
   record->timeout_ns = control.timeout_ns;
   __threadfence_system();
   record->expired = 1;

@@ -11,6 +11,8 @@ enum class WaitKind : uint32_t {
   chunk,   // of operation `expected` of an overlap buffer, by rank `peer`
   gone,    // as begin or chunk, but another rank has given up meanwhile
   rows,    // rank `peer` has begun an operation of `seen` rows, this one of `expected`
+  step,    // `expected` of rank `peer` in a block of a direct collective
+  apart,   // none: two operations that must follow one another ran at once
 };
 
 // What a kernel needs to wait; of one communicator, or of one that has none.
@@ -34,6 +36,16 @@ struct WaitRecord {
   uint64_t expected;
   uint64_t seen;
   uint64_t timeout_ns;
+  uint32_t block;
+  // Device to host: 1 once `late` is written: a wait has been longer than its time, but goes on for
+  // a moment. Later ones overwrite it.
+  uint32_t is_late;
+  struct Late {
+    int32_t peer;
+    uint32_t block;
+    uint64_t expected;
+    uint64_t seen;
+  } late;
 };
 
 }  // namespace torch_overlap::cuda

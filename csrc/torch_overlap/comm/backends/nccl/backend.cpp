@@ -10,6 +10,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
 #include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
 
@@ -127,6 +128,7 @@ NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHand
                                              event_pool_size(context.options.hints))),
       workspace_(make_workspace(context.device)),
       handle_(std::move(handle)),
+      direct_(context_, runtime_),
       marking_(graph_timeouts(context.options.hints) ? std::make_unique<Marking>(runtime_)
                                                      : nullptr) {}
 
@@ -217,8 +219,8 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   }
   // A wait on the current stream holds up no other.
   const bool is_ordered = which != Lane::waits || call.async_op;
-  // In a capture also on the same stream: the operation before was left as a leaf.
-  if (is_ordered && previous && (capture || previous->stream != stream)) {
+  // In a capture also on the same stream: an async operation before was left as a leaf.
+  if (is_ordered && previous && (previous->stream != stream || (capture && call.async_op))) {
     stream_waits(stream, previous->work->end());
   }
   // Nothing else orders the branches of a graph: what was captured before a wait, which the peer
@@ -244,7 +246,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
     monitor_->watch_begin(call, marking_->side.get().stream());
   }
   try {
-    run(*work, stream);
+    run(*work, stream, static_cast<bool>(capture));
     if (marks) {
       marking_->follow(stream);
       monitor_->watch_end(marking_->side.get().stream());
@@ -263,7 +265,7 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
   if (is_ordered) previous.emplace(work, stream);
 }
 
-void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
+void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing) {
   const Call& call = work.call();
   const c10::cuda::CUDAStreamGuard on_stream(stream);
   const PlainDispatch plain;
@@ -272,7 +274,14 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream) {
   NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
                             workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout);
   try {
-    primitives.run(call);
+    const DirectPlan plan = direct_.plan(call, is_capturing);
+    if (call.record) call.record->done_by(to_string(plan.protocol).data());
+    if (plan) {
+      if (is_capturing) hold_->keep(direct_.memory());
+      direct_.launch(call, plan, is_capturing, stream.stream());
+    } else {
+      primitives.run(call);
+    }
     record(work.end(), stream);
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);
@@ -378,6 +387,10 @@ std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
 void NcclBackend::finalize() {
   drain("finalize");
   finalized_ = true;
+  {
+    const Lock lock = lock_unless_failed();
+    direct_.release();
+  }
   if (handle_->close(context_.timeout())) return;
   fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
        context_.timeout().count(), " ms, got no answer; it goes on in the background");
@@ -446,6 +459,11 @@ void NcclBackend::check_launching(Clock::time_point now) {
              "; a peer does not answer: look at the other ranks"));
 }
 
+std::string NcclBackend::who_is_missing() const {
+  const std::string missing = runtime_->late_wait();
+  return missing.empty() ? "a peer did not take part: look at the other ranks" : missing;
+}
+
 // The clock of an operation starts when the ones before it have ended and its stream has reached
 // it: work that is queued for long is not late.
 std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
@@ -465,8 +483,7 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
   if (running < bounded_timeout(head.call().timeout) || head.has_ended()) return std::nullopt;
   return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
                 " ms of its start, got no end (queued ", seconds_string(now - head.issued),
-                " ago, running for ", seconds_string(running),
-                "); a peer did not take part: look at the other ranks");
+                " ago, running for ", seconds_string(running), "); ", who_is_missing());
 }
 
 std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {
@@ -474,7 +491,11 @@ std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {
   for (const auto& weak : monitors_) {
     const auto monitor = weak.lock();
     if (!monitor) continue;
-    if (auto late = monitor->check(now)) return late;
+    if (auto late = monitor->check(now)) {
+      const std::string missing = runtime_->late_wait();
+      if (!missing.empty()) *late += "; " + missing;
+      return late;
+    }
   }
   return std::nullopt;
 }

@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/backends/nccl/direct_collectives.h"
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/comm/backends/nccl/handle.h"
 #include "torch_overlap/comm/backends/nccl/runtime.h"
@@ -97,7 +98,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
              const cuda::Capture& capture);
   // Sets the failure, and throws it, if NCCL cannot go on; else an error leaves all as it was.
-  void run(const CudaWork& work, c10::cuda::CUDAStream stream);
+  void run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing);
   [[noreturn]] void fail_launch(const Call& call, bool begun);
   void enter_capture(const cuda::Capture& capture);
   // Takes all operations that have ended from the queue. `Sink` has push_back.
@@ -125,6 +126,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void check_launching(Clock::time_point now);
   // Under the launch lock: says what is wrong if the operation, or one in a replayed graph, is
   // late.
+  std::string who_is_missing() const;
   std::optional<std::string> check_head(CudaWork& head, Clock::time_point now);
   std::optional<std::string> check_replays(Clock::time_point now);
 
@@ -132,6 +134,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   const std::shared_ptr<CommRuntime> runtime_;
   const at::Tensor workspace_;  // one byte, for barriers
   std::shared_ptr<NcclHandle> handle_;
+  DirectCollectives direct_;  // under the launch lock
 
   // Under the launch lock, which is the handle's.
   struct LaneState {

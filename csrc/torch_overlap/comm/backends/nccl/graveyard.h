@@ -74,6 +74,8 @@ class GraphHold final : public Body {
 
   // The work's tensors live until the graph dies, or wait() gives them back.
   void keep(std::shared_ptr<CudaWork> work) { works_.push_back(std::move(work)); }
+  // The memory of direct collectives, which nodes of the graph use.
+  void keep(std::shared_ptr<void> memory) { memory_ = std::move(memory); }
   // Nothing of the last one came into the graph.
   void forget_last() { works_.pop_back(); }
 
@@ -93,6 +95,7 @@ class GraphHold final : public Body {
   std::shared_ptr<NcclHandle> handle_;
   at::Tensor workspace_;
   std::shared_ptr<GraphMonitor> monitor_;
+  std::shared_ptr<void> memory_;
   std::vector<std::shared_ptr<CudaWork>> works_;
 };
 

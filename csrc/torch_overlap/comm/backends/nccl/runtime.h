@@ -39,7 +39,8 @@ struct CommRuntime {
     return slot->get();
   }
 
-  // Of the communicator's windows, made with the first of them. Under the launch lock.
+  // Of the communicator's windows and direct collectives, made with the first of them. Under the
+  // launch lock.
   cuda::WaitBoard& waits() {
     if (owned_waits_ == nullptr) {
       owned_waits_ = std::make_unique<cuda::WaitBoard>(device);
@@ -57,6 +58,12 @@ struct CommRuntime {
       failure.set(WorkStatus::TIMEDOUT,
                   std::make_exception_ptr(Error(ErrorKind::kTimeout, *expired)));
     }
+  }
+  // Which rank a wait on the device misses, for the message of an operation that is late; empty if
+  // none is known.
+  std::string late_wait() const {
+    const auto* board = waits_.load(std::memory_order_acquire);
+    return board == nullptr ? std::string() : board->late();
   }
   void stop_waits() noexcept {
     if (auto* board = waits_.load(std::memory_order_seq_cst)) board->stop();

@@ -1,0 +1,374 @@
+#include "torch_overlap/comm/backends/nccl/direct_collectives.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <future>
+#include <thread>
+
+#include "torch_overlap/comm/backends/nccl/reduction.h"
+#include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/store_bootstrap.h"
+#include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/check.h"
+
+namespace torch_overlap {
+namespace {
+
+using cuda::DirectLayout;
+using cuda::DirectOp;
+using cuda::DirectParams;
+using cuda::DirectType;
+
+constexpr int kChannels = 2;  // of eager and of captured operations
+
+struct DirectReduction {
+  DirectType type;
+  DirectOp op;
+};
+
+std::optional<DirectType> direct_type(ncclDataType_t type) {
+  switch (type) {
+    case ncclInt32:
+      return DirectType::i32;
+    case ncclInt64:
+      return DirectType::i64;
+    case ncclFloat16:
+      return DirectType::f16;
+    case ncclBfloat16:
+      return DirectType::bf16;
+    case ncclFloat32:
+      return DirectType::f32;
+    case ncclFloat64:
+      return DirectType::f64;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Empty where NCCL or a composition does it.
+std::optional<DirectReduction> direct_reduction(at::ScalarType dtype, const ReduceOp& op) {
+  if (op.type() == RedOpType::PREMUL_SUM) return std::nullopt;
+  const auto native = native_reduction(dtype, op);
+  if (!native) return std::nullopt;
+  const auto type = direct_type(native->dtype);
+  if (!type) return std::nullopt;
+  switch (native->op) {
+    case ncclSum:
+      return DirectReduction{*type, DirectOp::sum};
+    case ncclProd:
+      return DirectReduction{*type, DirectOp::product};
+    case ncclMin:
+      return DirectReduction{*type, DirectOp::min};
+    case ncclMax:
+      return DirectReduction{*type, DirectOp::max};
+    case ncclAvg:
+      if (*type == DirectType::i32 || *type == DirectType::i64) return std::nullopt;
+      return DirectReduction{*type, DirectOp::average};
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_reduction(Primitive primitive) {
+  return primitive == Primitive::all_reduce || primitive == Primitive::reduce_scatter;
+}
+
+size_t line_data(DirectType type) {
+  return type == DirectType::i64 || type == DirectType::f64 ? 8 : 12;
+}
+
+// Empty where the call has a form that is not done directly.
+std::optional<DirectProblem> problem_of(const Call& call, int size) {
+  DirectProblem problem{.primitive = call.primitive, .size = size, .bytes = 0, .line_data = 12};
+  switch (call.name) {
+    case OpName::all_reduce:
+    case OpName::reduce_scatter:
+    case OpName::reduce_scatter_single: {
+      const auto reduction = direct_reduction(call.tensor.scalar_type(), call.reduce_op);
+      if (!reduction) return std::nullopt;
+      problem.line_data = line_data(reduction->type);
+      problem.bytes = call.tensor.nbytes();
+      return problem;
+    }
+    case OpName::all_gather:
+    case OpName::all_gather_single:
+    case OpName::broadcast:
+      problem.bytes = call.tensor.nbytes();
+      return problem;
+    case OpName::all_to_all_single:
+      problem.bytes = call.in.flat.nbytes() / size;
+      return problem;
+    case OpName::all_to_all:
+    case OpName::all_to_all_v_single:
+      problem.is_uniform = false;
+      return problem;
+    default:
+      return std::nullopt;
+  }
+}
+
+struct Part {
+  char* data;
+  size_t bytes;
+};
+
+// The part of `rank`: to read from, and to write to.
+Part part_to_read(const Blocks& blocks, int rank, int size) {
+  if (!blocks.parts.empty()) {
+    const at::Tensor& part = blocks.parts[rank];
+    return {static_cast<char*>(const_cast<void*>(part.const_data_ptr())), part.nbytes()};
+  }
+  const size_t bytes = blocks.flat.nbytes() / size;
+  auto* data = static_cast<char*>(const_cast<void*>(blocks.flat.const_data_ptr()));
+  return {data + rank * bytes, bytes};
+}
+
+Part part_to_write(const Blocks& blocks, int rank, int size) {
+  if (!blocks.parts.empty()) {
+    const at::Tensor& part = blocks.parts[rank];
+    return {static_cast<char*>(part.mutable_data_ptr()), part.nbytes()};
+  }
+  const size_t bytes = blocks.flat.nbytes() / size;
+  return {static_cast<char*>(blocks.flat.mutable_data_ptr()) + rank * bytes, bytes};
+}
+
+void send_to_all(DirectParams& params, const char* data, size_t bytes) {
+  params.one_source = true;
+  for (int r = 0; r < params.size; ++r) {
+    params.send[r] = data;
+    params.send_bytes[r] = bytes;
+  }
+}
+
+void receive(DirectParams& params, int rank, Part part) {
+  params.recv[rank] = part.data;
+  params.recv_bytes[rank] = part.bytes;
+}
+
+// What goes where.
+void set_parts(DirectParams& params, const Call& call) {
+  const int size = params.size;
+  switch (call.primitive) {
+    case Primitive::all_reduce: {
+      auto* data = static_cast<char*>(call.tensor.mutable_data_ptr());
+      send_to_all(params, data, call.tensor.nbytes());
+      return receive(params, 0, {data, call.tensor.nbytes()});
+    }
+    case Primitive::reduce_scatter:
+      receive(params, 0,
+              {static_cast<char*>(call.tensor.mutable_data_ptr()), call.tensor.nbytes()});
+      for (int r = 0; r < size; ++r) {
+        const Part part = part_to_read(call.in, r, size);
+        params.send[r] = part.data;
+        params.send_bytes[r] = part.bytes;
+      }
+      return;
+    case Primitive::all_gather:
+      send_to_all(params, static_cast<const char*>(call.tensor.const_data_ptr()),
+                  call.tensor.nbytes());
+      for (int r = 0; r < size; ++r) receive(params, r, part_to_write(call.out, r, size));
+      return;
+    case Primitive::all_to_all:
+      for (int r = 0; r < size; ++r) {
+        const Part part = part_to_read(call.in, r, size);
+        params.send[r] = part.data;
+        params.send_bytes[r] = part.bytes;
+        receive(params, r, part_to_write(call.out, r, size));
+      }
+      return;
+    default:  // broadcast
+      if (params.rank == call.root) {
+        return send_to_all(params, static_cast<const char*>(call.tensor.const_data_ptr()),
+                           call.tensor.nbytes());
+      }
+      return receive(params, call.root,
+                     {static_cast<char*>(call.tensor.mutable_data_ptr()), call.tensor.nbytes()});
+  }
+}
+
+uint32_t chunks_of(size_t bytes, size_t unit, uint32_t chunk) {
+  const size_t units = (bytes + unit - 1) / unit;
+  return static_cast<uint32_t>((units + chunk - 1) / chunk);
+}
+
+// In a reduction, and in an operation of slices, all ranks talk alike.
+void set_chunks(DirectParams& params, const Call& call, DirectProtocol protocol, size_t unit) {
+  if (protocol == DirectProtocol::two_shot) {
+    const size_t even = (params.send_bytes[0] + params.size - 1) / params.size;
+    params.send_bytes[1] = (even + unit - 1) / unit * unit;
+  }
+  const size_t alike =
+      protocol == DirectProtocol::two_shot ? params.send_bytes[1] : params.send_bytes[0];
+  for (int r = 0; r < params.size; ++r) {
+    if (r == params.rank) continue;
+    const size_t bytes =
+        is_reduction(call.primitive) ? alike : std::max(params.send_bytes[r], params.recv_bytes[r]);
+    params.chunks[r] = chunks_of(bytes, unit, params.chunk);
+    params.most_chunks = std::max(params.most_chunks, params.chunks[r]);
+  }
+  // The own part is copied, in the same steps.
+  if (call.primitive == Primitive::all_to_all) {
+    params.most_chunks =
+        std::max(params.most_chunks, chunks_of(params.recv_bytes[params.rank], unit, params.chunk));
+  }
+}
+
+// On a thread of its own: abort() ends the wait for ranks that do not come, though not the thread,
+// which goes on until its timeout, over a connection of its own.
+std::shared_ptr<SymmetricMemory> rendezvous_unless_failed(const CommRuntime& runtime,
+                                                          const BackendContext& context,
+                                                          const SymmetricMemory::Request& request) {
+  constexpr auto kNap = std::chrono::milliseconds(20);
+  const auto stream = c10::cuda::getCurrentCUDAStream(context.device.index());
+  std::packaged_task<std::shared_ptr<SymmetricMemory>()> task(
+      [stream, store = own_connection(context.store, request.name, context.timeout()),
+       rank = context.rank, size = context.size, timeout = context.timeout(), request] {
+        const c10::cuda::CUDAStreamGuard guard(stream);
+        const cuda::RelaxedCapture relaxed;
+        StoreBootstrap bootstrap(store, request.name, rank, size, timeout);
+        try {
+          auto memory = SymmetricMemory::rendezvous(bootstrap, request);
+          bootstrap.leave();
+          return memory;
+        } catch (...) {
+          bootstrap.leave();
+          throw;
+        }
+      });
+  auto memory = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (memory.wait_for(kNap) != std::future_status::ready) runtime.failure.rethrow_if_set();
+  return memory.get();
+}
+
+}  // namespace
+
+struct DirectCollectives::Memory {
+  std::shared_ptr<SymmetricMemory> symmetric;
+  std::shared_ptr<CommRuntime> runtime;  // the words of the waits
+  size_t channel_bytes = 0;
+  cuda::WaitControl control{};
+};
+
+DirectCollectives::DirectCollectives(const BackendContext& context,
+                                     std::shared_ptr<CommRuntime> runtime)
+    : context_(context), runtime_(std::move(runtime)) {
+  const bool may_be_used = is_direct_possible(Primitive::all_reduce, context.size) &&
+                           context.options.direct != DirectMode::off;
+  if (!may_be_used) return;
+  try {
+    load();
+  } catch (...) {
+    fault_ = Fault::current();
+  }
+}
+
+void DirectCollectives::load() {
+  const c10::cuda::CUDAGuard device(context_.device);
+  const cuda::RelaxedCapture relaxed;
+  const auto* properties = at::cuda::getDeviceProperties(context_.device.index());
+  TORCH_OVERLAP_CHECK(properties->major >= 8, kUnsupported, kDirectHint,
+                      ": expected a GPU of compute capability 8.0 or more, got ", properties->major,
+                      ".", properties->minor);
+  has_dependent_launch_ = properties->major >= 9;
+  cuda::check(cuda::load_line_kernels(), "direct collectives: loading kernels");
+  cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
+  cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
+  runtime_->waits();
+}
+
+DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
+  if (call.direct == DirectMode::off || state_ == State::refused) return {};
+  if (!is_direct_possible(call.primitive, context_.size)) return {};
+  const auto problem = problem_of(call, context_.size);
+  if (!problem) return {};
+  const DirectPlan plan = plan_direct(*problem, call.direct);
+  if (!plan) return {};
+  if (state_ == State::untried && !is_capturing) prepare();
+  return state_ == State::ready ? plan : DirectPlan{};
+}
+
+void DirectCollectives::prepare() {
+  const cuda::RelaxedCapture relaxed;
+  auto memory = std::make_shared<Memory>();
+  memory->runtime = runtime_;
+  memory->channel_bytes = DirectLayout::bytes(context_.size, most_push_blocks(context_.size));
+  SymmetricMemory::Request request{
+      .op = kDirectHint,
+      .name = concat("direct collectives of '", context_.name, "'"),
+      .tensor = {},
+      .digest = concat("channels of ", memory->channel_bytes, " bytes"),
+      .fault = fault_};
+  try {
+    if (!fault_) load();
+    request.tensor = symmetric_empty({static_cast<int64_t>(kChannels * memory->channel_bytes)},
+                                     at::kByte, context_.device);
+  } catch (...) {
+    request.fault = Fault::current();
+  }
+  state_ = State::refused;
+  try {
+    memory->symmetric = rendezvous_unless_failed(*runtime_, context_, request);
+  } catch (const Error& error) {
+    runtime_->failure.rethrow_if_set();
+    if (error.kind() == ErrorKind::kTimeout) {
+      runtime_->failure.set(WorkStatus::TIMEDOUT, std::current_exception());
+      throw;
+    }
+    if (error.kind() != ErrorKind::kUnsupported) TORCH_WARN(error.what(), "; NCCL does it all");
+    return;
+  }
+  memory->control = runtime_->waits().control(memory->symmetric->id(), request.name, {});
+  memory_ = std::move(memory);
+  state_ = State::ready;
+}
+
+void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is_capturing,
+                               cudaStream_t stream) {
+  const Memory& memory = *memory_;
+  DirectParams params{};
+  params.rank = context_.rank;
+  params.size = context_.size;
+  params.vectors_at = DirectLayout::vectors(params.size);
+  const size_t channel = is_capturing ? memory.channel_bytes : 0;
+  for (int r = 0; r < params.size; ++r) {
+    params.base[r] = static_cast<char*>(memory.symmetric->pointer(r)) + channel;
+  }
+  params.chunk = plan.chunk;
+  params.control = memory.control;
+  params.control.timeout_ns =
+      static_cast<uint64_t>(std::chrono::nanoseconds(bounded_timeout(call.timeout)).count());
+  params.window = memory.symmetric->id();
+  set_parts(params, call);
+
+  const cuda::DirectLaunch launch{.blocks = static_cast<unsigned int>(plan.blocks),
+                                  .dependent = has_dependent_launch_,
+                                  .stream = stream};
+  const bool has_lines = plan.protocol == DirectProtocol::ll;
+  DirectReduction reduction{};
+  size_t unit = has_lines ? 12 : DirectGeometry::kVectorBytes;
+  if (is_reduction(call.primitive)) {
+    reduction = *direct_reduction(call.tensor.scalar_type(), call.reduce_op);
+    params.op = reduction.op;
+    if (has_lines) unit = line_data(reduction.type);
+  }
+  set_chunks(params, call, plan.protocol, unit);
+
+  cudaError_t status = cudaSuccess;
+  if (!is_reduction(call.primitive)) {
+    status = has_lines ? launch_line_copy(params, launch) : launch_push_copy(params, launch);
+  } else if (plan.protocol == DirectProtocol::two_shot) {
+    status = launch_two_shot(reduction.type, params, launch);
+  } else {
+    status = has_lines ? launch_line_reduce(reduction.type, params, launch)
+                       : launch_push_reduce(reduction.type, params, launch);
+  }
+  cuda::check(status, call.describe());
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "torch_overlap/comm/backend.h"
+#include "torch_overlap/comm/backends/nccl/direct_kernels.h"
+#include "torch_overlap/comm/backends/nccl/runtime.h"
+#include "torch_overlap/comm/direct.h"
+#include "torch_overlap/symm/bootstrap.h"
+#include "torch_overlap/symm/symmetric_memory.h"
+
+namespace torch_overlap {
+
+// The collectives of one communicator that our kernels do (comm/direct.h says which): the memory
+// that its ranks map from each other, and the launches.
+//
+// Life. The first eligible operation outside of a capture makes the memory; all ranks come to it,
+// and where one of them cannot, or cannot reach another, all leave everything to NCCL. A graph
+// keeps what memory() returns.
+//
+// Captured and eager operations have a channel each, so that they need no order between them. Of
+// one channel's operations no two may run at once: the launch path sees to that for eager ones, and
+// the streams of the replays for captured ones. Replays that overlap end the communicator with an
+// error.
+//
+// Threads: under the launch lock.
+class DirectCollectives {
+ public:
+  // Loads the kernels and makes the words of the waits, for a group that may use them: later that
+  // could have to wait for what the device does.
+  DirectCollectives(const BackendContext& context, std::shared_ptr<CommRuntime> runtime);
+
+  // Which of our kernels does the call; none: NCCL. Blocks where it makes the memory, at most the
+  // communicator's timeout; if that runs out it is the communicator's failure, and thrown.
+  DirectPlan plan(const Call& call, bool is_capturing);
+  // Of a plan that is not empty. Reads and writes the call's tensors on `stream`.
+  void launch(const Call& call, const DirectPlan& plan, bool is_capturing, cudaStream_t stream);
+
+  // Nothing is issued any more: leaves the memory to the graphs that keep it.
+  void release() {
+    memory_.reset();
+    state_ = State::refused;
+  }
+  // What a graph with captured launches needs. Null before there is any.
+  std::shared_ptr<void> memory() const { return memory_; }
+
+ private:
+  struct Memory;
+  enum class State : uint8_t { untried, ready, refused };
+
+  void load();
+  void prepare();
+
+  const BackendContext& context_;
+  const std::shared_ptr<CommRuntime> runtime_;
+  State state_ = State::untried;
+  Fault fault_;  // why this rank cannot take part
+  bool has_dependent_launch_ = false;
+  std::shared_ptr<Memory> memory_;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "torch_overlap/comm/direct_geometry.h"
+#include "torch_overlap/symm/cuda/wait_record.h"
+
+// Collectives by kernels over memory that the ranks map from each other: docs/kernels.md.
+namespace torch_overlap::cuda {
+
+// One channel's memory on every rank: the same layout, from `base` on. Two kernels of one channel
+// never run at once on a rank.
+//
+//   epochs   of each block and peer: how many rounds both have done together
+//   busy     of each block: a kernel runs
+//   noted    one word: whether the kernel that runs has told the host that a rank is late
+//   flags    of each block and source, twice: the last round whose data is there
+//   lines    of each block, slot and source
+//   vectors  the same, for push
+struct DirectLayout {
+  using G = DirectGeometry;
+  static constexpr size_t kEpochs = 0;
+  static constexpr size_t kBusy = kEpochs + G::kMostBlocks * G::kMostRanks * sizeof(uint32_t);
+  static constexpr size_t kNoted = kBusy + G::kMostBlocks * sizeof(uint32_t);
+  static constexpr size_t kFlags = 4096;
+  static constexpr size_t kFlagsOfOneKind = G::kMostBlocks * G::kMostRanks * G::kFlagBytes;
+  static constexpr size_t kLines = kFlags + 2 * kFlagsOfOneKind;
+  static_assert(kNoted + sizeof(uint32_t) <= kFlags);
+
+  static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
+  static constexpr size_t vectors_of_one_rank() { return size_t{G::kVectors} * G::kVectorBytes; }
+  static constexpr size_t vectors(int size) {
+    return kLines + size_t{G::kLineBlocks} * G::kLineSlots * size * lines_of_one_rank();
+  }
+  static constexpr size_t bytes(int size, int most_blocks) {
+    return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
+  }
+};
+
+enum class DirectOp : uint32_t { sum, average, product, min, max };
+enum class DirectType : uint32_t { i32, i64, f16, bf16, f32, f64 };
+
+struct DirectParams {
+  char* base[DirectGeometry::kMostRanks];  // of the channel on each rank, as this process sees it
+  // What goes to each rank, and where what comes from each goes: bytes. In a reduction every part
+  // has `bytes[0]` bytes, send[rank] is this rank's own contribution, and recv[0] the result.
+  const char* send[DirectGeometry::kMostRanks];
+  char* recv[DirectGeometry::kMostRanks];
+  uint64_t send_bytes[DirectGeometry::kMostRanks];
+  uint64_t recv_bytes[DirectGeometry::kMostRanks];
+  uint32_t chunks[DirectGeometry::kMostRanks];  // of the longer of the two; 0: nothing is said
+  uint32_t most_chunks;                         // of all peers
+  uint32_t chunk;                               // units: see DirectPlan
+  uint64_t vectors_at;                          // DirectLayout::vectors(size)
+  bool one_source;                              // all of `send` are the same
+  int32_t rank;
+  int32_t size;
+  DirectOp op;
+  WaitControl control;
+  uint64_t window;
+};
+
+struct DirectLaunch {
+  unsigned int blocks;
+  bool dependent;  // programmatic dependent launch: sm_90 and newer
+  cudaStream_t stream;
+};
+
+// send[r] to rank r, recv[r] from rank r, own part included where the two differ.
+cudaError_t launch_line_copy(const DirectParams& params, const DirectLaunch& launch);
+cudaError_t launch_push_copy(const DirectParams& params, const DirectLaunch& launch);
+// recv[0] becomes the reduction of what the ranks send here, in the order of ranks.
+cudaError_t launch_line_reduce(DirectType type, const DirectParams& params,
+                               const DirectLaunch& launch);
+cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
+                               const DirectLaunch& launch);
+// send[0] of all ranks, reduced, to recv[0] of all: slice r by rank r.
+cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
+                            const DirectLaunch& launch);
+
+// Loads the code of all kernels onto the current device: a load later may wait for a kernel that
+// waits for this rank.
+cudaError_t load_line_kernels();
+cudaError_t load_push_kernels();
+cudaError_t load_two_shot_kernels();
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,131 @@
+// all_reduce as two pushes: slices to their owners, their sums to all. Of n ranks each sends
+// 2 (n - 1) / n of the message, where one push sends it n - 1 times.
+#include "torch_overlap/comm/backends/nccl/direct_device.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+constexpr int kVector = G::kVectorBytes;
+// Slices come to the first half of a slot, sums to the second.
+constexpr size_t kSumsAt = DirectLayout::vectors_of_one_rank() / 2;
+
+struct Slice {
+  uint64_t begin;  // in the message
+  uint64_t bytes;
+};
+
+__device__ __forceinline__ Slice slice_of(const DirectParams& p, int rank) {
+  const uint64_t all = p.send_bytes[0];
+  const uint64_t each = p.send_bytes[1];  // of every slice but the last ones
+  const uint64_t begin = min(rank * each, all);
+  return {begin, min(each, all - begin)};
+}
+
+__device__ __forceinline__ void send_slices(const DirectParams& p, const BlockState& state,
+                                            uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  for (int k = 1; k < p.size; ++k) {
+    const int peer = p.rank + k < p.size ? p.rank + k : p.rank + k - p.size;
+    const Slice slice = slice_of(p, peer);
+    char* const to = vectors_of(p, peer, p.rank, state.epoch[peer] + 1 + round);
+    for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+      const uint64_t at = (first + i) * kVector;
+      if (at >= slice.bytes) break;
+      store_staged(to + i * kVector, load_words<4>(p.send[0] + slice.begin + at, slice.bytes - at));
+    }
+  }
+  __syncthreads();
+  raise_flag(p, state, 0, round);
+}
+
+template <typename T>
+__device__ __forceinline__ void send_sums(const DirectParams& p, const BlockState& state,
+                                          uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  const Slice slice = slice_of(p, p.rank);
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+    const uint64_t at = (first + i) * kVector;
+    if (at >= slice.bytes) break;
+    Words<4> words[G::kMostRanks];
+#pragma unroll
+    for (int source = 0; source < G::kMostRanks; ++source) {
+      if (source >= p.size) continue;
+      if (source == p.rank) {
+        words[source] = load_words<4>(p.send[0] + slice.begin + at, slice.bytes - at);
+      } else {
+        const uint32_t epoch = state.epoch[source] + 1 + round;
+        words[source] = load_staged(vectors_of(p, p.rank, source, epoch) + i * kVector);
+      }
+    }
+    Accumulator<T, 4> sum;
+    sum.start(words[0]);
+#pragma unroll
+    for (int source = 1; source < G::kMostRanks; ++source) {
+      if (source < p.size) sum.add(p.op, words[source]);
+    }
+    const auto result = sum.result(p.op, p.size);
+    for (int k = 1; k < p.size; ++k) {
+      const int peer = p.rank + k < p.size ? p.rank + k : p.rank + k - p.size;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_staged(vectors_of(p, peer, p.rank, epoch) + kSumsAt + i * kVector, result);
+    }
+    store_words(p.recv[0] + slice.begin + at, result, slice.bytes - at);
+  }
+  __syncthreads();
+  raise_flag(p, state, 1, round);
+}
+
+__device__ __forceinline__ void take_sums(const DirectParams& p, const BlockState& state,
+                                          uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  for (int k = 1; k < p.size; ++k) {
+    const int source = p.rank >= k ? p.rank - k : p.rank - k + p.size;
+    const Slice slice = slice_of(p, source);
+    const char* const from =
+        vectors_of(p, p.rank, source, state.epoch[source] + 1 + round) + kSumsAt;
+    for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+      const uint64_t at = (first + i) * kVector;
+      if (at >= slice.bytes) break;
+      store_words(p.recv[0] + slice.begin + at, load_staged(from + i * kVector), slice.bytes - at);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(G::kThreads)
+    two_shot_kernel(const __grid_constant__ DirectParams p) {
+  __shared__ BlockState state;
+  bool is_good = begin_block(p, state, [] {});
+  if (is_good && blockIdx.x < p.most_chunks) send_slices(p, state, blockIdx.x, 0);
+  uint32_t round = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
+    const uint32_t next = chunk + gridDim.x;
+    if (next < p.most_chunks) send_slices(p, state, next, round + 1);
+    is_good = await_flags(p, state, 0, round);
+    if (!is_good) break;
+    send_sums<T>(p, state, chunk, round);
+    is_good = await_flags(p, state, 1, round);
+    if (is_good) take_sums(p, state, chunk, round);
+  }
+  end_block(p, state);
+}
+
+}  // namespace
+
+cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
+                            const DirectLaunch& launch) {
+  return for_type(type, [&](auto zero) {
+    return launch_direct(two_shot_kernel<decltype(zero)>, params, launch);
+  });
+}
+
+cudaError_t load_two_shot_kernels() {
+  cudaError_t status = cudaSuccess;
+  for (const DirectType type : kDirectTypes) {
+    if (status != cudaSuccess) break;
+    status = for_type(type, [](auto zero) { return load_kernel(two_shot_kernel<decltype(zero)>); });
+  }
+  return status;
+}
+
+}  // namespace torch_overlap::cuda

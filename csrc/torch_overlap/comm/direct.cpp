@@ -1,0 +1,149 @@
+#include "torch_overlap/comm/direct.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
+
+namespace torch_overlap {
+namespace {
+
+using G = DirectGeometry;
+
+constexpr size_t kKi = 1024;
+constexpr size_t kMi = 1024 * kKi;
+
+// Up to how many bytes (DirectProblem::bytes) each protocol is the fastest; 0: never. NCCL is
+// faster above the last one. Rows of two ranks: where the protocols cross on H200s in a graph; of
+// more ranks: below where their prototypes did.
+struct Limits {
+  Primitive primitive;
+  int most_ranks;  // the first row that fits counts
+  size_t ll;
+  size_t push;
+  size_t two_shot;
+};
+
+constexpr Limits kLimits[] = {
+    {Primitive::all_reduce, 2, 192 * kKi, 4 * kMi, 0},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 2 * kMi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi},
+    {Primitive::all_gather, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::all_gather, 4, 128 * kKi, 512 * kKi, 0},
+    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::reduce_scatter, 2, 192 * kKi, 4 * kMi, 0},
+    {Primitive::reduce_scatter, 4, 128 * kKi, 512 * kKi, 0},
+    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::all_to_all, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::all_to_all, 4, 128 * kKi, 512 * kKi, 0},
+    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::broadcast, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},
+    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0},
+};
+
+const Limits* limits_of(Primitive primitive, int size) {
+  const auto* const found = std::find_if(
+      std::begin(kLimits), std::end(kLimits),
+      [&](const Limits& row) { return row.primitive == primitive && size <= row.most_ranks; });
+  return found == std::end(kLimits) ? nullptr : found;
+}
+
+size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
+
+DirectPlan share_out(DirectProtocol protocol, size_t units, size_t units_for_a_block,
+                     int most_blocks, int most_units) {
+  const auto blocks = std::clamp<size_t>(divide_up(units, units_for_a_block), 1, most_blocks);
+  const auto chunk = std::clamp<size_t>(divide_up(units, blocks), 1, most_units);
+  return {protocol, static_cast<int>(blocks), static_cast<uint32_t>(chunk)};
+}
+
+DirectPlan plan_lines(const DirectProblem& problem) {
+  return share_out(DirectProtocol::ll, divide_up(problem.bytes, problem.line_data), G::kThreads,
+                   G::kLineBlocks, G::kLines);
+}
+
+DirectPlan plan_push(const DirectProblem& problem) {
+  return share_out(DirectProtocol::push, divide_up(problem.bytes, G::kVectorBytes), G::kThreads / 2,
+                   most_push_blocks(problem.size), G::kVectors);
+}
+
+// A slot holds a slice on its way to its owner, and its sum on the way back.
+DirectPlan plan_two_shot(const DirectProblem& problem) {
+  const size_t slice = divide_up(divide_up(problem.bytes, problem.size), G::kVectorBytes);
+  return share_out(DirectProtocol::two_shot, slice, G::kThreads / 2, most_push_blocks(problem.size),
+                   G::kVectors / 2);
+}
+
+// The most that two ranks say to each other is unknown: all blocks, whole chunks.
+DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
+  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kLineBlocks, G::kLines};
+  if (mode == DirectMode::always || mode == DirectMode::push) {
+    return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
+  }
+  return {};
+}
+
+constexpr std::string_view kModeNames[] = {"off", "auto", "always", "ll", "push", "two_shot"};
+
+}  // namespace
+
+std::string_view to_string(DirectMode mode) { return kModeNames[static_cast<size_t>(mode)]; }
+
+DirectMode parse_direct_mode(std::string_view text, std::string_view what) {
+  const std::string name = to_lower(text);
+  const auto* const found = std::find(std::begin(kModeNames), std::end(kModeNames), name);
+  TORCH_OVERLAP_CHECK(found != std::end(kModeNames), kValue, what,
+                      ": expected off, auto, always, ll, push or two_shot, got '", text, "'");
+  return static_cast<DirectMode>(found - std::begin(kModeNames));
+}
+
+std::string_view to_string(DirectProtocol protocol) {
+  switch (protocol) {
+    case DirectProtocol::none:
+      return "nccl";
+    case DirectProtocol::ll:
+      return "direct_ll";
+    case DirectProtocol::push:
+      return "direct_push";
+    case DirectProtocol::two_shot:
+      return "direct_two_shot";
+  }
+  return "unknown";
+}
+
+int most_push_blocks(int size) { return size == 2 ? G::kMostBlocks : G::kMostPushBlocks; }
+
+bool is_direct_possible(Primitive primitive, int size) {
+  return size >= 2 && limits_of(primitive, size) != nullptr;
+}
+
+DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
+  const Limits* const limits = limits_of(problem.primitive, problem.size);
+  if (problem.size < 2 || limits == nullptr) return {};
+  if (!problem.is_uniform) return plan_unequal(problem, mode);
+  if (problem.bytes == 0) return {};
+  const bool has_two_shots = problem.primitive == Primitive::all_reduce;
+  switch (mode) {
+    case DirectMode::off:
+      return {};
+    case DirectMode::ll:
+      return plan_lines(problem);
+    case DirectMode::push:
+      return plan_push(problem);
+    case DirectMode::two_shot:
+      return has_two_shots ? plan_two_shot(problem) : DirectPlan{};
+    case DirectMode::automatic:
+    case DirectMode::always:
+      break;
+  }
+  if (problem.bytes <= limits->ll) return plan_lines(problem);
+  if (problem.bytes <= limits->push) return plan_push(problem);
+  if (problem.bytes <= limits->two_shot) return plan_two_shot(problem);
+  if (mode != DirectMode::always) return {};
+  // Of two ranks both ways send as much.
+  return has_two_shots && problem.size > 2 ? plan_two_shot(problem) : plan_push(problem);
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/call.h"
+#include "torch_overlap/comm/direct_geometry.h"
+
+namespace torch_overlap {
+
+// Which collectives a communicator on NCCL does with kernels of our own, over memory that the ranks
+// map from each other (docs/kernels.md). All of it is a function of what every rank knows alike:
+// operation, sizes, dtype, group, hints, and whether it captures. Never of a pointer.
+
+// One exchange: how bytes get to the other ranks, and how a rank learns that they are there.
+enum class DirectProtocol : uint8_t {
+  none,      // NCCL does it
+  ll,        // lines of 12 bytes that carry their own epoch
+  push,      // 16-byte stores, then a flag for each block
+  two_shot,  // all_reduce as push of slices to their owners, and of their sums to all
+};
+TORCH_OVERLAP_API std::string_view to_string(DirectProtocol protocol);
+
+struct DirectProblem {
+  Primitive primitive;
+  int size;      // of the group
+  size_t bytes;  // all_reduce, broadcast: of the tensor; else: what goes from one rank to another
+  size_t line_data;  // 8 for a reduction of elements of 8 bytes, else 12
+  // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
+  bool is_uniform = true;
+};
+
+// `chunk` units of data (lines, or vectors of 16 bytes) are one block's part of one round.
+struct DirectPlan {
+  DirectProtocol protocol = DirectProtocol::none;
+  int blocks = 0;
+  uint32_t chunk = 0;
+
+  explicit operator bool() const { return protocol != DirectProtocol::none; }
+};
+
+inline constexpr std::string_view kDirectHint = "direct_collectives";
+// As the hint spells it.
+TORCH_OVERLAP_API std::string_view to_string(DirectMode mode);
+
+// Whether a group of this size and this operation can be done directly at all.
+TORCH_OVERLAP_API bool is_direct_possible(Primitive primitive, int size);
+// Of a kernel that pushes, in a group of `size`.
+TORCH_OVERLAP_API int most_push_blocks(int size);
+TORCH_OVERLAP_API DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode);
+
+}  // namespace torch_overlap

@@ -1,0 +1,160 @@
+#include "torch_overlap/comm/direct.h"
+
+#include <gtest/gtest.h>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap {
+namespace {
+
+using G = DirectGeometry;
+
+constexpr size_t kKi = 1024;
+constexpr size_t kMi = 1024 * kKi;
+constexpr Primitive kDirect[] = {Primitive::all_reduce, Primitive::all_gather,
+                                 Primitive::reduce_scatter, Primitive::all_to_all,
+                                 Primitive::broadcast};
+
+DirectProblem problem_of(Primitive primitive, int size, size_t bytes) {
+  return {.primitive = primitive, .size = size, .bytes = bytes, .line_data = 12};
+}
+
+DirectProtocol protocol_of(Primitive primitive, int size, size_t bytes, DirectMode mode) {
+  return plan_direct(problem_of(primitive, size, bytes), mode).protocol;
+}
+
+TEST(Direct, OnlyGroupsOfTwoToEight) {
+  for (const Primitive primitive : kDirect) {
+    EXPECT_FALSE(is_direct_possible(primitive, 1));
+    EXPECT_FALSE(is_direct_possible(primitive, G::kMostRanks + 1));
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      EXPECT_TRUE(is_direct_possible(primitive, size));
+    }
+    EXPECT_EQ(protocol_of(primitive, 16, 64, DirectMode::always), DirectProtocol::none);
+  }
+  EXPECT_FALSE(is_direct_possible(Primitive::reduce, 4));
+  EXPECT_FALSE(is_direct_possible(Primitive::p2p, 4));
+}
+
+TEST(Direct, LinesForSmallMessagesThenPushThenNccl) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      EXPECT_EQ(protocol_of(primitive, size, 1, DirectMode::automatic), DirectProtocol::ll);
+      EXPECT_EQ(protocol_of(primitive, size, 64 * kKi, DirectMode::automatic), DirectProtocol::ll);
+      EXPECT_EQ(protocol_of(primitive, size, 256 * kKi + 1, DirectMode::automatic),
+                size > 4 && primitive != Primitive::all_reduce ? DirectProtocol::none
+                : size > 4                                     ? DirectProtocol::two_shot
+                                                               : DirectProtocol::push);
+      EXPECT_EQ(protocol_of(primitive, size, 256 * kMi, DirectMode::automatic),
+                DirectProtocol::none);
+      EXPECT_NE(protocol_of(primitive, size, 256 * kMi, DirectMode::always), DirectProtocol::none);
+    }
+  }
+}
+
+TEST(Direct, TwoShotsOnlyOfAllReduceOfMoreThanTwo) {
+  EXPECT_EQ(protocol_of(Primitive::all_reduce, 2, 64 * kMi, DirectMode::always),
+            DirectProtocol::push);
+  for (int size = 3; size <= G::kMostRanks; ++size) {
+    EXPECT_EQ(protocol_of(Primitive::all_reduce, size, 64 * kMi, DirectMode::always),
+              DirectProtocol::two_shot);
+    EXPECT_EQ(protocol_of(Primitive::all_gather, size, 64 * kMi, DirectMode::always),
+              DirectProtocol::push);
+  }
+}
+
+TEST(Direct, AProtocolThatIsAskedForIsTakenWhereItCan) {
+  for (const Primitive primitive : kDirect) {
+    for (const size_t bytes : {size_t{1}, 32 * kMi}) {
+      EXPECT_EQ(protocol_of(primitive, 4, bytes, DirectMode::ll), DirectProtocol::ll);
+      EXPECT_EQ(protocol_of(primitive, 4, bytes, DirectMode::push), DirectProtocol::push);
+      EXPECT_EQ(
+          protocol_of(primitive, 4, bytes, DirectMode::two_shot),
+          primitive == Primitive::all_reduce ? DirectProtocol::two_shot : DirectProtocol::none);
+      EXPECT_EQ(protocol_of(primitive, 4, bytes, DirectMode::off), DirectProtocol::none);
+    }
+  }
+}
+
+TEST(Direct, NothingToDoIsForNccl) {
+  EXPECT_EQ(protocol_of(Primitive::all_reduce, 2, 0, DirectMode::always), DirectProtocol::none);
+}
+
+TEST(Direct, SplitsThatOnlyPairsKnowAreDirectWhereAskedFor) {
+  DirectProblem problem = problem_of(Primitive::all_to_all, 4, 0);
+  problem.is_uniform = false;
+  EXPECT_FALSE(plan_direct(problem, DirectMode::automatic));
+  const DirectPlan plan = plan_direct(problem, DirectMode::always);
+  // Whatever this rank happens to send: the others see other sizes.
+  problem.bytes = 123456;
+  const DirectPlan other = plan_direct(problem, DirectMode::always);
+  EXPECT_EQ(plan.protocol, DirectProtocol::push);
+  EXPECT_EQ(plan.blocks, other.blocks);
+  EXPECT_EQ(plan.chunk, other.chunk);
+}
+
+// Every plan fits the memory of a channel, and its rounds cover the message.
+TEST(Direct, PlansFitTheMemory) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (size_t bytes = 1; bytes < 64 * kMi; bytes += 1 + bytes / 3) {
+        for (const size_t line_data : {8, 12}) {
+          DirectProblem problem = problem_of(primitive, size, bytes);
+          problem.line_data = line_data;
+          const DirectPlan plan = plan_direct(problem, DirectMode::always);
+          ASSERT_TRUE(plan) << bytes;
+          ASSERT_GE(plan.blocks, 1);
+          ASSERT_GE(plan.chunk, 1U);
+          const bool has_lines = plan.protocol == DirectProtocol::ll;
+          const bool is_two_shot = plan.protocol == DirectProtocol::two_shot;
+          ASSERT_LE(plan.blocks, has_lines ? G::kLineBlocks : most_push_blocks(size));
+          ASSERT_LE(plan.chunk, has_lines ? G::kLines : G::kVectors / (is_two_shot ? 2 : 1));
+          const size_t unit = has_lines ? line_data : G::kVectorBytes;
+          const size_t part = is_two_shot ? (bytes + size - 1) / size : bytes;
+          const size_t units = (part + unit - 1) / unit;
+          const size_t chunks = (units + plan.chunk - 1) / plan.chunk;
+          ASSERT_LE(chunks, 0xffffffffU);
+          // No block without work in the first round.
+          ASSERT_LE(static_cast<size_t>(plan.blocks), chunks + plan.blocks / 2 + 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(Direct, LinesOfOneMessageAreOneRound) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (size_t bytes = 1; bytes <= 256 * kKi; bytes += 1 + bytes / 7) {
+        const DirectPlan plan =
+            plan_direct(problem_of(primitive, size, bytes), DirectMode::automatic);
+        if (plan.protocol != DirectProtocol::ll) continue;
+        ASSERT_GE(static_cast<size_t>(plan.blocks) * plan.chunk * 12, bytes);
+      }
+    }
+  }
+}
+
+TEST(Direct, ModesHaveNames) {
+  EXPECT_EQ(parse_direct_mode("off", "hint"), DirectMode::off);
+  EXPECT_EQ(parse_direct_mode("Auto", "hint"), DirectMode::automatic);
+  EXPECT_EQ(parse_direct_mode("always", "hint"), DirectMode::always);
+  try {
+    (void)parse_direct_mode("maybe", "hint direct_collectives");
+    FAIL() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kValue);
+    EXPECT_STREQ(error.what(),
+                 "hint direct_collectives: expected off, auto, always, ll, push or "
+                 "two_shot, got 'maybe'");
+  }
+}
+
+TEST(Direct, AnOperationsHintIsTaken) {
+  EXPECT_FALSE(op_hints({}).direct);
+  EXPECT_EQ(op_hints({{"direct_collectives", "off"}}).direct, DirectMode::off);
+  EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
+}
+
+}  // namespace
+}  // namespace torch_overlap

@@ -1,0 +1,136 @@
+"""Data, references and captured steps for the tests of direct collectives."""
+
+import json
+
+import torch
+
+import torch_overlap as to
+from torch_overlap import ReduceOp
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+INTEGERS = [torch.int32, torch.int64]
+OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
+MODES = ["auto", "ll", "push", "two_shot"]
+KI = 1024
+# Around what changes: a line, a block's threads, a block's chunk, the limits of the protocols for any group size.
+EDGES = [12, 16, 6 * KI, 12 * KI, 64 * KI, 128 * KI, 256 * KI, 384 * KI, 512 * KI, 1024 * KI, 2048 * KI, 4096 * KI]
+
+
+def edges(element, most=4096 * KI):
+    """Numbers of elements: a few, and one less, as many, and one more than fill each edge."""
+    counts = {1, 2, 3, 5, 7, 13, 1001}
+    for edge in EDGES:
+        if edge <= most:
+            counts |= {max(edge // element + d, 1) for d in (-1, 0, 1)}
+    return sorted(counts)
+
+
+def draw(comm, seed, dtype, count, rank):
+    """Rank `rank`'s input: every rank can compute it."""
+    random_of = torch.Generator("cuda").manual_seed(seed * 64 + rank)
+    if dtype.is_floating_point:
+        return torch.randn(count, device="cuda", generator=random_of, dtype=torch.float64).to(dtype)
+    return torch.randint(-50, 50, (count,), device="cuda", generator=random_of).to(dtype)
+
+
+def draw_all(comm, seed, dtype, count):
+    return [draw(comm, seed, dtype, count, r) for r in range(comm.get_size())]
+
+
+def combine(op, a, b):
+    if op in (ReduceOp.SUM, ReduceOp.AVG):
+        return a + b
+    if op == ReduceOp.PRODUCT:
+        return a * b
+    return torch.minimum(a, b) if op == ReduceOp.MIN else torch.maximum(a, b)
+
+
+def reduced(op, parts, dtype):
+    """In the order of ranks, 16-bit floats in fp32 with one rounding: to the bit."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = combine(op, total, part.to(wide))
+    if op == ReduceOp.AVG:
+        total = total / torch.full_like(total, len(parts))
+    return total.to(dtype)
+
+
+def check_reduced(got, op, parts, is_ours=True):
+    if is_ours or len(parts) == 2:
+        assert torch.equal(got, reduced(op, parts, got.dtype))
+    if got.dtype.is_floating_point:
+        exact = reduced(op, [part.double() for part in parts], torch.float64)
+        error = (got.double() - exact).abs()
+        scale = sum(part.double().abs() for part in parts) + exact.abs()
+        assert (error <= (2 if is_ours else len(parts)) * torch.finfo(got.dtype).eps * scale).all()
+
+
+class Framed:
+    """A tensor at an odd place of a larger one, whose rest must stay as it is."""
+
+    def __init__(self, count, dtype, offset=0):
+        self.whole = torch.full((count + offset + 64,), 77, dtype=dtype, device="cuda")
+        self.inside = self.whole[offset : offset + count]
+        self.offset = offset
+
+    def check(self):
+        assert (self.whole[: self.offset] == 77).all()
+        assert (self.whole[self.offset + self.inside.numel() :] == 77).all()
+
+
+def algorithms(action):
+    """What the flight recorder says of the calls that `action` makes."""
+    to.flight_recorder.reset()
+    action()
+    return [entry.get("algorithm") for entry in json.loads(to.flight_recorder.dump_json())["entries"]]
+
+
+class Step:
+    """Every operation once, on inputs that a counter on the device changes; differences are counted there."""
+
+    def __init__(self, comm, count, dtype=torch.bfloat16):
+        self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
+        self.step = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.base = torch.arange(count * self.size, device="cuda") % 97
+        self.count, self.dtype = count, dtype
+
+    def of(self, rank):
+        return ((self.base + 3 * rank + 5 * self.step) % 29).to(self.dtype)  # sums of eight are exact
+
+    def same(self, got, expected):
+        self.wrong += (got != expected).sum()
+
+    def __call__(self):
+        comm, count = self.comm, self.count
+        self.step.add_(1).remainder_(1000)
+        every = [self.of(r) for r in range(self.size)]
+        mine = every[self.rank]
+        parts = [one.view(self.size, count) for one in every]
+        x = mine[:count].clone()
+        comm.all_reduce(x, ReduceOp.SUM, async_op=False)
+        self.same(x, sum(part[0].float() for part in parts).to(self.dtype))
+        out = torch.full_like(x, 77)
+        comm.reduce_scatter_single(out, mine, ReduceOp.SUM, async_op=False)
+        self.same(out, sum(part[self.rank].float() for part in parts).to(self.dtype))
+        gathered = torch.full_like(mine, 77)
+        comm.all_gather_single(gathered, parts[self.rank][0], async_op=False)
+        self.same(gathered, torch.cat([part[0] for part in parts]))
+        work = comm.all_to_all_single(gathered, mine, async_op=True)
+        work.wait()
+        self.same(gathered, torch.cat([part[self.rank] for part in parts]))
+        comm.broadcast(x, 1, async_op=False)
+        x.copy_(parts[self.rank][self.rank])
+        comm.broadcast(x, 1, async_op=False)
+        self.same(x, parts[1][1])
+
+    def capture(self):
+        self()  # makes the memory, and is a test by itself
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph
+
+    def check(self):
+        assert self.wrong.item() == 0

@@ -1,0 +1,244 @@
+"""Direct collectives in graphs, and what ends them."""
+
+import random
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from small_cases import KI, Step, algorithms
+
+import torch_overlap as to
+from torch_overlap import ReduceOp
+
+pytestmark = pytest.mark.gpu(2)
+
+
+@pytest.fixture(scope="module")
+def always(make_comm):
+    return make_comm("always_in_graphs", hints={"direct_collectives": "always"})
+
+
+@pytest.mark.parametrize("count", [1, 7, 3001, 40_001, 300_001])
+def test_graphs_and_eager_calls_take_turns(comm, always, seed, count):
+    choose = random.Random(seed)
+    steps = [Step(on, count + i) for i, on in enumerate((comm, always, comm))]
+    graphs = [step.capture() for step in steps]
+    for _ in range(60):
+        which = choose.randrange(len(steps))
+        graphs[which].replay()
+        if choose.random() < 0.5:
+            steps[choose.randrange(len(steps))]()
+    torch.cuda.synchronize()
+    for step in steps:
+        step.check()
+
+
+def test_two_communicators_at_once(make_comm):
+    """On streams of their own, which nothing orders."""
+    comms = [make_comm(f"at_once_{i}", hints={"direct_collectives": "always"}) for i in range(2)]
+    steps = [Step(one, count) for one, count in zip(comms, (3001, 80_001), strict=True)]
+    graphs = [step.capture() for step in steps]
+    streams = [torch.cuda.Stream() for _ in comms]
+    torch.cuda.synchronize()
+    for _ in range(300):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for step in steps:
+        step.check()
+
+
+@pytest.mark.parametrize("count", [64, 5000, 200_001])
+def test_two_hundred_replays_with_a_late_rank(always, seed, count):
+    step = Step(always, count)
+    graph = step.capture()
+    choose = random.Random(seed)
+    for _ in range(200):
+        late, delay = choose.randrange(always.get_size()), choose.uniform(1e-3, 10e-3)
+        if always.get_rank() == late:
+            time.sleep(delay)
+        graph.replay()
+    torch.cuda.synchronize()
+    step.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [64, 5000, 60_001, 300_001])
+def test_ten_thousand_replays(always, count):
+    step = Step(always, count)
+    graph = step.capture()
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            torch.cuda.synchronize()
+    step.check()
+
+
+@pytest.mark.slow
+def test_no_line_is_ever_torn(always, seed):
+    """The 12 bytes of a line are written and read as one: each holds one random pattern, three times."""
+    rank, size, lines = always.get_rank(), always.get_size(), 16 * KI
+    patterns = torch.zeros(size, lines, dtype=torch.int32, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
+    index = torch.arange(lines, device="cuda")
+
+    def once():
+        step.add_(1)
+        for r in range(size):
+            patterns[r] = ((index + lines * r) * 2654435761 + step * 40503).to(torch.int32)
+        mine = patterns[rank].repeat_interleave(3)
+        out = torch.empty(size * mine.numel(), dtype=torch.int32, device="cuda")
+        always.all_gather_single(out, mine, async_op=False)
+        wrong.add_((out.view(size, lines, 3) != patterns.unsqueeze(2)).sum())
+
+    once()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    for i in range(5000):
+        graph.replay()
+        if i % 1000 == 999:
+            torch.cuda.synchronize()
+    assert wrong.item() == 0
+
+
+def test_a_graph_outlives_its_communicator(comm, make_comm):
+    ending = make_comm("ends_before_its_graph")
+    x = torch.ones(5000, device="cuda")
+    ending.all_reduce(x, ReduceOp.SUM, async_op=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ending.all_reduce(x, ReduceOp.SUM, async_op=False)
+    ending.finalize()
+    del ending
+    x.fill_(1)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert (x == comm.get_size() ** 3).all()
+    graph.reset()
+
+
+# --- Failures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_rank_is_named(comm, make_comm):
+    lonely = make_comm("lonely_direct", timeout=timedelta(seconds=2))
+    x = torch.ones(1000, device="cuda")
+    lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == 0:
+        work = lonely.all_reduce(x, ReduceOp.SUM, async_op=True)
+        message = (
+            r"all_reduce #\d+ on 'lonely_direct'.*2000 ms.*rank 1 is missing: expected step 2 of block 0, got step 1"
+        )
+        with pytest.raises(to.OperationTimeoutError, match=message):
+            work.wait_blocking()
+        torch.cuda.synchronize()  # the kernel is gone
+    else:
+        time.sleep(4)
+        lonely.abort()
+    comm.barrier(async_op=True).wait_blocking()
+
+
+def test_a_replay_that_nobody_watches_ends_too(comm, make_comm):
+    lonely = make_comm("lonely_replay", timeout=timedelta(seconds=2))
+    x = torch.ones(1000, device="cuda")
+    lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == 0:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(0.3)
+        assert lonely.is_aborted()
+        message = r"direct collectives of 'lonely_replay': expected rank 1 to come to step 2 of block 0 within 2000 ms"
+        with pytest.raises(to.OperationTimeoutError, match=message):
+            lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+    else:
+        time.sleep(5)
+        lonely.abort()
+    graph.reset()
+    comm.barrier(async_op=True).wait_blocking()
+
+
+@pytest.mark.parametrize("count", [1000, 1 << 20])
+def test_abort_ends_what_is_under_way(comm, make_comm, count):
+    hung = make_comm(f"hung_direct_{count}", hints={"direct_collectives": "always"})
+    x = torch.ones(count, device="cuda")
+    hung.all_reduce(x, ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    comm.barrier(async_op=True).wait_blocking()
+    if comm.get_rank() == 0:
+        work = hung.all_reduce(x, ReduceOp.SUM, async_op=True)
+        time.sleep(0.3)
+        assert not work.is_completed()
+    begin = time.monotonic()
+    hung.abort()
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 5
+    with pytest.raises(to.StateError):
+        hung.all_reduce(x, ReduceOp.SUM, async_op=True)
+    comm.barrier(async_op=True).wait_blocking()
+
+
+def test_abort_ends_a_first_call_that_others_do_not_make(comm, make_comm):
+    first = make_comm("first_direct", timeout=timedelta(seconds=5))
+    if comm.get_rank() == 0:
+        threading.Timer(1, first.abort).start()
+        begin = time.monotonic()
+        with pytest.raises(to.StateError, match="was aborted"):
+            first.all_reduce(torch.ones(8, device="cuda"), ReduceOp.SUM, async_op=False)
+        assert time.monotonic() - begin < 10
+    else:
+        time.sleep(2)
+        first.abort()
+    comm.barrier(async_op=True).wait_blocking()
+
+
+def test_reconfigure_makes_it_anew(make_comm, comm):
+    regrouped = make_comm("regrouped_direct", enable_reconfigure=True)
+    x = torch.ones(1000, device="cuda")
+    regrouped.all_reduce(x, ReduceOp.SUM, async_op=False)
+    handles = [None] * comm.get_size()
+    to.objcol.all_gather_object(comm, handles, regrouped.get_init_handle())
+    regrouped.reconfigure(uuid=1, init_handles=handles)
+    x.fill_(1)
+    assert algorithms(lambda: regrouped.all_reduce(x, ReduceOp.SUM, async_op=False)) == ["direct_ll"]
+    assert (x == comm.get_size()).all()
+
+
+def test_replays_that_overlap_are_an_error(comm, make_comm):
+    careless = make_comm("careless")
+    x = [torch.ones(1000, device="cuda") for _ in range(2)]
+    careless.all_reduce(x[0], ReduceOp.SUM, async_op=False)
+    graphs = [torch.cuda.CUDAGraph() for _ in x]
+    for one, graph in zip(x, graphs, strict=True):
+        with torch.cuda.graph(graph):
+            careless.all_reduce(one, ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    comm.barrier(async_op=True).wait_blocking()
+    if comm.get_rank() == 0:  # both wait for rank 1, side by side
+        for graph in graphs:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(0.3)
+        with pytest.raises(to.Error, match="direct collectives of 'careless': expected one replay at a time"):
+            careless.all_reduce(x[0], ReduceOp.SUM, async_op=False)
+    else:
+        time.sleep(2)
+        careless.abort()
+    for graph in graphs:
+        graph.reset()
+    comm.barrier(async_op=True).wait_blocking()
