@@ -197,7 +197,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
   return all;
 }
 
-StorePtr open_store(const Env& env, StorePtr given, RankAndSize who, const std::string& op,
+StorePtr open_store(const Env& env, const StorePtr& given, RankAndSize who, const std::string& op,
                     Milliseconds timeout) {
   return own_connection(given ? given : process_store(env, who, timeout), op, timeout);
 }
@@ -205,7 +205,7 @@ StorePtr open_store(const Env& env, StorePtr given, RankAndSize who, const std::
 StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
                     Milliseconds timeout, StorePtr store, RankAndSize who) {
   const std::string what = concat("new_comm '", name, "'");
-  store = open_store(env, std::move(store), who, what, timeout);
+  store = open_store(env, store, who, what, timeout);
   // The name comes last and its length first, so that no name can be taken for part of another key.
   const auto place = [&](const auto& size) {
     return prefixed_store(store, concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",

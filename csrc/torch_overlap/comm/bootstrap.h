@@ -33,10 +33,9 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> own_connection(
 // `given`, else the process's store: torchrun's agent serves it, or rank 0 at MASTER_ADDR:
 // MASTER_PORT, once for all communicators. On a connection of its own. Throws kRuntime if nobody
 // serves it within `timeout`.
-TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(const Env& env,
-                                                             c10::intrusive_ptr<c10d::Store> given,
-                                                             RankAndSize who, const std::string& op,
-                                                             Milliseconds timeout);
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(
+    const Env& env, const c10::intrusive_ptr<c10d::Store>& given, RankAndSize who,
+    const std::string& op, Milliseconds timeout);
 
 // Collective. Opens the store, agrees with the other ranks on a generation of `name`, and
 // checks that all ranks ask for the same thing (`digest`: any text that must be equal everywhere; a
