@@ -42,7 +42,7 @@ struct Range {
   std::shared_ptr<void> keeper;
 };
 
-std::string uuid_of(int device) {
+std::string uuid_of(c10::DeviceIndex device) {
   const auto& uuid = at::cuda::getDeviceProperties(device)->uuid;
   return std::string(uuid.bytes, sizeof(uuid.bytes));
 }
