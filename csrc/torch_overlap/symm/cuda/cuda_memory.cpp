@@ -130,7 +130,7 @@ class CudaAllocator final : public SymmetricAllocator {
 
   std::string obstacle(c10::Device device, const std::string& theirs) override {
     const int me = device.index();
-    for (int peer = 0; peer < c10::cuda::device_count(); ++peer) {
+    for (c10::DeviceIndex peer = 0; peer < c10::cuda::device_count(); ++peer) {
       if (peer == me || uuid_of(peer) != theirs) continue;
       int can = 0;
       cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");
