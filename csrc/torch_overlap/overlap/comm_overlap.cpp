@@ -26,7 +26,7 @@ int64_t parts_at(const CommOverlapConfig& config) {
 OverlapChannel::Request channel_request(const OverlapGroup& group,
                                         const CommOverlapConfig& config) {
   OverlapChannel::Request request{
-      .op = std::string(kCreate), .name = concat("overlap buffer"), .digest = config.text()};
+      .op = kCreate, .name = concat("overlap buffer"), .digest = config.text()};
   try {
     config.validate(kCreate);
     TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,
