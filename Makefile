@@ -145,10 +145,11 @@ sanitize-gpu: build
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
 
-# The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it.
+# The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it. The tests
+# have time limits of their own, which grow with it; pytest's is for those that do not.
 stress: export TORCH_OVERLAP_STRESS ?= 20
 stress: build
-	$(PY) -m pytest tests/python -m 'stress and not gpu' $(PYTEST_ARGS)
+	$(PY) -m pytest tests/python -m 'stress and not gpu' --timeout 7200 $(PYTEST_ARGS)
 
 # ---- the text
 
@@ -161,9 +162,9 @@ lint: $(LINT) check
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# FILES: some .cpp files, or all; those that differ from main, unless given.
+# FILES: some .cpp files, or all of the build made last; those that differ from main, unless given.
 lint-tidy: build $(LINT)
-	PYTHON=$(PY) scripts/tidy.sh $(CURRENT) $(FILES)
+	$(PY) scripts/tidy.py $(CURRENT) $(FILES)
 
 wheel: $(ENV)
 	$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import atexit
 from typing import Any
 
 BACKEND_NAME = "torch_overlap"
@@ -41,8 +40,3 @@ def register() -> None:
     if not dist.is_available() or BACKEND_NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND_NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
-
-    from torch_overlap._C import _abort_groups
-
-    # A program may end without destroy_process_group; no thread of a group may outlive the interpreter.
-    atexit.register(_abort_groups)

@@ -297,8 +297,8 @@ def _abort_what_is_left() -> None:
     left = _C._abort_all()
     if left:
         warnings.warn(
-            f"torch_overlap: expected finalize() before the end of the process, got live communicators {left}; "
-            "they were aborted",
+            "torch_overlap: expected finalize(), of process groups destroy_process_group(), before the end of the "
+            f"process, got live communicators {left}; they were aborted",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -35,6 +35,22 @@ auto in_store(const std::string& key, const Body& body) -> decltype(body()) {
   }
 }
 
+std::string part_key(const std::string& key, int rank) { return concat(key, "/", rank); }
+
+std::vector<std::string> part_keys(const std::string& key, int size) {
+  std::vector<std::string> keys;
+  keys.reserve(size);
+  for (int r = 0; r < size; ++r) keys.push_back(part_key(key, r));
+  return keys;
+}
+
+std::string readers_key(const std::string& key) { return key + "/read"; }
+
+void put_part(c10d::Store& store, const std::string& key, int rank, const std::string& mine) {
+  // A value must not be empty: some stores cannot tell that from a key that is not there.
+  store.set(part_key(key, rank), to_bytes("=" + mine));
+}
+
 std::string size_key(int rank) { return concat("size/", rank); }
 
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
@@ -126,16 +142,34 @@ c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std:
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
-void publish(c10d::Store& store, const std::string& key, int rank, const std::string& mine) {
-  // A value must not be empty: some stores cannot tell that from a key that is not there.
-  store.set(concat(key, "/", rank), to_bytes("=" + mine));
+void delete_keys(c10d::Store& store, const std::vector<std::string>& keys) noexcept {
+  try {
+    for (const auto& key : keys) (void)store.deleteKey(key);
+  } catch (const std::exception&) {  // they stay, as the contract says
+  }
+}
+
+void done_with_keys(c10d::Store& store, const std::string& count, int readers,
+                    const std::vector<std::string>& keys) noexcept {
+  try {
+    if (store.add(count, 1) < readers) return;
+  } catch (const std::exception&) {
+    return;
+  }
+  delete_keys(store, keys);
+  delete_keys(store, {count});
+}
+
+void publish(c10d::Store& store, const std::string& key, int rank, int size,
+             const std::string& mine) {
+  put_part(store, key, rank, mine);
+  done_with_keys(store, readers_key(key), size, part_keys(key, size));
 }
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout) {
-  std::vector<std::string> keys;
-  for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
-  in_store(key, [&] { publish(store, key, rank, mine); });
+  const auto keys = part_keys(key, size);
+  in_store(key, [&] { put_part(store, key, rank, mine); });
   try {
     store.wait(keys, timeout);
   } catch (const std::exception& error) {
@@ -159,10 +193,11 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
                         ", got an empty one");
     all.emplace_back(value.begin() + 1, value.end());
   }
+  done_with_keys(store, readers_key(key), size, keys);
   return all;
 }
 
-StorePtr open_store(const Env& env, StorePtr given, RankAndSize who, const std::string& op,
+StorePtr open_store(const Env& env, const StorePtr& given, RankAndSize who, const std::string& op,
                     Milliseconds timeout) {
   return own_connection(given ? given : process_store(env, who, timeout), op, timeout);
 }
@@ -170,7 +205,7 @@ StorePtr open_store(const Env& env, StorePtr given, RankAndSize who, const std::
 StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
                     Milliseconds timeout, StorePtr store, RankAndSize who) {
   const std::string what = concat("new_comm '", name, "'");
-  store = open_store(env, std::move(store), who, what, timeout);
+  store = open_store(env, store, who, what, timeout);
   // The name comes last and its length first, so that no name can be taken for part of another key.
   const auto place = [&](const auto& size) {
     return prefixed_store(store, concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",

@@ -33,10 +33,9 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> own_connection(
 // `given`, else the process's store: torchrun's agent serves it, or rank 0 at MASTER_ADDR:
 // MASTER_PORT, once for all communicators. On a connection of its own. Throws kRuntime if nobody
 // serves it within `timeout`.
-TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(const Env& env,
-                                                             c10::intrusive_ptr<c10d::Store> given,
-                                                             RankAndSize who, const std::string& op,
-                                                             Milliseconds timeout);
+TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(
+    const Env& env, const c10::intrusive_ptr<c10d::Store>& given, RankAndSize who,
+    const std::string& op, Milliseconds timeout);
 
 // Collective. Opens the store, agrees with the other ranks on a generation of `name`, and
 // checks that all ranks ask for the same thing (`digest`: any text that must be equal everywhere; a
@@ -44,17 +43,29 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(const Env& env,
 // communicator's alone.
 //
 // A name may be used again: ranks count their arrivals at it in the store, and the n-th `size` of
-// them are generation n. torchrun's run id and restart count are part of every key.
+// them are generation n. torchrun's run id and restart count are part of every key. What stays in
+// the store for good is that counter and `size` small keys for each name, not for each generation
+// (torch's gloo leaves its addresses, too).
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> rendezvous(
     const Env& env, const std::string& name, const std::string& digest, Milliseconds timeout,
     c10::intrusive_ptr<c10d::Store> store, RankAndSize who);
 
-// Puts in this rank's part of an exchange without waiting for the others.
-TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int rank,
+// Deletes what nobody needs any more. The keys stay where a store cannot delete, or is gone.
+TORCH_OVERLAP_API void delete_keys(c10d::Store& store,
+                                   const std::vector<std::string>& keys) noexcept;
+
+// Says that this rank has read `keys` for the last time; the last of `readers` to say so deletes
+// them. `count` is the key of their number.
+TORCH_OVERLAP_API void done_with_keys(c10d::Store& store, const std::string& count, int readers,
+                                      const std::vector<std::string>& keys) noexcept;
+
+// This rank's part of an exchange, for a rank that does not want the others'. Waits for nobody.
+TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int rank, int size,
                                const std::string& mine);
 
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
 // `timeout`; the error names the ranks that did not come, or says that the store failed (kRuntime).
+// The last rank to read deletes the keys; after an error some may stay.
 TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,
                                                     int rank, int size, const std::string& mine,
                                                     Milliseconds timeout);

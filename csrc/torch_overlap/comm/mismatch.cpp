@@ -181,9 +181,8 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   c10d::Store& store = connected(call.timeout);
   const auto deadline = Clock::now() + call.timeout;
   const uint64_t sequence = collectives_++;
-  const auto key = [](uint64_t number, int r) { return concat(number, "/", r); };
   std::vector<std::string> keys;
-  for (int r = 0; r < size_; ++r) keys.push_back(key(sequence, r));
+  for (int r = 0; r < size_; ++r) keys.push_back(concat(sequence, "/", r));
   store.set(keys[rank_], encode_facts(facts_of(call, rank_, size_)));
   while (true) {
     give_up();
@@ -204,8 +203,7 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   }
   std::vector<Facts> all;
   for (const auto& name : keys) all.push_back(decode_facts(store.get(name)));
-  // All have come to this one, so nobody reads the one before any more.
-  if (sequence > 0) (void)store.deleteKey(key(sequence - 1, rank_));
+  done_with_keys(store, concat(sequence, "/read"), size_, keys);
   if (const auto pair = find_mismatch(all)) {
     const auto [a, b] = *pair;
     fail(ErrorKind::kValue, to_string(call.name), ": expected the same operation on all ranks of '",

@@ -61,6 +61,18 @@ std::vector<std::string> comm_names() {
   return names;
 }
 
+std::vector<std::shared_ptr<TorchComm>> live_comms() {
+  std::lock_guard lock(registry().mutex);
+  std::vector<std::shared_ptr<TorchComm>> comms;
+  for (const auto& [name, entries] : registry().entries) {
+    for (const Entry& entry : entries) {
+      if (!entry.process.is_current()) continue;
+      if (auto comm = entry.comm.lock()) comms.push_back(std::move(comm));
+    }
+  }
+  return comms;
+}
+
 namespace detail {
 
 void require_free_name(const std::string& name) {

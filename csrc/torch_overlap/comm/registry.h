@@ -17,6 +17,8 @@ class TorchComm;
 // The communicator named `name`; a kValue error lists the names that exist.
 TORCH_OVERLAP_API std::shared_ptr<TorchComm> get_comm(const std::string& name);
 TORCH_OVERLAP_API std::vector<std::string> comm_names();
+// Whoever made them, a c10d process group too; of ranks that are threads, each one's.
+TORCH_OVERLAP_API std::vector<std::shared_ptr<TorchComm>> live_comms();
 
 namespace detail {
 // Throws if a live communicator of this rank has the name.

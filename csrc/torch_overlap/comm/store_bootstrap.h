@@ -10,24 +10,20 @@
 namespace torch_overlap {
 
 // A Bootstrap over a communicator's store, for one thing that is set up (and later taken down).
-// `name` is that thing's alone in the store, and names it in errors. What a call wrote is deleted
-// when no rank can need it any more; the last rank to call leave() deletes the rest.
+// `name` is that thing's alone in the store, and names it in errors.
 class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
  public:
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
                  Milliseconds timeout);
 
   std::vector<std::string> all_gather(const std::string& mine) override;
-  // This rank makes no more calls. Waits for nobody; errors of the store are of no use here.
-  void leave() noexcept;
+  // For callers that still say so: nothing is left to do.
+  void leave() noexcept {}
 
  private:
-  std::string key(uint64_t step) const { return concat(name_, ", step ", step); }
-
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string name_;
   uint64_t step_ = 0;
-  bool left_ = false;
 };
 
 }  // namespace torch_overlap

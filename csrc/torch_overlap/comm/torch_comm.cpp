@@ -291,7 +291,7 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
   } catch (const std::exception& error) {
     // The others hear of it at once instead of waiting for this rank.
     if (const auto& store = members->context.store) {
-      publish(*store, concat(kSplitKey, sequence), members->context.rank,
+      publish(*store, concat(kSplitKey, sequence), members->context.rank, members->context.size,
               concat("!", error.what()));
     }
     throw;

@@ -82,12 +82,7 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
     made->bootstrap = std::make_unique<StoreBootstrap>(
         context.store, concat("window memory #", number, " of '", context.name, "'"), context.rank,
         context.size, context.timeout());
-    try {
-      made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
-    } catch (...) {
-      made->bootstrap->leave();
-      throw;
-    }
+    made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
   } else {
     made->memory = SymmetricMemory::alone(context.rank, context.size, request);
   }
@@ -135,7 +130,6 @@ void TorchCommWindow::tensor_deregister() {
     if (!registration_) registration_ = std::move(old);  // as it was
     throw;
   }
-  old->bootstrap->leave();
 }
 
 void TorchCommWindow::drain(Milliseconds timeout) {

@@ -13,7 +13,7 @@ constexpr std::string_view kCreate = "CommOverlap";
 OverlapChannel::Request channel_request(const OverlapGroup& group,
                                         const CommOverlapConfig& config) {
   OverlapChannel::Request request{
-      .op = std::string(kCreate), .name = concat("overlap buffer"), .digest = config.text()};
+      .op = kCreate, .name = concat("overlap buffer"), .digest = config.text()};
   try {
     config.validate(kCreate);
     TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,

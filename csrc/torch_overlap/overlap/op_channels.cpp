@@ -28,7 +28,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
   const int64_t room = (bytes + kStep - 1) / kStep * kStep;
   const auto name = attachment_name(which);
   const int size = comm->size();
-  channel = OverlapChannel::create(OverlapGroup::of(comm), {.op = std::string(op),
+  channel = OverlapChannel::create(OverlapGroup::of(comm), {.op = op,
                                                             .name = name,
                                                             .digest = concat(room, " bytes"),
                                                             .bytes = room,

@@ -1,8 +1,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <mutex>
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
@@ -16,36 +14,6 @@ namespace py = pybind11;
 using WrapperPtr = c10::intrusive_ptr<BackendWrapper>;
 using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
 
-// The process groups that exist, for the interpreter's end.
-struct LiveGroups {
-  std::mutex mutex;
-  std::vector<c10::weak_intrusive_ptr<BackendWrapper>> groups;
-};
-
-LiveGroups& live_groups() {
-  static auto* instance = new LiveGroups;
-  return *instance;
-}
-
-WrapperPtr remember(WrapperPtr group) {
-  const std::lock_guard lock(live_groups().mutex);
-  std::erase_if(live_groups().groups, [](const auto& weak) { return weak.expired(); });
-  live_groups().groups.emplace_back(group);
-  return group;
-}
-
-void abort_groups() {
-  std::vector<WrapperPtr> left;
-  {
-    const std::lock_guard lock(live_groups().mutex);
-    for (const auto& weak : live_groups().groups) {
-      if (auto group = weak.lock()) left.push_back(std::move(group));
-    }
-    live_groups().groups.clear();
-  }
-  for (const auto& group : left) group->abort();
-}
-
 // Rank and size of the group come from c10d, not from the environment.
 WrapperPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                       const std::string& group_name, std::chrono::milliseconds timeout,
@@ -54,7 +22,7 @@ WrapperPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, in
                       : c10::make_intrusive<BackendOptions>();
   mine->group_name = group_name;
   mine->timeout = timeout;
-  return remember(c10::make_intrusive<BackendWrapper>(store, rank, size, std::move(mine)));
+  return c10::make_intrusive<BackendWrapper>(store, rank, size, std::move(mine));
 }
 
 OptionsPtr make_options(const std::optional<std::map<std::string, std::string>>& backends,
@@ -130,7 +98,7 @@ void register_c10d(py::module_& module) {
   py::class_<BackendWrapper, c10d::Backend, WrapperPtr>(module, "_BackendWrapper", kWrapperDoc,
                                                         py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](BackendWrapper::CommPtr comm) {
-             return remember(c10::make_intrusive<BackendWrapper>(std::move(comm)));
+             return c10::make_intrusive<BackendWrapper>(std::move(comm));
            }),
            py::arg("comm").none(false), py::call_guard<py::gil_scoped_release>())
       .def_static("_make_group", &make_group, py::call_guard<py::gil_scoped_release>(),
@@ -146,8 +114,6 @@ void register_c10d(py::module_& module) {
       // With a bound device, new_group calls this on the ranks that are not in the new group. That
       // group is made from the store, so they have nothing to do.
       .def("perform_nocolor_split", [](BackendWrapper&, const c10::Device&) {}, py::arg("device"));
-
-  module.def("_abort_groups", &abort_groups, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace torch_overlap::python

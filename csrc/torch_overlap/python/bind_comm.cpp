@@ -1,7 +1,5 @@
 #include <pybind11/native_enum.h>
 
-#include <algorithm>
-#include <mutex>
 #include <vector>
 
 #include "torch_overlap/comm/direct.h"
@@ -16,25 +14,6 @@ namespace {
 
 using CommPtr = std::shared_ptr<TorchComm>;
 
-// Every communicator that Python made, for the interpreter's end.
-struct LiveComms {
-  std::mutex mutex;
-  std::vector<std::weak_ptr<TorchComm>> comms;
-};
-
-LiveComms& live_comms() {
-  static auto* instance = new LiveComms;
-  return *instance;
-}
-
-CommPtr remember(CommPtr comm) {
-  if (!comm) return comm;
-  const std::lock_guard lock(live_comms().mutex);
-  std::erase_if(live_comms().comms, [](const auto& weak) { return weak.expired(); });
-  live_comms().comms.push_back(comm);
-  return comm;
-}
-
 CommPtr new_comm(const std::string& backend, c10::Device device,
                  const std::optional<std::string>& name, const CommOptions& options,
                  std::optional<int> rank, std::optional<int> size) {
@@ -42,24 +21,15 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
                       "new_comm: expected rank and size together, got only one of them");
   std::optional<RankAndSize> who;
   if (rank) who = RankAndSize{*rank, *size};
-  return without_gil(
-      [&] { return remember(TorchComm::create(backend, device, name, options, who)); });
+  return without_gil([&] { return TorchComm::create(backend, device, name, options, who); });
 }
 
 // No thread of a communicator may outlive the interpreter. Returns the names of those that were
 // left.
 std::vector<std::string> abort_all() {
   begin_process_exit();
-  std::vector<CommPtr> left;
-  {
-    const std::lock_guard lock(live_comms().mutex);
-    for (const auto& weak : live_comms().comms) {
-      if (auto comm = weak.lock()) left.push_back(std::move(comm));
-    }
-    live_comms().comms.clear();
-  }
   std::vector<std::string> names;
-  for (const CommPtr& comm : left) {
+  for (const CommPtr& comm : live_comms()) {
     if (comm->is_finalized() || comm->is_aborted()) continue;
     names.push_back(comm->name());
     comm->abort();
@@ -152,7 +122,7 @@ void register_comm(py::module_& module) {
              const py::handle& hints, const py::handle& timeout) {
             OpOptions options{to_hints("split", hints),
                               to_timeout("split", timeout).value_or(Milliseconds{0})};
-            return without_gil([&] { return remember(self.split(ranks, name, options)); });
+            return without_gil([&] { return self.split(ranks, name, options); });
           },
           py::arg("ranks"), py::arg("name") = py::none(), py::arg("hints") = py::none(),
           py::arg("timeout") = py::none(), kSplitDoc)

@@ -48,9 +48,10 @@ void register_errors(py::module_& module) {
                  "What torch_overlap raises, itself when a library or another rank failed.");
   classes.fill(base);
   for (const ErrorClass& entry : kClasses) {
-    const py::tuple bases = entry.builtin != nullptr
-                                ? py::make_tuple(py::handle(base), py::handle(*entry.builtin))
-                                : py::make_tuple(py::handle(base));
+    py::tuple bases = py::make_tuple(py::handle(base));
+    if (entry.builtin != nullptr) {
+      bases = py::make_tuple(py::handle(base), py::handle(*entry.builtin));
+    }
     classes.at(static_cast<size_t>(entry.kind)) = make_class(module, entry.name, bases, entry.doc);
   }
   // Registered with pybind's shared state, so errors that pass torch.ops calls are translated too.

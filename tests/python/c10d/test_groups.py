@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+import textwrap
 from datetime import timedelta
 
 import pytest
@@ -162,6 +165,22 @@ def test_monitored_barrier_names_stragglers_on_every_rank(absent, wait_all_ranks
         assert (message is None) if rank in absent else expected in message
 
 
+def barriers(rank, size, store):
+    init(rank, size, store)
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(5):
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    dist.barrier()
+    assert store.num_keys() == before
+    dist.barrier()  # who is done makes keys of its own
+
+
+def test_monitored_barriers_leave_no_keys_in_the_store():
+    run_ranks(barriers, 3, comm=False)
+
+
 def short_timeout(rank, size, store):
     init(rank, size, store, pg_options=torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False))
     group = dist.group.WORLD
@@ -250,3 +269,24 @@ def wrapper(comm):
 
 def test_wrapper_over_a_communicator():
     run_ranks(wrapper, 2)
+
+
+def test_the_interpreter_ends_although_groups_live():
+    code = """
+        import torch, torch.distributed as dist, torch_overlap
+        dist.init_process_group("torch_overlap", store=dist.HashStore(), rank=0, world_size=1)
+        groups = [dist.group.WORLD, dist.new_group([0]), dist.group.WORLD.split_group([0], group_name="part")]
+        for group in groups:
+            comm = group._get_backend(torch.device("cpu")).get_comm()
+            comm.register_abort_hook(lambda name=comm.get_name(): print("aborted", name))
+            work = comm.all_reduce(torch.ones(1000), torch_overlap.ReduceOp.SUM, async_op=True)
+            print("made", comm.get_name())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    words = [line.split() for line in done.stdout.splitlines()]
+    made, aborted = (sorted(name for what, name in words if what == which) for which in ("made", "aborted"))
+    assert len(made) == 3
+    assert aborted == made
+    assert "of process groups destroy_process_group()" in done.stderr
+    assert all(f"'{name}'" in done.stderr for name in made)

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/bootstrap.h"
 
 namespace torch_overlap {
 namespace {
@@ -13,6 +14,9 @@ using Clock = std::chrono::steady_clock;
 
 // How much longer than rank 0 the others wait for its verdict: the store's own round trips.
 constexpr Milliseconds kVerdictSlack{5000};
+
+std::string missing_key(const std::string& key) { return key + "/missing"; }
+std::string gave_up_key(const std::string& key) { return key + "/gave_up"; }
 
 // Waits until `key` is there; false at the deadline. Anything else that the store says is thrown.
 bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
@@ -49,25 +53,32 @@ std::string collect(c10d::Store& store, const std::string& key, int size, Millis
   return missing;
 }
 
+// All have come, and this rank knows it.
+void done_with_barrier(c10d::Store& store, const std::string& key, int size) {
+  std::vector<std::string> keys{missing_key(key), gave_up_key(key)};
+  for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
+  done_with_keys(store, key + "/done", size, keys);
+}
+
 }  // namespace
 
 void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
                        Milliseconds timeout, bool wait_all_ranks) {
-  const std::string verdict_key = key + "/missing";
-  const std::string gave_up_key = key + "/gave_up";
+  const std::string verdict_key = missing_key(key);
   store.set(concat(key, "/", rank), std::string("1"));
   if (rank == 0) {
     std::string missing = collect(store, key, size, timeout, wait_all_ranks);
-    if (missing.empty() && store.check({gave_up_key})) missing = "0";
+    if (missing.empty() && store.check({gave_up_key(key)})) missing = "0";
     // The leading character keeps the value of a good barrier from being empty.
     store.set(verdict_key, "=" + missing);
     if (!missing.empty()) fail_missing(missing, rank, size, timeout);
+    done_with_barrier(store, key, size);
     return;
   }
   // Rank 0 counts its time from when it came, which may be later than this rank.
   if (!arrives(store, key + "/0", Clock::now() + timeout)) {
     // Should it come just now, its verdict is for all; else it will find that this rank gave up.
-    store.set(gave_up_key, std::string("1"));
+    store.set(gave_up_key(key), std::string("1"));
     if (!store.check({key + "/0"})) fail_missing("0", rank, size, timeout);
   }
   const bool decided = arrives(store, verdict_key, Clock::now() + timeout + kVerdictSlack);
@@ -76,6 +87,7 @@ void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int
                       " ms, got nothing; it passes a longer timeout or has died");
   const std::string missing = store.get_to_str(verdict_key).substr(1);
   if (!missing.empty()) fail_missing(missing, rank, size, timeout);
+  done_with_barrier(store, key, size);
 }
 
 }  // namespace torch_overlap

@@ -118,7 +118,7 @@ c10::intrusive_ptr<WorkWrapper::Future> WorkWrapper::stream_future(const c10::St
   return future;
 }
 
-void WorkWrapper::when_done(std::function<void(std::exception_ptr)> done) {
+void WorkWrapper::when_done(const std::function<void(std::exception_ptr)>& done) {
   if (parts_.works.empty()) return done(nullptr);
   auto countdown = std::make_shared<Countdown>(parts_.works.size());
   for (const auto& work : parts_.works) {

@@ -65,7 +65,7 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
   // Calls `done` once, when all works are; with the first error.
-  void when_done(std::function<void(std::exception_ptr)> done);
+  void when_done(const std::function<void(std::exception_ptr)>& done);
 
   WorkParts parts_;
   std::once_flag epilogue_once_;

@@ -58,7 +58,8 @@ inline Owned<cublasLtMatmulPreference_t> make_preference() {
 template <typename Value>
 void set(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute,
          const Value& value) {
-  check(cublasLtMatmulDescSetAttribute(matmul, attribute, &value, sizeof(value)),
+  const auto* bytes = static_cast<const void*>(&value);  // also where it is a pointer itself
+  check(cublasLtMatmulDescSetAttribute(matmul, attribute, bytes, sizeof(value)),
         "cublasLtMatmulDescSetAttribute");
 }
 

@@ -42,7 +42,7 @@ struct Range {
   std::shared_ptr<void> keeper;
 };
 
-std::string uuid_of(int device) {
+std::string uuid_of(c10::DeviceIndex device) {
   const auto& uuid = at::cuda::getDeviceProperties(device)->uuid;
   return std::string(uuid.bytes, sizeof(uuid.bytes));
 }
@@ -130,7 +130,7 @@ class CudaAllocator final : public SymmetricAllocator {
 
   std::string obstacle(c10::Device device, const std::string& theirs) override {
     const int me = device.index();
-    for (int peer = 0; peer < c10::cuda::device_count(); ++peer) {
+    for (c10::DeviceIndex peer = 0; peer < c10::cuda::device_count(); ++peer) {
       if (peer == me || uuid_of(peer) != theirs) continue;
       int can = 0;
       cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");

@@ -7,6 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/local/local_transport.h"
+#include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/host/host_backend.h"
 
 namespace torch_overlap {
@@ -55,7 +56,7 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
   }
   const auto bytes = context.store->get(kWorldKey);
   const std::string id(bytes.begin(), bytes.end());
-  std::lock_guard lock(worlds().mutex);
+  std::unique_lock lock(worlds().mutex);
   const auto found = worlds().open.find(id);
   TORCH_OVERLAP_CHECK(found != worlds().open.end(), kValue,
                       "new_comm: expected all ranks of 'local' in one process, got rank 0 in "
@@ -63,7 +64,10 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
                       split_string(id, ':').front(), " and rank ", context.rank, " in ", getpid(),
                       "; ranks that are processes use backend 'gloo'");
   auto mailbox = found->second.mailbox;
-  if (--found->second.awaited == 0) worlds().open.erase(found);
+  const bool all_came = --found->second.awaited == 0;
+  if (all_came) worlds().open.erase(found);
+  lock.unlock();
+  if (all_came) delete_keys(*context.store, {kWorldKey});
   return mailbox;
 }
 

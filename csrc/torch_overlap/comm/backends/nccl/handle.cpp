@@ -8,6 +8,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
+#include "torch_overlap/comm/bootstrap.h"
 
 namespace torch_overlap {
 namespace {
@@ -77,6 +78,8 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
     run_bounded_on_cuda([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
     timed_out("new_comm", context.name, context.options.timeout);
   }
+  // NCCL returns when all ranks are there, so all have read it.
+  if (context.rank == 0) delete_keys(*context.store, {kUniqueIdKey});
   return std::shared_ptr<NcclHandle>(
       new NcclHandle(api, std::move(native), std::make_shared<std::timed_mutex>()));
 }

@@ -1,0 +1,133 @@
+"""What a profile shows: transfers are on their way before the products that hide them end, forward and backward."""
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import torch_overlap as to
+
+pytestmark = pytest.mark.gpu(2)
+
+# Of one rank. A product of one chunk takes some tenths of a millisecond, and its issue a few hundredths.
+ROWS, IN, OUT = 4096, 4096, 8192
+COMM = ("torch_overlap::exchange", "torch_overlap::chunk_comm")
+GEMM = ("torch_overlap::gemm", "torch_overlap::chunk_gemm")
+
+
+class Task:
+    """What one named stretch of the host put on the device: when it was issued, and when it ran there."""
+
+    def __init__(self, span, launches, on_device):
+        begin, end = span["ts"], span["ts"] + span["dur"]
+        inside = [one for one in launches if begin <= one["ts"] <= end]
+        ran = [on_device[c] for one in inside if (c := one["args"]["correlation"]) in on_device]
+        self.name = span["name"]
+        self.issued = max((one["ts"] for one in inside if one["args"]["correlation"] in on_device), default=None)
+        self.begin = min((one["ts"] for one in ran), default=None)
+        self.end = max((one["ts"] + one["dur"] for one in ran), default=None)
+        self.streams = {one["args"]["stream"] for one in ran}
+
+    def __repr__(self):
+        return f"{self.name} issued {self.issued}, on the device {self.begin} to {self.end}"
+
+
+def tasks_of(run, path):
+    """The transfers and the products of `run`, each in the order in which the host came to them."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    recorded.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]]
+    on_device = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")}
+    spans = sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
+    found = [
+        [task for e in spans if e["name"].startswith(names) and (task := Task(e, launches, on_device)).streams]
+        for names in (COMM, GEMM)
+    ]
+    return found
+
+
+def check_gather(transfers, products, ring):
+    """All transfers are issued at once; product i + 1 needs the chunk that transfer i brings."""
+    assert len(transfers) == len(products) - 1
+    for transfer, product in zip(transfers, products, strict=False):
+        assert transfer.issued < product.end, (transfer, product)
+        if ring:  # copy engines need nothing that a product has
+            assert transfer.begin < product.end, (transfer, product)
+        assert not transfer.streams & product.streams
+
+
+def check_scatter(transfers, products, ring):
+    """Transfer i sends what product i made while product i + 1 runs."""
+    assert len(transfers) == len(products) - 1
+    for i, transfer in enumerate(transfers):
+        assert transfer.begin >= products[i].end, (transfer, products[i])
+        assert transfer.issued < products[i + 1].end, (transfer, products[i + 1])
+        if ring:
+            assert transfer.begin < products[i + 1].end, (transfer, products[i + 1])
+        assert not transfer.streams & products[i].streams
+
+
+@pytest.fixture
+def draw(comm, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed + comm.get_rank())
+
+    def tensor(*shape):
+        x = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return x.requires_grad_()
+
+    return tensor
+
+
+def traced(comm, forward, inputs, path):
+    """Tasks of a forward pass, and of its backward pass, which runs on a thread of autograd's."""
+    grad = torch.randn_like(forward())
+    for _ in range(3):  # memory, cuBLASLt's choices and NCCL's connections are there afterwards
+        forward().backward(grad)
+        for x in inputs:
+            x.grad = None
+    results = []
+    comm.barrier(async_op=False)
+    first = tasks_of(lambda: results.append(forward()), path / "forward.json")
+    comm.barrier(async_op=False)
+    second = tasks_of(lambda: results[0].backward(grad), path / "backward.json")
+    return first, second
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "ring"])
+def test_all_gather_matmul(comm, draw, tmp_path, algorithm):
+    size, ring = comm.get_size(), algorithm == "ring"
+    x, weight = draw(ROWS, IN), draw(OUT, IN)
+
+    def forward():
+        return to.ops.all_gather_matmul(x, [weight], comm, algorithm=algorithm)[0][0]
+
+    (transfers, products), (back_transfers, back_products) = traced(comm, forward, (x, weight), tmp_path)
+    assert len(products) == size
+    check_gather(transfers, products, ring)
+    # x is gathered again, for the weight's gradient, behind the products whose sum is x's gradient.
+    assert len(back_products) == size
+    again, sent = back_transfers[: size - 1], back_transfers[size - 1 :]
+    for transfer in again:
+        assert transfer.issued < back_products[0].end, (transfer, back_products[0])
+    check_scatter(sent, back_products, ring)
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "ring"])
+def test_matmul_reduce_scatter(comm, draw, tmp_path, algorithm):
+    size, ring = comm.get_size(), algorithm == "ring"
+    x, weight = draw(ROWS * size, IN), draw(OUT, IN)
+
+    def forward():
+        return to.ops.matmul_reduce_scatter(x, weight, comm, algorithm=algorithm)
+
+    (transfers, products), (back_transfers, back_products) = traced(comm, forward, (x, weight), tmp_path)
+    assert len(products) == size
+    check_scatter(transfers, products, ring)
+    # The gradient is gathered, and multiplied chunk by chunk.
+    assert len(back_products) == size
+    check_gather(back_transfers, back_products, ring)
