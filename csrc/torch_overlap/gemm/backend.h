@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -31,6 +32,9 @@ class TORCH_OVERLAP_API GemmBackend {
 
   // The device of the problem is current. On the current stream; no waiting on the host.
   virtual void run(const GemmProblem& problem) = 0;
+  // Kernels of our own that take the problem, and running one of them.
+  virtual std::vector<std::string> own_kernels(const GemmProblem& problem) { return {}; }
+  virtual void run_own(const GemmProblem& problem, size_t index) {}
   // All of them, in no order among themselves; done, as seen from the current stream, when the call
   // returns.
   virtual void run_group(const std::vector<GemmProblem>& problems) {

@@ -5,7 +5,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/grouped.h"
@@ -45,6 +48,25 @@ void gemm(std::string_view op, const GemmArgs& args) {
   count(gemm_counters().calls);
   const c10::DeviceGuard guard(args.out.device());
   backend.run(problem);
+}
+
+std::vector<std::string> own_gemm_kernels(std::string_view op, const GemmArgs& args) {
+  const GemmProblem problem = checked_problem(op, args);
+  const c10::DeviceGuard guard(args.out.device());
+  return gemm_backend(op, args.out.device().type()).own_kernels(problem);
+}
+
+void run_own_gemm_kernel(std::string_view op, const GemmArgs& args, std::string_view kernel) {
+  const GemmProblem problem = checked_problem(op, args);
+  GemmBackend& backend = gemm_backend(op, args.out.device().type());
+  const c10::DeviceGuard guard(args.out.device());
+  const auto known = backend.own_kernels(problem);
+  const auto found = std::find(known.begin(), known.end(), kernel);
+  std::string names;
+  for (const auto& name : known) names += concat(names.empty() ? "" : ", ", name);
+  TORCH_OVERLAP_CHECK(found != known.end(), kUnsupported, op, ": expected one of our kernels (",
+                      names.empty() ? "none takes this product" : names, "), got ", kernel);
+  backend.run_own(problem, static_cast<size_t>(found - known.begin()));
 }
 
 void check_gemm(std::string_view op, const GemmArgs& args) { (void)checked_problem(op, args); }

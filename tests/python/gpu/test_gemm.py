@@ -14,6 +14,7 @@ import torch
 
 import torch_overlap as to
 from torch_overlap import gemm as layer
+from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, gemm_statistics, grouped_gemm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
@@ -412,3 +413,37 @@ def test_the_same_checks_as_on_the_cpu():
         gemm(GemmArgs(case.args.lhs, case.args.rhs, case.args.out[:, :8]))
     with pytest.raises(TypeError, match=r"expected bias on cuda:.*, the device of lhs, got cpu"):
         gemm(GemmArgs(case.args.lhs, case.args.rhs, case.args.out, bias=torch.zeros(32)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_our_own_kernels(dtype, layout, sizes):
+    """Each tile, whole and shared along k, with every epilogue that they have; twice, as the words of parts are reset."""
+    ran = 0
+    for epilogue in EPILOGUES:
+        if "bgrad" in epilogue:
+            continue  # that is for who calls
+        case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
+        for kernel in own_gemm_kernels(case.args):
+            for _ in range(2):
+                case.args.out.fill_(float("nan"))
+                run_own_gemm_kernel(case.args, kernel)
+            torch.cuda.synchronize()
+            case.check()
+            ran += 1
+    assert (ran > 0) == (layout[0] == "N")
+
+
+def test_the_best_of_all_kernels():
+    layer.set_gemm_tuning("best")
+    for sizes in [(256, 512, 512), (200, 264, 136)]:
+        case = case_of(*sizes, dtype=torch.bfloat16, epilogue="bias", layout="NT")
+        for _ in range(2):
+            case.args.out.fill_(float("nan"))
+            run(case)
+    assert gemm_statistics()["measured"] >= 4
+    if capability()[0] == 9:
+        with pytest.raises(to.UnsupportedError, match="expected one of our kernels"):
+            run_own_gemm_kernel(case.args, "1x1")

@@ -10,9 +10,11 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/cublaslt/cache.h"
 #include "torch_overlap/gemm/cublaslt/epilogue.h"
+#include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/group_streams.h"
 #include "torch_overlap/gemm/cublaslt/scales.h"
 #include "torch_overlap/gemm/cublaslt/workspace.h"
@@ -116,10 +118,32 @@ void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
   run_dequantized(handle, problem);
 }
 
+std::optional<sm90::Product> own_product_of(const GemmProblem& problem) {
+  const auto epilogue = fused_epilogue(problem);
+  if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
+  const LtCall call = make_call(problem, *epilogue, problem.args.out, {});
+  return own_product(call, call.d);
+}
+
 class CublasLtGemm final : public GemmBackend {
  public:
   void run(const GemmProblem& problem) override {
     run_problem(at::cuda::getCurrentCUDABlasLtHandle(), problem);
+  }
+
+  std::vector<std::string> own_kernels(const GemmProblem& problem) override {
+    std::vector<std::string> names;
+    const auto product = own_product_of(problem);
+    if (!product) return names;
+    for (const sm90::Choice& choice : sm90::choices(*product)) {
+      names.push_back(concat(choice.rows, "x", choice.columns, choice.shares ? " shared" : ""));
+    }
+    return names;
+  }
+
+  void run_own(const GemmProblem& problem, size_t index) override {
+    const auto product = own_product_of(problem);
+    sm90::run(*product, sm90::choices(*product).at(index), c10::cuda::getCurrentCUDAStream());
   }
 
   void run_group(const std::vector<GemmProblem>& problems) override {

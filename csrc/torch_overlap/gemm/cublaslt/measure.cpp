@@ -6,6 +6,7 @@
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/counters.h"
+#include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/plan.h"
 
 namespace torch_overlap::cublaslt {

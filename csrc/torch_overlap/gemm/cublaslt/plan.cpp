@@ -2,6 +2,7 @@
 
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/gemm/counters.h"
+#include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/options.h"
 
 namespace torch_overlap::cublaslt {
@@ -101,38 +102,6 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
   return cublasLtMatmul(handle, matmul_.get(), &alpha, call.a, a_.get(), call.b, b_.get(), &beta, d,
                         c_.get(), d, d_.get(), &algorithm, workspace.pointer,
                         static_cast<size_t>(workspace.bytes), stream);
-}
-
-std::optional<sm90::Product> Plan::own_product(const LtCall& call, void* d) const {
-  const bool is_16_bit = key_.type_a == CUDA_R_16BF || key_.type_a == CUDA_R_16F;
-  const bool has_bias =
-      key_.epilogue == CUBLASLT_EPILOGUE_BIAS || key_.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
-  const bool has_gelu =
-      key_.epilogue == CUBLASLT_EPILOGUE_GELU || key_.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
-  if (!is_16_bit || key_.type_b != key_.type_a || key_.type_d != key_.type_a ||
-      key_.transpose_b != 0 || key_.accumulate != 0 || key_.quantized_out != 0 ||
-      key_.sm_target != 0 ||
-      (!has_bias && !has_gelu && key_.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
-    return std::nullopt;
-  }
-  const auto bias_type = key_.type_bias == CUDA_R_16BF  ? sm90::VectorType::bf16
-                         : key_.type_bias == CUDA_R_16F ? sm90::VectorType::f16
-                                                        : sm90::VectorType::f32;
-  // Row-major once more: see PlanKey.
-  return sm90::Product{.dtype = key_.type_a == CUDA_R_16F ? at::kHalf : at::kBFloat16,
-                       .m = key_.n,
-                       .n = key_.m,
-                       .k = key_.k,
-                       .lhs = call.b,
-                       .lhs_stride = key_.ldb,
-                       .rhs = call.a,
-                       .rhs_stride = key_.lda,
-                       .rhs_along_k = key_.transpose_a != 0,
-                       .out = d,
-                       .out_stride = key_.ldd,
-                       .bias = has_bias ? call.bias : nullptr,
-                       .bias_type = has_bias ? bias_type : sm90::VectorType::none,
-                       .gelu = has_gelu};
 }
 
 bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,

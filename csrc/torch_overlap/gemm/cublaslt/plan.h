@@ -31,8 +31,6 @@ class Plan {
   cublasStatus_t launch(cublasLtHandle_t handle, const LtCall& call, void* d,
                         const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                         cudaStream_t stream) const;
-  // The same product for our own kernels, of which there may be none.
-  std::optional<sm90::Product> own_product(const LtCall& call, void* d) const;
   // The fastest of the library's proposals and of our own kernels.
   void measure(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream);
