@@ -1,10 +1,10 @@
-"""The command line: `python -m torch_overlap info` and `plan`."""
+"""The command line: `python -m torch_overlap info`, `plan` and `tune`."""
 
 from __future__ import annotations
 
 import argparse
 
-from torch_overlap import __version__
+from torch_overlap import __version__, tune
 from torch_overlap.mesh import command
 
 
@@ -15,10 +15,12 @@ def main() -> None:
     commands.add_parser("info", help="versions, build options, backends, GPUs and their links")
     plan = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
     command.add_arguments(plan)
+    tuning = commands.add_parser("tune", help="measure which algorithm of the fused operators is the quickest here")
+    tune.add_arguments(tuning)
     args = parser.parse_args()
-    if args.command == "plan":
+    if args.command in ("plan", "tune"):
         try:
-            command.run(args)
+            (command if args.command == "plan" else tune).run(args)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
         return

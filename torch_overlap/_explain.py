@@ -44,7 +44,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
             "scaled_matmul_reduce_scatter".
 
     Raises:
-        InvalidValueError: `op` is another one.
+        InvalidValueError: `op` is another one, or does not know the algorithm.
         UnsupportedError: the algorithm that the arguments ask for cannot be.
     """
     if op not in _EXPLAINED:
@@ -52,7 +52,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["algorithm"] == "bulk" and not op.startswith("scaled_"):
+    if given["algorithm"] == "bulk":
+        if op.startswith("scaled_"):
+            raise _C.InvalidValueError(
+                f"{op}: expected algorithm to be one of auto sequential chunked ring, got 'bulk'"
+            )
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
     problem = _EXPLAINED[op](given)

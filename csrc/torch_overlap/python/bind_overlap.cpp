@@ -353,6 +353,7 @@ void register_overlap(py::module_& m) {
       py::arg("op"), py::arg("algorithm"), py::arg("comm").none(false), py::arg("dtype"),
       py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
       py::arg("scatter_bytes") = 0, py::arg("prefers_channels") = true);
+  m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("dtype"), py::arg("group_size"), py::arg("device"));
   m.def(
