@@ -94,8 +94,12 @@ gpu-test: export FORCE_CUDA = 1
 gpu-test: build
 	$(PY) -m pytest tests/python -m gpu $(PYTEST_ARGS)
 
+# All operators and collectives beside what else there is, on all GPUs, in four minutes; ARGS='--set fp8 --tp 2'. A
+# script of benchmarks/ instead: BENCH=benchmarks/window.py. Without a GPU it only shows that everything runs.
+BUDGET ?= 225
 bench: build
-	$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) $(or $(BENCH),benchmarks/host_overhead.py) $(ARGS)
+	$(if $(BENCH),$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) $(BENCH) $(ARGS), \
+	  $(PY) -m torch_overlap bench all --budget $(BUDGET) $(if $(wildcard /dev/nvidiactl),--out benchmarks/results) $(ARGS))
 
 # The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
 compat:

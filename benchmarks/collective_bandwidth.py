@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import Stopwatch, interleave, ratio_of, slowest_rank, spread_of
 
 MIB = 1 << 20
 
@@ -62,14 +63,15 @@ def main() -> None:
 
     comm = to.new_comm("nccl", torch.device("cuda"), name="bandwidth")
     dist.init_process_group("nccl", device_id=comm.get_device())
+    watch = Stopwatch(comm.get_device(), dist.barrier)
     rows = []
     for megabytes in args.mebibytes:
         for op, variants in cases(comm, megabytes).items():
-            samplers = {name: timed(call, 4, dist.barrier) for name, call in variants.items()}
+            samplers = {name: watch.sampler(call, repeats=4) for name, call in variants.items()}
             samples = slowest_rank(interleave(samplers, args.rounds), comm)
-            bandwidth_ratio, spread = ratio(samples, "torch.distributed", "ours")
-            us, iqr = median_and_iqr(samples["ours"])
-            theirs, _ = median_and_iqr(samples["torch.distributed"])
+            bandwidth_ratio, spread = ratio_of(samples, "torch.distributed", "ours")
+            us, iqr = spread_of(samples["ours"])
+            theirs, _ = spread_of(samples["torch.distributed"])
             rows.append(
                 {
                     "op": op,

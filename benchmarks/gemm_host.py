@@ -11,33 +11,18 @@ No plan is made and nothing asked of cuBLASLt in what is timed, which the progra
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import interleave, median_and_iqr, ratio, write_result
 
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
 
 CALLS = 100
 SIZE = 256
 Variants = dict[str, Callable[[], object]]
-
-
-def per_call(call: Callable[[], object]) -> Callable[[], float]:
-    """Microseconds of host time for one of `CALLS` calls."""
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        elapsed = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        return elapsed * 1e6 / CALLS
-
-    return sample
 
 
 def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> dict[str, Variants]:
@@ -101,12 +86,14 @@ def main() -> None:
         for call in variants.values():
             call()  # plans, handles and kernels are there
         before = gemm_statistics()
-        samples = interleave({name: per_call(call) for name, call in variants.items()}, args.rounds, warmup=10)
+        samples = interleave(
+            {name: host_sampler(call, CALLS) for name, call in variants.items()}, args.rounds, warmup=10
+        )
         after = gemm_statistics()
         assert (before["plans"], before["queries"]) == (after["plans"], after["queries"]), (before, after)
         for name, values in samples.items():
-            us, iqr = median_and_iqr(values)
-            peers = {other: ratio(samples, name, other)[0] for other in samples if other != name}
+            us, iqr = spread_of(values)
+            peers = {other: ratio_of(samples, name, other)[0] for other in samples if other != name}
             rows.append({"what": f"{problem}, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
             text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
             print(f"{problem:20s} {name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import in_graph, interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 20
 
@@ -23,8 +24,7 @@ CALLS = 20
 def replay_time(comm: to.TorchComm, x: torch.Tensor, async_op: bool) -> Callable[[], float]:
     """Microseconds of one all_reduce in a replayed graph."""
     replay = in_graph(lambda: comm.all_reduce(x, to.ReduceOp.MAX, async_op=async_op).wait(), CALLS)
-    sample = timed(replay, 1, meet=replay)
-    return lambda: sample() / CALLS
+    return Stopwatch(comm.get_device(), meet=replay).sampler(replay, CALLS)
 
 
 def main() -> None:
@@ -42,10 +42,10 @@ def main() -> None:
             x = torch.zeros(size // 4, device="cuda")
             variants = {c.get_name(): replay_time(c, x, async_op) for c in (plain, watched, control)}
             samples = slowest_rank(interleave(variants, args.rounds), plain)
-            us, iqr = median_and_iqr(samples["watched"])
-            without, _ = median_and_iqr(samples["plain"])
-            cost, spread = ratio(samples, "watched", "plain")
-            noise, _ = ratio(samples, "control", "plain")
+            us, iqr = spread_of(samples["watched"])
+            without, _ = spread_of(samples["plain"])
+            cost, spread = ratio_of(samples, "watched", "plain")
+            noise, _ = ratio_of(samples, "control", "plain")
             rows.append(
                 {
                     "op": "all_reduce",

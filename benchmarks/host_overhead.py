@@ -12,32 +12,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import interleave, median_and_iqr, ratio, slowest_rank, write_result
 
 import torch_overlap as to
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 100
-
-
-def per_call(call: Callable[[], object]) -> Callable[[], float]:
-    """Microseconds of host time for one of `CALLS` calls."""
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        elapsed = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        return elapsed * 1e6 / CALLS
-
-    return sample
 
 
 def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[str, Callable[[], float]]:
@@ -85,8 +70,8 @@ def main() -> None:
     tensor = torch.zeros(256, device=comm.get_device())
     op = to.ReduceOp.SUM
     variants: dict[str, Callable[[], float]] = {
-        "python": per_call(lambda: comm.all_reduce(tensor, op, async_op=True)),
-        "torch.distributed": per_call(lambda: dist.all_reduce(tensor, async_op=True)),
+        "python": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=True), CALLS),
+        "torch.distributed": host_sampler(lambda: dist.all_reduce(tensor, async_op=True), CALLS),
     }
     if args.loops:
         variants |= cpp_loops(args.loops.resolve(), comm, tensor)
@@ -94,8 +79,8 @@ def main() -> None:
 
     rows = []
     for name, values in samples.items():
-        us, iqr = median_and_iqr(values)
-        peers = {other: ratio(samples, name, other)[0] for other in samples if other != name}
+        us, iqr = spread_of(values)
+        peers = {other: ratio_of(samples, name, other)[0] for other in samples if other != name}
         rows.append({"what": f"async all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
         if comm.get_rank() == 0:
             text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import in_graph, interleave, median_and_iqr, ratio, slowest_rank, timed, write_result
 
 import torch_overlap as to
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
 
 KIB = 1 << 10
 SIZES = [KIB * 4**i for i in range(10)]  # 1 KiB .. 256 MiB
@@ -33,7 +34,7 @@ def row(op: str, size: int, mode: str, comm: to.TorchComm, us: float, iqr: float
 
 def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    meet = partial(comm.barrier, async_op=False)
+    watch = Stopwatch(comm.get_device(), partial(comm.barrier, async_op=False))
     writes = comm.get_rank() == 0
     for size in SIZES:
         window = comm.new_window(to.symmetric_empty(size, torch.uint8, comm))
@@ -51,13 +52,16 @@ def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
         many = max(2, min(50, (64 << 20) // size))
         calls = {"eager": (put, copy, many), "graph": (in_graph(put, many), in_graph(copy, many), 1)}
         for mode, (ours, theirs, repeats) in calls.items():
-            variants = {"ours": timed(ours, repeats, meet), "copy": timed(theirs, repeats, meet)}
+            variants = {
+                "ours": watch.sampler(ours, repeats=repeats),
+                "copy": watch.sampler(theirs, repeats=repeats),
+            }
             samples = slowest_rank(interleave(variants, rounds), comm)
             if mode == "graph":
                 samples = {name: [value / many for value in values] for name, values in samples.items()}
-            bandwidth_ratio, spread = ratio(samples, "copy", "ours")
-            us, iqr = median_and_iqr(samples["ours"])
-            plain, _ = median_and_iqr(samples["copy"])
+            bandwidth_ratio, spread = ratio_of(samples, "copy", "ours")
+            us, iqr = spread_of(samples["ours"])
+            plain, _ = spread_of(samples["copy"])
             rows.append(row("put", size, mode, comm, us, iqr, bandwidth_ratio=bandwidth_ratio, ratio_iqr=spread,
                             peers={"peer copy": plain}))  # fmt: skip
             if writes:
@@ -71,7 +75,7 @@ def put_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
 
 def latency_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    meet = partial(comm.barrier, async_op=False)
+    watch = Stopwatch(comm.get_device(), partial(comm.barrier, async_op=False))
     rank = comm.get_rank()
     for size in LATENCY_SIZES:
         window = comm.new_window(to.symmetric_empty(size, torch.uint8, comm))
@@ -88,9 +92,9 @@ def latency_rows(comm: to.TorchComm, rounds: int) -> list[dict[str, Any]]:
                 window.wait_signal(1, async_op=False)
 
         for mode, (call, repeats) in {"eager": (turn, TURNS), "graph": (in_graph(turn, TURNS), 1)}.items():
-            samples = slowest_rank(interleave({"ours": timed(call, repeats, meet)}, rounds), comm)
+            samples = slowest_rank(interleave({"ours": watch.sampler(call, repeats=repeats)}, rounds), comm)
             turns = TURNS if mode == "graph" else 1
-            us, iqr = median_and_iqr([value / turns / 2 for value in samples["ours"]])
+            us, iqr = spread_of([value / turns / 2 for value in samples["ours"]])
             rows.append(row("put+signal", size, mode, comm, us, iqr, peers={}))
             if rank == 0:
                 print(f"one way  {size:10d} B  {mode:5s} {us:9.2f} us +- {iqr:.2f}", flush=True)

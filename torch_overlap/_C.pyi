@@ -785,6 +785,7 @@ def _explain_algorithm(
     chunk_rows: int,
     gather_bytes: int = 0,
     scatter_bytes: int = 0,
+    local_shape: tuple[int, int] = (0, 0),
     prefers_channels: bool = True,
 ) -> tuple[str, str, str]: ...
 def _algorithms() -> list[str]: ...

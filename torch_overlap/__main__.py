@@ -1,10 +1,11 @@
-"""The command line: `python -m torch_overlap info`, `plan` and `tune`."""
+"""The command line: `python -m torch_overlap info`, `bench`, `plan` and `tune`."""
 
 from __future__ import annotations
 
 import argparse
 
 from torch_overlap import __version__, tune
+from torch_overlap.bench import cli
 from torch_overlap.mesh import command
 
 
@@ -13,17 +14,20 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, build options, backends, GPUs and their links")
+    bench = commands.add_parser("bench", help="operators and collectives beside what else there is")
+    cli.add_arguments(bench)
     plan = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
     command.add_arguments(plan)
     tuning = commands.add_parser("tune", help="measure which algorithm of the fused operators is the quickest here")
     tune.add_arguments(tuning)
     args = parser.parse_args()
-    if args.command in ("plan", "tune"):
+    runs = {"bench": cli.run, "plan": command.run, "tune": tune.run}
+    if args.command in runs:
         try:
-            (command if args.command == "plan" else tune).run(args)
+            status = runs[args.command](args)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
-        return
+        parser.exit(status)
     from torch_overlap import info
 
     print(info.report())

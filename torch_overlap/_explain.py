@@ -13,6 +13,7 @@ from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
+_SCALED = ("auto", "sequential", "chunked", "ring")
 _ALL_REDUCE_CHUNKS = 4  # pieces of matmul_all_reduce
 
 
@@ -52,11 +53,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if op.startswith("scaled_") and given["algorithm"] not in _SCALED:
+        known = " ".join(_SCALED)
+        raise _C.InvalidValueError(f"{op}: expected algorithm to be one of {known}, got {given['algorithm']!r}")
     if given["algorithm"] == "bulk":
-        if op.startswith("scaled_"):
-            raise _C.InvalidValueError(
-                f"{op}: expected algorithm to be one of auto sequential chunked ring, got 'bulk'"
-            )
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
     problem = _EXPLAINED[op](given)
@@ -67,6 +67,11 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
+def _local(given: dict[str, Any], features: int) -> dict[str, Any]:
+    """This rank's product, of operators with fused kernels."""
+    return {} if "out_dtype" in given else {"local_shape": (features, given["x"].shape[-1])}
+
+
 def _gather(given: dict[str, Any]) -> dict[str, Any]:
     x, size = given["x"], given["comm"].get_size()
     features = sum(weight.shape[0] for weight in given["weights"])
@@ -75,7 +80,7 @@ def _gather(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x) * size, features * size, x.shape[-1]),
         "chunk_rows": _rows(x),
         "gather_bytes": x.nbytes * size,
-    }
+    } | _local(given, features)
 
 
 def _scatter(given: dict[str, Any]) -> dict[str, Any]:
@@ -86,11 +91,12 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x), features, x.shape[-1] * size),
         "chunk_rows": _rows(x) // size,
         "scatter_bytes": 2 * _rows(x) * features * dtype.itemsize,
-    }
+    } | _local(given, features)
 
 
 def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
     problem = _scatter(given) | {"chunk_rows": _rows(given["x"]) // _ALL_REDUCE_CHUNKS, "prefers_channels": False}
+    del problem["local_shape"]  # it has no fused kernel
     problem["gather_bytes"] = problem["scatter_bytes"] // 2
     return problem
 

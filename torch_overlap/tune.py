@@ -248,8 +248,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", help="the file to add to; default: TORCH_OVERLAP_TUNE_CACHE")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures, prints and writes. ValueError where there is nothing to measure, or nowhere to write."""
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and writes; the exit status.
+
+    Raises:
+        ValueError: there is nothing to measure, or nowhere to write.
+    """
     from torch_overlap.comm import new_comm
 
     cache = args.cache or _C._read_env()["tune_cache"]
@@ -263,6 +267,7 @@ def run(args: argparse.Namespace) -> None:
         _measure_all(comm, args, cache)
     finally:
         comm.finalize()
+    return 0
 
 
 def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:

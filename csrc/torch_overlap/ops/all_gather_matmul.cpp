@@ -82,17 +82,23 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
                                         .n = features * group_size,
                                         .k = own.size(1),
                                         .chunk_rows = rows,
-                                        .gather_bytes = gather_bytes(*communicator, own)},
+                                        .gather_bytes = gather_bytes(*communicator, own),
+                                        .local_n = features,
+                                        .local_k = own.size(1)},
                                        forward_algorithm(algorithm), communicator)
                           .algorithm;
-  if (chosen == Algorithm::ring) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     std::vector<Tensor> defined_biases(weights.size());
     for (size_t i = 0; i < biases.size(); ++i) {
       defined_biases[i] = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
     }
     ring_gather_multiply(
         kAllGatherMatmul, communicator,
-        {.own = own, .scales = {}, .gathered = gathered.value_or(Tensor()), .gathered_scales = {}},
+        {.own = own,
+         .scales = {},
+         .gathered = gathered.value_or(Tensor()),
+         .gathered_scales = {},
+         .fused = chosen == Algorithm::fused},
         weights, defined_biases, products);
   } else if (chosen != Algorithm::chunked) {  // a forward pass has nothing for bulk to hide behind
     if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());

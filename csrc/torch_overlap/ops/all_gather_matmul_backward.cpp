@@ -88,7 +88,8 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
     sum.inputs = {at::cat(grad_rows, 1)};
     sum.weights = {at::cat(weights, 0)};
   }
-  if (algorithm == Algorithm::ring) {
+  if (algorithm == Algorithm::ring || algorithm == Algorithm::fused) {
+    sum.sum.fused = algorithm == Algorithm::fused;
     ring_multiply_scatter(kAllGatherGradients, comm, sum);
     finish_gather();
     for (const auto& args : weight_products) gemm(kAllGatherGradients, args);
@@ -108,6 +109,8 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
   const auto own = to_rows(x, dim);
   const int64_t rows = own.size(0);
   const bool gathers = !wanted.empty() && !gathered;
+  int64_t features = 0;
+  for (const auto& weight : weights) features += weight.size(0);
   const auto chosen =
       choose_algorithm({.op = kAllGatherGradients,
                         .dtype = x.scalar_type(),
@@ -115,11 +118,14 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
                         .gather_bytes = gathers ? gather_bytes(*communicator, own) : 0,
                         .scatter_bytes = x_wanted ? scatter_bytes(*communicator, group_size * rows,
                                                                   own.size(1), x.scalar_type())
-                                                  : 0},
+                                                  : 0,
+                        .local_n = own.size(1),
+                        .local_k = features},
                        algorithm, communicator)
           .algorithm;
   const bool chunked = chosen == Algorithm::chunked;
-  if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::bulk ||
+      chosen == Algorithm::fused) {
     return gather_gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted,
                                           wanted, communicator, dim, chosen);
   }

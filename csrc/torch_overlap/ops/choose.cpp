@@ -43,6 +43,19 @@ std::string channel_obstacle(const OverlapProblem& problem, const std::shared_pt
   return {};
 }
 
+// Why the device has no fused kernel for it, or that cannot be used; empty if it can.
+std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                           Need need) {
+  if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
+  const auto why = overlap_device(problem.op, comm->device().type())
+                       .fused_obstacle({.device = comm->device(),
+                                        .dtype = problem.dtype,
+                                        .rows = {problem.chunk_rows * comm->size(), comm->size()},
+                                        .n = problem.local_n,
+                                        .k = problem.local_k});
+  return why.empty() ? channel_obstacle(problem, comm, need) : why;
+}
+
 // An algorithm, and what says why it cannot be; null: it always can.
 struct Kind {
   std::string_view name;
@@ -50,10 +63,11 @@ struct Kind {
 };
 
 // By Algorithm.
-constexpr std::array<Kind, 4> kKinds{{{"sequential", nullptr},
+constexpr std::array<Kind, 5> kKinds{{{"sequential", nullptr},
                                       {"chunked", nullptr},
                                       {"ring", channel_obstacle},
-                                      {"bulk", channel_obstacle}}};
+                                      {"bulk", channel_obstacle},
+                                      {"fused", fused_obstacle}}};
 
 std::optional<Algorithm> algorithm_of(std::string_view name) {
   const auto* const found = std::find_if(kKinds.begin(), kKinds.end(),

@@ -14,7 +14,7 @@
 // Which way a fused operator goes.
 namespace torch_overlap::ops {
 
-enum class Algorithm { sequential, chunked, ring, bulk };
+enum class Algorithm { sequential, chunked, ring, bulk, fused };
 TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
 // All but "auto".
 TORCH_OVERLAP_API std::vector<std::string> algorithm_names();
@@ -33,6 +33,9 @@ struct OverlapProblem {
   // What channels must have room for; 0: none is used.
   int64_t gather_bytes = 0;
   int64_t scatter_bytes = 0;
+  // Of this rank's product, where the operator has fused kernels; 0: it has none.
+  int64_t local_n = 0;
+  int64_t local_k = 0;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
 };

@@ -62,15 +62,19 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
                         .k = weight.size(1) * group_size,
                         .chunk_rows = rows,
                         .scatter_bytes = scatter_bytes(*communicator, inputs.size(0),
-                                                       weight.size(0), x.scalar_type())},
+                                                       weight.size(0), x.scalar_type()),
+                        .local_n = weight.size(0),
+                        .local_k = weight.size(1)},
                        forward_algorithm(algorithm), communicator)
           .algorithm;
-  if (chosen == Algorithm::ring) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     ring_multiply_scatter(
         kMatmulReduceScatter, communicator,
         {.inputs = {inputs},
          .weights = {weight.t()},
-         .sum = {.start = {}, .bias = bias.value_or(Tensor()), .mean = mean, .out = sums}});
+         .sum = {.start = {}, .bias = bias.value_or(Tensor()), .mean = mean,
+                 .out = sums,
+                 .fused = chosen == Algorithm::fused}});
     bias_pending = false;
   } else if (chosen != Algorithm::chunked) {
     communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),

@@ -1,5 +1,7 @@
 #include "torch_overlap/ops/overlapped.h"
 
+#include <algorithm>
+
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/op_channels.h"
 
@@ -59,6 +61,17 @@ void add_up_in(const ScatterPlace& place, const at::Tensor& start, std::vector<G
   }
 }
 
+bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
+  const GemmShape shape = gemm_shape(args);
+  return channel.device()
+      .fused_obstacle({.device = channel.group().device(),
+                       .dtype = args.lhs.data.scalar_type(),
+                       .rows = rows,
+                       .n = shape.n,
+                       .k = shape.k})
+      .empty();
+}
+
 }  // namespace
 
 GemmOperand operand(const at::Tensor& x) {
@@ -113,6 +126,10 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     args.lhs.data = problem.data.all;
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
+  problem.fused = input.fused && !input.scales.defined() &&
+                  std::all_of(problem.gemms.begin(), problem.gemms.end(), [&](const auto& args) {
+                    return has_fused(*channel, args, rows);
+                  });
   run_gather_gemm(op, *channel, problem);
 }
 
@@ -132,6 +149,8 @@ void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& c
   const ScatterPlace place = scatter_place(op, comm, all_rows, sum.out);
   const OverlapChannel::Use use(*place.channel);
   add_up_in(place, sum.start, gemms);
+  const bool fused = sum.fused && gemms.size() == 1 && !sum.start.defined() &&
+                     has_fused(*place.channel, gemms[0], place.rows);
   run_scatter_gemm(op, *place.channel,
                    {.gemms = std::move(gemms),
                     .rows = place.rows,
@@ -140,7 +159,8 @@ void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& c
                     .out = sum.out,
                     .scale_inv = {},
                     .factor = sum.mean ? 1.0 / comm->size() : 1.0,
-                    .bias = contiguous(sum.bias)});
+                    .bias = contiguous(sum.bias),
+                    .fused = fused});
 }
 
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,

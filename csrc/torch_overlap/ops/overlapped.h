@@ -34,6 +34,8 @@ struct GatherInput {
   at::Tensor scales;  // 8-bit values with block scales: those of `own` [rows, blocks], contiguous
   at::Tensor gathered;
   at::Tensor gathered_scales;
+  // By fused kernels, where the device has them for all of the products.
+  bool fused = false;
 };
 // Products of all rows, which are the lhs of each; undefined there: data, and scale_inv if it is
 // gathered.
@@ -51,6 +53,8 @@ struct ScatterSum {
   at::Tensor bias;
   bool mean = false;
   at::Tensor out;
+  // By a fused kernel, where there is one product and nothing to start from, and the device has it.
+  bool fused = false;
 };
 // Of these products of all rows, whose outs are not looked at.
 void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,

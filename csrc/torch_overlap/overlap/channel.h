@@ -97,6 +97,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::string digest;  // must be equal on all ranks
     int64_t bytes = 0;
     int flags = 0;
+    int tiles = 0;
     LaneOptions lanes{};
     bool use_ce = false;
     int blocks = 16;

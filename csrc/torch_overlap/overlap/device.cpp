@@ -25,6 +25,14 @@ void register_overlap_device(c10::DeviceType type, std::shared_ptr<OverlapDevice
   devices().by_type.insert_or_assign(type, std::move(device));
 }
 
+void OverlapDevice::run_fused(Transport&, const FusedGather&) {
+  fail(ErrorKind::kUnsupported, "all-gather and product: expected a device with fused kernels");
+}
+
+void OverlapDevice::run_fused(Transport&, const FusedScatter&) {
+  fail(ErrorKind::kUnsupported, "product and reduce-scatter: expected a device with fused kernels");
+}
+
 OverlapDevice& overlap_device(std::string_view op, c10::DeviceType type) {
   const std::lock_guard lock(devices().mutex);
   const auto found = devices().by_type.find(type);

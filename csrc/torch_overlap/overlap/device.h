@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/lanes.h"
 #include "torch_overlap/overlap/transport.h"
 #include "torch_overlap/symm/symmetric_memory.h"
@@ -31,25 +32,31 @@ struct SumArgs {
 // How a part of a channel lies in symmetric memory:
 //
 //   data (bytes, rounded up) | epoch | flags[flags] | begun[size]       a line of 128 bytes each
+//   tiles[size][tiles]                                                  a word each
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
 // before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
-// also has a word that a rank which gives up sets on all others.
+// also has a word that a rank which gives up sets on all others. tiles[r] are the flags of tiles that
+// come from rank r, where a chunk comes in tiles.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;
   int flags = 0;
   int size = 1;
+  int tiles = 0;
 
   int64_t epoch_at() const { return (bytes + kLine - 1) / kLine * kLine; }
   int64_t gone_at() const { return epoch_at() + 2 * static_cast<int64_t>(sizeof(uint32_t)); }
   int64_t flag_at(int flag) const { return epoch_at() + kLine * (1 + flag); }
   int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
+  int64_t tiles_at(int source) const {
+    return begun_at(size) + static_cast<int64_t>(sizeof(uint32_t)) * tiles * source;
+  }
   int64_t rows_at(int rank) const {
     return begun_at(rank) + static_cast<int64_t>(sizeof(uint32_t));
   }
-  int64_t total() const { return begun_at(size); }
+  int64_t total() const { return tiles_at(size); }
 };
 
 // What a transport over symmetric memory needs to know.
@@ -73,6 +80,16 @@ class TORCH_OVERLAP_API OverlapDevice {
   // On the current stream. 8- and 16-bit floats accumulate in fp32 and are rounded once; fp32 and
   // fp64 in their own type.
   virtual void sum(const SumArgs& args) = 0;
+  // Products that talk to other ranks by themselves, through a direct transport of this device. Why
+  // there are none for such a product; empty: there are. The same on all ranks.
+  virtual std::string fused_obstacle(const FusedShape& shape) {
+    return "the device has no fused kernels";
+  }
+  // On the current stream, within an operation.
+  virtual void run_fused(Transport& transport, const FusedGather& problem);
+  virtual void run_fused(Transport& transport, const FusedScatter& problem);
+  // Of ChannelLayout, that these need.
+  virtual int tiles() const { return 0; }
   // As its maker calls it; devices of one name are as fast as each other.
   virtual std::string name(c10::Device device) = 0;
   // 0 where there is no such thing.

@@ -31,6 +31,8 @@ struct GatherGemm {
   GatheredRows data;
   GatheredRows scales;  // of blocks of lhs, a row for each of its; undefined: none are gathered
   GatherOrder order = GatherOrder::direct;
+  // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
+  bool fused = false;
 };
 // Uses flags 0 .. size - 1, with scales to 2 * size - 1. Afterwards `all` holds all rows but, in
 // orders `direct` and `ring`, this rank's own if they were elsewhere.
@@ -48,6 +50,9 @@ struct ScatterGemm {
   at::Tensor scale_inv;
   double factor = 1;
   at::Tensor bias;  // [columns], added once
+  // One kernel, which sends and sums; one product without scale_inv, which the device takes.
+  // `partial` is not used.
+  bool fused = false;
 };
 // Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,

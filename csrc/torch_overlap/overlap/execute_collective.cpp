@@ -8,23 +8,6 @@
 namespace torch_overlap {
 namespace {
 
-// The all-gather of `own` to `gathered`, which begins where the channel's data does: from its owner
-// to everybody. Flag r tells of the chunk of rank r.
-void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
-                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered) {
-  const int rank = channel.group().rank();
-  for (const Exchange& exchange :
-       gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
-    session.exchange(lane, {.to = exchange.to,
-                            .give = own,
-                            .at = rows.begin(rank) * row_bytes(gathered),
-                            .flag = rank,
-                            .from = exchange.from,
-                            .get = rows_of_rank(gathered, rows, exchange.from),
-                            .get_flag = exchange.from});
-  }
-}
-
 // One reduce-scatter of what lies at `at` of every rank's data: [rows, columns], contiguous.
 struct ScatterPart {
   RowShare rows;
@@ -91,6 +74,21 @@ at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t
 }
 
 }  // namespace
+
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered) {
+  const int rank = channel.group().rank();
+  for (const Exchange& exchange :
+       gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
+    session.exchange(lane, {.to = exchange.to,
+                            .give = own,
+                            .at = rows.begin(rank) * row_bytes(gathered),
+                            .flag = rank,
+                            .from = exchange.from,
+                            .get = rows_of_rank(gathered, rows, exchange.from),
+                            .get_flag = exchange.from});
+  }
+}
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,

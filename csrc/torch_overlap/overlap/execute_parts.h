@@ -9,6 +9,7 @@
 
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/channel.h"
+#include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/schedule.h"
 
 // What the executors (execute_ring.cpp, execute_collective.cpp) share.
@@ -50,5 +51,14 @@ class AmaxOfParts {
   at::Tensor parts_;
   int64_t next_ = 0;
 };
+
+// The all-gather of `own` to `gathered`, which begins where the channel's data does: from its owner
+// to everybody. Flag r tells of the chunk of rank r.
+void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
+                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered);
+
+// Where one kernel does it (execute_fused.cpp).
+void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
+void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
 
 }  // namespace torch_overlap

@@ -25,6 +25,7 @@ Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& pa
 }  // namespace
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  if (problem.fused) return run_fused_gather(op, channel, problem);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;
@@ -111,6 +112,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
 }
 
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  if (problem.fused) return run_fused_scatter(op, channel, problem);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;

@@ -23,7 +23,8 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
                                                  OperatorChannel which, int64_t bytes) {
   auto channel = existing_operator_channel(*comm, which);
   if (channel && channel->bytes() >= bytes) return channel;
-  if (overlap_device(op, comm->device().type()).capture() != 0) return nullptr;
+  OverlapDevice& device = overlap_device(op, comm->device().type());
+  if (device.capture() != 0) return nullptr;
   const int64_t room = (bytes + kStep - 1) / kStep * kStep;
   const auto name = attachment_name(which);
   const int size = comm->size();
@@ -32,6 +33,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
                                                             .digest = concat(room, " bytes"),
                                                             .bytes = room,
                                                             .flags = 2 * size,
+                                                            .tiles = device.tiles(),
                                                             .lanes = {.computes = 2},
                                                             .use_ce = true,
                                                             .fault = {}});

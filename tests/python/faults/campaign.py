@@ -34,7 +34,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[2] / "benchmarks")]
+sys.path.insert(0, str(HERE))
 
 import every_op  # noqa: E402
 
@@ -284,7 +284,7 @@ def main() -> int:
     bad = [row["what"] for row in rows if row["error"]]
     print(f"{len(rows)} cases in {time.monotonic() - begin:.0f} s, {len(bad)} failed {bad or ''}", flush=True)
     if args.json:
-        from harness import result
+        from torch_overlap.bench.result import result
 
         command = f"python tests/python/faults/campaign.py --backend {args.backend} --ranks {args.ranks}"
         Path(args.json).write_text(json.dumps(result("fault_campaign", rows, command), indent=1) + "\n")

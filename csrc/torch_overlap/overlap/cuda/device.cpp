@@ -5,6 +5,7 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/lanes.h"
 #include "torch_overlap/overlap/cuda/transport.h"
@@ -81,6 +82,17 @@ class CudaOverlapDevice final : public OverlapDevice {
                                  c10::cuda::getCurrentCUDAStream(args.out.device().index())),
                 "sum");
   }
+
+  std::string fused_obstacle(const FusedShape& shape) override {
+    return cuda::fused_obstacle(shape);
+  }
+  void run_fused(Transport& transport, const FusedGather& problem) override {
+    cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
+  }
+  void run_fused(Transport& transport, const FusedScatter& problem) override {
+    cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
+  }
+  int tiles() const override { return cuda::kMostTiles; }
 
   std::string name(c10::Device device) override {
     return at::cuda::getDeviceProperties(device.index())->name;

@@ -1,3 +1,4 @@
+#include "torch_overlap/overlap/cuda/await.cuh"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/launch.h"
 #include "torch_overlap/symm/cuda/wait_device.h"
@@ -7,28 +8,6 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kWordsInLine = 32;  // ChannelLayout::kLine bytes
-
-// Whether `seen` is not before `epoch`, also when the count has wrapped.
-__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
-  return static_cast<int32_t>(seen - epoch) >= 0;
-}
-
-__device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                           WaitKind kind, int peer, const WaitControl& control) {
-  WaitRecord what{};
-  what.kind = kind;
-  what.window = words.id;
-  what.peer = peer;
-  what.expected = epoch;
-  const uint32_t* const gone = words.gone;
-  const bool is_there = wait_until(
-      control, word,
-      [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
-      what);
-  if (!is_there || load_acquire(gone) == 0) return;
-  what.kind = WaitKind::gone;
-  give_up(control, what, 0);
-}
 
 // Of a peer that has begun. It does not begin another operation before this rank has done its part
 // of this one, so its word stays.

@@ -10,6 +10,7 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/channel.h"
 
 namespace torch_overlap::cuda {
@@ -62,6 +63,7 @@ CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOpti
   const c10::cuda::CUDAGuard guard(memory_->device());
   const RelaxedCapture relaxed;
   require(load_overlap_kernels(), "overlap: loading kernels");
+  load_fused_kernels();
   require(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 

@@ -37,6 +37,15 @@ class CudaTransport final : public Transport {
   at::Tensor peer(int rank, int64_t at, c10::IntArrayRef sizes,
                   at::ScalarType dtype) const override;
 
+  // For kernels that wait and tell by themselves.
+  const ChannelWords& words() const { return words_; }
+  WaitControl control() const;
+  uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
+  // On `rank`, the words of tiles that come from `source`.
+  uint32_t* tile_word(int rank, int source) const {
+    return word(rank, options_.layout.tiles_at(source));
+  }
+
  private:
   class Hold;
   void* there(int rank, int64_t at) const {
@@ -45,7 +54,6 @@ class CudaTransport final : public Transport {
   uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(there(rank, at)); }
   WordOfAll word_of_all(int64_t at) const;
   cudaStream_t current_stream() const;
-  WaitControl control() const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;

@@ -1,0 +1,323 @@
+#pragma once
+
+#include "torch_overlap/gemm/sm90/epilogue.cuh"
+#include "torch_overlap/gemm/sm90/ptx.cuh"
+#include "torch_overlap/gemm/sm90/tiles.cuh"
+
+// A persistent matrix product for Hopper. One block an SM, three warpgroups:
+//
+//   0   one thread loads the stages of both operands by tensor copies, as far ahead as shared memory
+//       goes, over the borders of tiles
+//   1 2 each multiplies its part of the tile out of shared memory into registers (wgmma), applies the
+//       epilogue, puts 64 x 64 outputs at a time in shared memory and has them stored by tensor copies,
+//       which go on while the next tile is computed
+//
+// Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps that
+// are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels and of
+// DeepGEMM.
+//
+// What differs between the plain product and those that talk to other ranks is in `Work`:
+//   Units units(p)                          the units of this block, next() after next()
+//   const CUtensorMap* lhs(unit, &row)      where the rows of lhs lie; called before a unit is loaded, by
+//                                           the thread that loads: waits until they are there
+//   void store(unit, shared, column, row)   of 64 x 64 outputs
+namespace torch_overlap::sm90 {
+
+template <typename Config>
+struct SharedBarriers {
+  uint64_t full[Config::kStages];
+  uint64_t empty[Config::kStages];
+};
+
+template <typename Config>
+__device__ __forceinline__ void init_stages(SharedBarriers<Config>& barriers) {
+  for (int i = 0; i < Config::kStages; ++i) {
+    barrier_init(shared_address(&barriers.full[i]), 1);
+    barrier_init(shared_address(&barriers.empty[i]), 8 * Config::kCluster);
+  }
+}
+
+// Where the next stage is: the number, and in which phase its barriers are.
+template <int kStages>
+struct StageCursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// This block's part of rhs, to all blocks of the cluster.
+template <typename Config>
+__device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint32_t full, int depth,
+                                         int column) {
+  constexpr int kPart = Config::kColumns / Config::kCluster;
+  const int first = Config::kCluster == 1 ? 0 : static_cast<int>(cluster_rank()) * kPart;
+  const auto load = [&](int offset, int x, int y) {
+    if constexpr (Config::kCluster == 1) {
+      tensor_load(to + offset * 128, &p.rhs, full, x, y);
+    } else {
+      tensor_load_to_all(to + offset * 128, &p.rhs, full, x, y, (1 << Config::kCluster) - 1);
+    }
+  };
+  if constexpr (Config::kRhsAlongK) {
+    load(first, depth, column + first);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPart; i += 64) load(first + i, column + first + i, depth);
+  }
+}
+
+template <typename Config, typename Work>
+__device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint32_t shared,
+                                           SharedBarriers<Config>& barriers) {
+  StageCursor<Config::kStages> at;
+  auto units = work.units(p);
+  Unit unit;
+  while (units.next(unit)) {
+    int row = unit.row * Config::kRows;
+    const int column = unit.column * Config::kColumns;
+    const CUtensorMap* const lhs = work.lhs(unit, row);
+    for (int k = unit.begin; k < unit.end; ++k, at.advance()) {
+      barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+      const uint32_t full = shared_address(&barriers.full[at.stage]);
+      const uint32_t to = shared + at.stage * Config::kStageBytes;
+      const int depth = k * Config::kDepth;
+      barrier_expect(full, Config::kStageBytes);
+      if constexpr (Config::kLhsAlongK) {
+        tensor_load(to, lhs, full, depth, row);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Config::kRows; i += 64) {
+          tensor_load(to + i * 128, lhs, full, row + i, depth);
+        }
+      }
+      load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
+    }
+  }
+}
+
+// One warpgroup's part of a tile.
+template <typename Config>
+class Multiplier {
+ public:
+  // group: 0 or 1.
+  __device__ __forceinline__ Multiplier(uint32_t shared, SharedBarriers<Config>& barriers, int group)
+      : shared_(shared), barriers_(barriers), row_(group / Config::kColumnGroups * 64 * Config::kRepeats),
+        column_(group % Config::kColumnGroups * Config::kWidth) {}
+
+  __device__ __forceinline__ int row() const { return row_; }
+  __device__ __forceinline__ int column() const { return column_; }
+
+  float sums[Config::kRepeats][Config::kAccumulators];
+
+  __device__ __forceinline__ void multiply(const Unit& unit) {
+    int before = -1;
+    for (int k = unit.begin; k < unit.end; ++k, at_.advance()) {
+      barrier_wait(shared_address(&barriers_.full[at_.stage]), at_.phase);
+      const uint32_t lhs = shared_ + at_.stage * Config::kStageBytes + row_ * 128;
+      const uint32_t rhs = shared_ + at_.stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
+#pragma unroll
+      for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < Config::kSteps; ++step) {
+#pragma unroll
+        for (int r = 0; r < Config::kRepeats; ++r) {
+          wgmma<!Config::kLhsAlongK, !Config::kRhsAlongK>(
+              typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
+              operand<Config::kLhsAlongK>(lhs + r * 64 * 128, step),
+              operand<Config::kRhsAlongK>(rhs, step), k != unit.begin || step != 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0) release(before);
+      before = at_.stage;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+    release(before);
+  }
+
+ private:
+  template <bool kAlongK>
+  static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
+    if constexpr (kAlongK) return descriptor_k(address + step * 32);
+    return descriptor_mn(address + step * 2048);
+  }
+  __device__ __forceinline__ void release(int stage) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t empty = shared_address(&barriers_.empty[stage]);
+    if constexpr (Config::kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty);
+    } else {
+      if (lane < Config::kCluster) barrier_arrive_at(empty, lane);  // all of them write to this stage
+    }
+  }
+
+  const uint32_t shared_;
+  SharedBarriers<Config>& barriers_;
+  const int row_;
+  const int column_;
+  StageCursor<Config::kStages> at_;
+};
+
+// Hands parts of the sums of a tile from block to block, through memory of the device.
+template <typename Config>
+struct PartialSums {
+  static constexpr int kOfThread = Config::kRepeats * Config::kAccumulators;
+
+  static __device__ __forceinline__ float4* place(const GemmParams& p, int block, int i) {
+    return reinterpret_cast<float4*>(p.parts) +
+           (static_cast<int64_t>(block) * (kOfThread / 4) + i) * 256 + (threadIdx.x - 128);
+  }
+
+  static __device__ __forceinline__ void give(const GemmParams& p, const Multiplier<Config>& mine) {
+#pragma unroll
+    for (int r = 0; r < Config::kRepeats; ++r) {
+#pragma unroll
+      for (int i = 0; i < Config::kAccumulators; i += 4) {
+        __stcg(place(p, static_cast<int>(blockIdx.x), (r * Config::kAccumulators + i) / 4),
+               make_float4(mine.sums[r][i], mine.sums[r][i + 1], mine.sums[r][i + 2],
+                           mine.sums[r][i + 3]));
+      }
+    }
+    __threadfence();
+    named_barrier(3, 256);
+    if (threadIdx.x == 128) {
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.part_ready + blockIdx.x) : "memory");
+    }
+  }
+
+  // Adds the parts of `helpers` blocks, in the order of k.
+  template <typename Units>
+  static __device__ __forceinline__ void take(const GemmParams& p, const Units& units,
+                                              const Unit& unit, Multiplier<Config>& mine) {
+    const int helpers = units.helpers(unit);
+    for (int helper = 1; helper <= helpers; ++helper) {
+      const int block = units.helper(helper);
+      if (threadIdx.x == 128) {
+        uint32_t* const ready = p.part_ready + block;
+        uint32_t seen = 0;
+        while (seen == 0) {
+          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
+        }
+        *ready = 0;  // of the next launch; nobody else reads it in this one
+      }
+      named_barrier(3, 256);
+#pragma unroll
+      for (int r = 0; r < Config::kRepeats; ++r) {
+#pragma unroll
+        for (int i = 0; i < Config::kAccumulators; i += 4) {
+          const float4 part = __ldcg(place(p, block, (r * Config::kAccumulators + i) / 4));
+          mine.sums[r][i] += part.x;
+          mine.sums[r][i + 1] += part.y;
+          mine.sums[r][i + 2] += part.z;
+          mine.sums[r][i + 3] += part.w;
+        }
+      }
+    }
+  }
+};
+
+// Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`, into shared memory under
+// the 128-byte swizzle.
+template <typename Config>
+__device__ __forceinline__ void round_to_shared(const GemmParams& p, float (&sums)[Config::kAccumulators],
+                                                int chunk, uint32_t to, int row, int column,
+                                                bool as_they_are = false) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = (static_cast<int>(threadIdx.x) / 32 % 4) * 16 + lane / 4;
+  if (!p.plain && !as_they_are) apply_epilogue<typename Config::Out>(p, sums, chunk, row, column);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t at = ((i ^ (first & 7)) << 4) + (lane & 3) * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int from = (chunk * 8 + i) * 4 + 2 * half;
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + (first + 8 * half) * 128 + at),
+                   "r"(pack(typename Config::Out{}, sums[from], sums[from + 1]))
+                   : "memory");
+    }
+  }
+}
+
+template <typename Config, typename Work>
+__device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, uint32_t shared,
+                                              SharedBarriers<Config>& barriers, int group) {
+  Multiplier<Config> mine(shared, barriers, group);
+  const uint32_t buffers = shared + Config::kStages * Config::kStageBytes +
+                           group * Config::kStoreBuffers * Config::kStoreBytes;
+  const bool stores = threadIdx.x % 128 == 0;
+  auto units = work.units(p);
+  Unit unit;
+  while (units.next(unit)) {
+    mine.multiply(unit);
+    if (!units.is_whole(unit)) {
+      if (unit.begin != 0) {
+        PartialSums<Config>::give(p, mine);
+        continue;
+      }
+      PartialSums<Config>::take(p, units, unit, mine);
+    }
+    const int row = unit.row * Config::kRows + mine.row();
+    const int column = unit.column * Config::kColumns + mine.column();
+    constexpr int kPieces = Config::kRepeats * Config::kChunks;
+#pragma unroll
+    for (int first = 0; first < kPieces; first += Config::kStoreBuffers) {
+      if (stores) stores_read<0>();
+      named_barrier(1 + group, 128);
+#pragma unroll
+      for (int i = 0; i < Config::kStoreBuffers; ++i) {
+        const int r = (first + i) / Config::kChunks;
+        const int chunk = (first + i) % Config::kChunks;
+        round_to_shared<Config>(p, mine.sums[r], chunk, buffers + i * Config::kStoreBytes,
+                                row + 64 * r, column + 64 * chunk);
+      }
+      fence_shared_for_copies();
+      named_barrier(1 + group, 128);
+      if (stores) {
+        for (int i = 0; i < Config::kStoreBuffers; ++i) {
+          const int r = (first + i) / Config::kChunks;
+          const int chunk = (first + i) % Config::kChunks;
+          work.store(unit, buffers + i * Config::kStoreBytes, column + 64 * chunk, row + 64 * r);
+        }
+        store_commit();
+      }
+    }
+  }
+  if (stores) stores_done<0>();
+}
+
+// Of a block of Config::kThreads threads with Config::kSharedBytes of shared memory.
+template <typename Config, typename Work>
+__device__ __forceinline__ void run_gemm(const GemmParams& p, Work& work, char* dynamic_shared) {
+  __shared__ SharedBarriers<Config> barriers;
+  const uint32_t shared = (shared_address(dynamic_shared) + 1023) & ~uint32_t{1023};
+  if (threadIdx.x == 0) {
+    init_stages(barriers);
+    fence_barrier_init();
+  }
+  if constexpr (Config::kCluster == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
+  const int group = static_cast<int>(threadIdx.x) / 128;
+  if (group == 0) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) load_units<Config>(p, work, shared, barriers);
+  } else {
+    more_registers<232>();
+    compute_units<Config>(p, work, shared, barriers, group - 1);
+  }
+  // The shared memory of a block is written to and its barriers arrived at by others until they are done.
+  if constexpr (Config::kCluster > 1) cluster_sync();
+}
+
+}  // namespace torch_overlap::sm90

@@ -1,0 +1,50 @@
+#include "torch_overlap/gemm/sm90/kernels.h"
+
+#include "torch_overlap/gemm/sm90/body.cuh"
+#include "torch_overlap/gemm/sm90/instance.cuh"
+
+namespace torch_overlap::sm90 {
+namespace {
+
+// The plain product: nobody to wait for.
+template <typename Config>
+struct PlainWork {
+  const GemmParams& p;
+  __device__ __forceinline__ UnitList units(const GemmParams&) { return UnitList::of<Config>(p); }
+  __device__ __forceinline__ const CUtensorMap* lhs(const Unit&, int&) { return &p.lhs; }
+  __device__ __forceinline__ void store(const Unit&, uint32_t from, int column, int row) {
+    tensor_store(&p.out, from, column, row);
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    gemm_kernel(__grid_constant__ const GemmParams p) {
+  extern __shared__ char shared[];
+  PlainWork<Config> work{p};
+  run_gemm<Config>(p, work, shared);
+}
+
+struct PlainKernel {
+  template <typename Config>
+  static const void* of() {
+    return reinterpret_cast<const void*>(gemm_kernel<Config>);
+  }
+};
+
+}  // namespace
+
+const KernelInfo* find_kernel(const KernelKey& key) {
+  if (key.lhs_along_k) {
+    return find_instance<PlainKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 128, 2, 1, 2>,
+                         Tile<64, 256, 1, 1, 2>>(key);
+  }
+  return nullptr;
+}
+
+cudaError_t launch_gemm(const KernelInfo& kernel, const GemmParams& params, int blocks,
+                        cudaStream_t stream) {
+  return launch(kernel, params, blocks, stream);
+}
+
+}  // namespace torch_overlap::sm90

@@ -1,0 +1,63 @@
+#include "torch_overlap/gemm/sm90/maps.h"
+
+#include <cuda_runtime_api.h>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::sm90 {
+namespace {
+
+constexpr int64_t kAlignment = 16;
+constexpr cuuint32_t kBoxColumns = 64;
+
+decltype(&cuTensorMapEncodeTiled) encoder() {
+  static const auto function = [] {
+    constexpr unsigned int kSince = 12000;
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                                kSince, cudaEnableDefault, &result);
+    if (status != cudaSuccess) (void)cudaGetLastError();
+    TORCH_OVERLAP_CHECK(status == cudaSuccess && result == cudaDriverEntryPointSuccess, kUnsupported,
+                        "gemm: expected a CUDA driver with cuTensorMapEncodeTiled, got one without "
+                        "it; update the driver");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
+                       int64_t stride, int box_rows) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * c10::elementSize(dtype)};
+  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  CUtensorMap map;
+  const CUresult status = encoder()(
+      &map,
+      dtype == at::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kRuntime,
+                      "gemm: expected a matrix that tensor copies take, got ", rows, " x ", columns,
+                      " of ", dtype, " with rows ", stride, " elements apart (CUDA error ",
+                      static_cast<int>(status), ")");
+  return map;
+}
+
+CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows) {
+  return matrix_map(matrix.const_data_ptr(), matrix.scalar_type(), matrix.size(0), matrix.size(1),
+                    matrix.stride(0), box_rows);
+}
+
+bool is_mappable(const at::Tensor& matrix) {
+  const auto element = static_cast<int64_t>(matrix.element_size());
+  return (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
+         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0 &&
+         matrix.stride(0) * element % kAlignment == 0;
+}
+
+}  // namespace torch_overlap::sm90

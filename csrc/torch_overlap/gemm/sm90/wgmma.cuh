@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+
+// Products of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n], both operands
+// in shared memory under the 128-byte swizzle, k as long as 32 bytes. A thread holds n / 2 of d: of
+// rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 * (lane % 4) (+ 1) in d[4 * i + 2 * row + column].
+namespace torch_overlap::sm90 {
+
+// Types of the operands; the name is that of the instruction.
+struct Bf16 {};
+struct F16 {};
+struct E4m3 {};
+struct E4m3E5m2 {};
+struct E5m2E4m3 {};
+
+template <int n>
+struct Columns {};
+
+// An operand whose rows run along k: rows of 128 bytes, each 8 rows 1024 bytes, one behind the other.
+__device__ __forceinline__ uint64_t descriptor_k(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) |
+         (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+}
+
+// One whose rows run along m or n: blocks of 64 elements (128 bytes) wide and 64 rows (of k) deep,
+// 8192 bytes each, one behind the other.
+__device__ __forceinline__ uint64_t descriptor_mn(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{8192 >> 4} << 16) |
+         (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// All but the last n groups are done.
+template <int n>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+
+// The compiler may not move what is written to d across this.
+template <int n>
+__device__ __forceinline__ void hold(float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// clang-format off
+#define TO_TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define TO_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
+#define TO_D16(i) TO_D4(i), TO_D4((i) + 4), TO_D4((i) + 8), TO_D4((i) + 12)
+#define TO_D32(i) TO_D16(i), TO_D16((i) + 16)
+
+#define TO_NAMES_32 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", %30, %31"
+#define TO_NAMES_64 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", %60, %61, %62, %63"
+#define TO_NAMES_96 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
+                    TO_TEN(7) ", " TO_TEN(8) ", %90, %91, %92, %93, %94, %95"
+#define TO_NAMES_128 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
+                     TO_TEN(7) ", " TO_TEN(8) ", " TO_TEN(9) ", " TO_TEN(10) ", " TO_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define TO_D_32 TO_D32(0)
+#define TO_D_64 TO_D32(0), TO_D32(32)
+#define TO_D_96 TO_D32(0), TO_D32(32), TO_D32(64)
+#define TO_D_128 TO_D32(0), TO_D32(32), TO_D32(64), TO_D32(96)
+
+// a, b, accumulate and the two orientations are the operands behind those of d.
+#define TO_WGMMA_16(tag, type, n, half, a, b, accumulate, turn_a, turn_b)                                                       \
+  template <int lhs_turned, int rhs_turned>                                                                                     \
+  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
+                 ", p, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                                                                    \
+                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(lhs_turned), "n"(rhs_turned));            \
+  }
+#define TO_WGMMA_8(tag, type, n, half, a, b, accumulate)                                                                        \
+  template <int lhs_turned, int rhs_turned>                                                                                     \
+  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
+    static_assert(lhs_turned == 0 && rhs_turned == 0, "8-bit operands are read along k");                                       \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
+                 ", p, 1, 1;\n}"                                                                                                \
+                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
+  }
+#define TO_WGMMA_OF_16(tag, type)                         \
+  TO_WGMMA_16(tag, type, 64, 32, 32, 33, 34, 35, 36)      \
+  TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)     \
+  TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)    \
+  TO_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
+#define TO_WGMMA_OF_8(tag, type)               \
+  TO_WGMMA_8(tag, type, 64, 32, 32, 33, 34)    \
+  TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66)   \
+  TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98)   \
+  TO_WGMMA_8(tag, type, 256, 128, 128, 129, 130)
+
+TO_WGMMA_OF_16(Bf16, "bf16.bf16")
+TO_WGMMA_OF_16(F16, "f16.f16")
+TO_WGMMA_OF_8(E4m3, "e4m3.e4m3")
+TO_WGMMA_OF_8(E4m3E5m2, "e4m3.e5m2")
+TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
+
+#undef TO_TEN
+#undef TO_D4
+#undef TO_D16
+#undef TO_D32
+#undef TO_NAMES_32
+#undef TO_NAMES_64
+#undef TO_NAMES_96
+#undef TO_NAMES_128
+#undef TO_D_32
+#undef TO_D_64
+#undef TO_D_96
+#undef TO_D_128
+#undef TO_WGMMA_16
+#undef TO_WGMMA_8
+#undef TO_WGMMA_OF_16
+#undef TO_WGMMA_OF_8
+// clang-format on
+
+}  // namespace torch_overlap::sm90

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "torch_overlap/overlap/cuda/words.h"
+#include "torch_overlap/symm/cuda/wait_device.h"
+
+// How kernels of overlapped operations wait for a word of another rank. For .cu files.
+namespace torch_overlap::cuda {
+
+// Whether `seen` is not before `epoch`, also when the count has wrapped.
+__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
+  return static_cast<int32_t>(seen - epoch) >= 0;
+}
+
+__device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
+                           WaitKind kind, int peer, const WaitControl& control) {
+  WaitRecord what{};
+  what.kind = kind;
+  what.window = words.id;
+  what.peer = peer;
+  what.expected = epoch;
+  const uint32_t* const gone = words.gone;
+  const bool is_there = wait_until(
+      control, word,
+      [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
+      what);
+  if (!is_there || load_acquire(gone) == 0) return;
+  what.kind = WaitKind::gone;
+  give_up(control, what, 0);
+}
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "torch_overlap/gemm/sm90/kernels.h"
+#include "torch_overlap/gemm/sm90/params.h"
+#include "torch_overlap/overlap/cuda/words.h"
+#include "torch_overlap/symm/cuda/wait_record.h"
+
+// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves: one
+// kernel where the executor would issue a product for each chunk.
+namespace torch_overlap::cuda {
+
+// A chunk for each rank must fit into the parameters of a kernel.
+inline constexpr int kMostFusedRanks = 8;
+
+// All-gather + GEMM: the rows of each chunk are multiplied once it has arrived.
+struct FusedGatherParams {
+  sm90::GemmParams gemm;  // lhs: of this rank's rows; out and m: not looked at
+  CUtensorMap gathered;   // all rows
+  CUtensorMap out[kMostFusedRanks];  // of the rows of each chunk
+  int begin[kMostFusedRanks];        // of each chunk, in rows
+  int rows[kMostFusedRanks];
+  const uint32_t* flag[kMostFusedRanks];
+  int order[kMostFusedRanks];  // which chunk comes when
+  ChannelWords words;
+  WaitControl control;
+};
+
+// GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
+struct FusedScatterParams {
+  sm90::GemmParams gemm;  // lhs: all rows; out and m: not looked at
+  CUtensorMap to[kMostFusedRanks];    // where the tiles of each chunk go; of the own: the result
+  CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
+  int begin[kMostFusedRanks];         // of each chunk, in rows
+  int rows[kMostFusedRanks];
+  // A word for each tile of a chunk: on the rank that owns the chunk, and of each rank here.
+  uint32_t* tell[kMostFusedRanks];
+  const uint32_t* told[kMostFusedRanks];
+  int most_row_tiles;  // of the largest chunk
+  // So many tiles of each other chunk are computed before the first of the own.
+  int lag;
+  float factor;  // of the sum, before the bias
+  ChannelWords words;
+  WaitControl control;
+};
+
+// Null: there is none. `cluster` and `buffers` of the key are not looked at.
+const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key);
+const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key);
+
+cudaError_t launch_fused_gather(const sm90::KernelInfo& kernel, const FusedGatherParams& params,
+                                int blocks, cudaStream_t stream);
+cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,
+                                 int blocks, cudaStream_t stream);
+
+}  // namespace torch_overlap::cuda

@@ -1,0 +1,261 @@
+#include "torch_overlap/overlap/cuda/fused_host.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
+#include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/overlap/cuda/fused.h"
+
+namespace torch_overlap::cuda {
+namespace {
+
+using sm90::KernelInfo;
+using sm90::KernelKey;
+using sm90::VectorType;
+
+constexpr int kHopper = 9;
+constexpr int64_t kAlignment = 8;  // elements: rows begin at multiples of 16 bytes
+constexpr int kStoreRows = 64;
+
+// Tiles, and how much longer than the first they take for each output.
+struct TileChoice {
+  int rows;
+  int columns;
+  double cost;
+};
+constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 128, 1.15}};
+
+// Tiles of so many rows (of all chunks together) that are computed before the next columns.
+constexpr int kRowGroup = 16;
+
+VectorType vector_type(const at::Tensor& vector) {
+  if (!vector.defined()) return VectorType::none;
+  switch (vector.scalar_type()) {
+    case at::kHalf:
+      return VectorType::f16;
+    case at::kBFloat16:
+      return VectorType::bf16;
+    default:
+      return VectorType::f32;
+  }
+}
+
+// As a tensor copy reads it; copied where it lies otherwise.
+at::Tensor mappable(const at::Tensor& matrix) {
+  return sm90::is_mappable(matrix) ? matrix : matrix.contiguous().clone();
+}
+
+struct Operands {
+  at::Tensor lhs;  // [m, k]
+  at::Tensor rhs;  // [n, k] along k, else [k, n]
+  bool rhs_along_k;
+};
+
+Operands operands_of(const GemmArgs& args, const at::Tensor& lhs) {
+  return {.lhs = mappable(lhs), .rhs = mappable(args.rhs.data), .rhs_along_k = args.rhs.transposed};
+}
+
+at::Tensor plain_lhs(const GemmOperand& lhs) {
+  return lhs.transposed ? lhs.data.t().contiguous() : lhs.data;
+}
+
+int sm_count(c10::Device device) {
+  return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
+}
+
+using Find = const KernelInfo* (*)(const KernelKey&);
+
+// The tile whose waves take the least time. `units`: how many tiles (of a cluster) of this shape.
+template <typename Units>
+const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, const Units& units) {
+  const auto type = operands.lhs.scalar_type();
+  const KernelInfo* best = nullptr;
+  double least = std::numeric_limits<double>::infinity();
+  for (const TileChoice& tile : kTiles) {
+    const KernelInfo* const kernel =
+        find({.in = type == at::kHalf ? sm90::OperandType::f16 : sm90::OperandType::bf16,
+              .out = type == at::kHalf ? VectorType::f16 : VectorType::bf16,
+              .lhs_along_k = true,
+              .rhs_along_k = operands.rhs_along_k,
+              .rows = tile.rows,
+              .columns = tile.columns});
+    if (kernel == nullptr) continue;
+    const int64_t side_by_side = sms / kernel->cluster;
+    const int64_t waves = (units(*kernel) + side_by_side - 1) / side_by_side;
+    const double time = static_cast<double>(waves * tile.rows * tile.columns) * tile.cost;
+    if (time >= least) continue;
+    least = time;
+    best = kernel;
+  }
+  TORCH_OVERLAP_CHECK(best != nullptr, kRuntime, "fused: expected a kernel, got none");
+  return *best;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What both kinds of kernels have alike.
+sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
+                             const KernelInfo& kernel) {
+  sm90::GemmParams params{};
+  params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
+  params.rhs = sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
+  params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
+  params.k = static_cast<int>(operands.lhs.size(1));
+  params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
+  const auto& bias = args.epilogue.bias;
+  params.plain = !bias.defined();
+  params.epilogue.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  params.epilogue.bias_type = vector_type(bias);
+  return params;
+}
+
+// Rows [begin, begin + length) of a tensor, to be stored; of nothing, if there are none.
+CUtensorMap store_map(const at::Tensor& rows) {
+  if (rows.size(0) == 0) return {};
+  return sm90::matrix_map(rows, kStoreRows);
+}
+
+}  // namespace
+
+std::string fused_obstacle(const FusedShape& shape) {
+  const auto* properties = at::cuda::getDeviceProperties(shape.device.index());
+  if (properties->major != kHopper) {
+    return concat("fused kernels are for sm_90, this is sm_", properties->major, properties->minor);
+  }
+  if (shape.rows.size > kMostFusedRanks) {
+    return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
+                  shape.rows.size);
+  }
+  if (shape.dtype != at::kBFloat16 && shape.dtype != at::kHalf) {
+    return concat("fused kernels multiply bfloat16 and float16, not ", shape.dtype);
+  }
+  if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
+  if (shape.k % kAlignment != 0 || shape.n % kAlignment != 0) {
+    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", shape.k,
+                  " and ", shape.n);
+  }
+  const int64_t tiles =
+      ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
+  if (tiles > kMostTiles) {
+    return concat("a chunk would have ", tiles, " tiles; there are words for ", kMostTiles);
+  }
+  return {};
+}
+
+void run_fused(CudaTransport& transport, const FusedGather& problem) {
+  const int rank = transport.words().rank;
+  const RowShare& rows = problem.rows;
+  const auto device = problem.own.device();
+  const Operands operands = operands_of(problem.gemm, problem.own);
+  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
+  const int sms = sm_count(device);
+  const auto units = [&](const KernelInfo& kernel) {
+    int64_t count = 0;
+    for (int chunk = 0; chunk < rows.size; ++chunk) {
+      count += ceil_div(rows.length(chunk), int64_t{kernel.rows} * kernel.cluster);
+    }
+    return count * ceil_div(n, kernel.columns);
+  };
+  const KernelInfo& kernel = choose_kernel(find_fused_gather, operands, sms, units);
+  FusedGatherParams params{};
+  if (operands.lhs.size(0) > 0) {
+    params.gemm = gemm_params(problem.gemm, operands, kernel);
+  } else {  // no rows of its own: nothing reads this map
+    params.gemm = gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
+  }
+  params.gemm.row_group = kRowGroup / kernel.cluster;
+  params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
+  for (int chunk = 0; chunk < rows.size; ++chunk) {
+    const int64_t begin = rows.begin(chunk);
+    const int64_t length = rows.length(chunk);
+    params.out[chunk] = store_map(problem.gemm.out.narrow(0, begin, length));
+    params.begin[chunk] = static_cast<int>(begin);
+    params.rows[chunk] = static_cast<int>(length);
+    params.flag[chunk] = transport.flag(rank, chunk);
+    params.order[chunk] = problem.order.at(chunk);
+  }
+  params.words = transport.words();
+  params.control = transport.control();
+  const int64_t most = int64_t{sms} / kernel.cluster;
+  const auto blocks = static_cast<int>(std::min(units(kernel), most) * kernel.cluster);
+  check(launch_fused_gather(kernel, params, blocks,
+                            c10::cuda::getCurrentCUDAStream(device.index())),
+        "fused all-gather and product");
+}
+
+void run_fused(CudaTransport& transport, const FusedScatter& problem) {
+  const int rank = transport.words().rank;
+  const RowShare& rows = problem.rows;
+  const auto device = problem.out.device();
+  const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs));
+  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
+  const int sms = sm_count(device);
+  const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
+    return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
+  };
+  const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
+  const KernelInfo& kernel = choose_kernel(find_fused_scatter, operands, sms, units);
+  FusedScatterParams params{};
+  params.gemm = gemm_params(problem.gemm, operands, kernel);
+  params.gemm.row_group = std::max(1, kRowGroup / rows.size);
+  const at::Tensor out = sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
+  const auto dtype = out.scalar_type();
+  const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
+  for (int chunk = 0; chunk < rows.size; ++chunk) {
+    const int64_t length = rows.length(chunk);
+    params.begin[chunk] = static_cast<int>(rows.begin(chunk));
+    params.rows[chunk] = static_cast<int>(length);
+    params.tell[chunk] = transport.tile_word(chunk, rank);
+    params.told[chunk] = transport.tile_word(rank, chunk);
+    if (chunk == rank) {
+      params.to[chunk] = store_map(out);
+      continue;
+    }
+    params.to[chunk] = store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
+    params.from[chunk] =
+        store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
+  }
+  const int64_t of_chunk = tiles_of_chunk(kernel);
+  params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
+  params.lag = static_cast<int>(of_chunk);
+  params.factor = static_cast<float>(problem.factor);
+  params.words = transport.words();
+  params.control = transport.control();
+  const auto blocks = static_cast<int>(std::min<int64_t>(units(kernel), sms));
+  check(launch_fused_scatter(kernel, params, blocks,
+                             c10::cuda::getCurrentCUDAStream(device.index())),
+        "fused product and reduce-scatter");
+  if (!out.is_same(problem.out)) problem.out.copy_(out);
+}
+
+void load_fused_kernels() {
+  if (at::cuda::getCurrentDeviceProperties()->major != kHopper) return;
+  for (const Find find : {Find{find_fused_gather}, Find{find_fused_scatter}}) {
+    for (const auto in : {sm90::OperandType::bf16, sm90::OperandType::f16}) {
+      for (const bool along_k : {true, false}) {
+        for (const TileChoice& tile : kTiles) {
+          const KernelInfo* const kernel =
+              find({.in = in,
+                    .out = in == sm90::OperandType::f16 ? VectorType::f16 : VectorType::bf16,
+                    .lhs_along_k = true,
+                    .rhs_along_k = along_k,
+                    .rows = tile.rows,
+                    .columns = tile.columns});
+          if (kernel == nullptr) continue;
+          check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     kernel->shared_bytes),
+                "overlap: loading fused kernels");
+        }
+      }
+    }
+  }
+}
+
+}  // namespace torch_overlap::cuda

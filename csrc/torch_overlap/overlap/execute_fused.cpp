@@ -1,0 +1,63 @@
+#include "torch_overlap/overlap/execute.h"
+#include "torch_overlap/overlap/execute_parts.h"
+
+namespace torch_overlap {
+namespace {
+
+// A copy of what is gathered, once all of it is there; the own rows from where they came.
+void put_copy(Lanes& lanes, int lane, const GatherGemm& problem, int rank) {
+  const GatheredRows& data = problem.data;
+  if (!data.copy.defined()) return;
+  const int64_t begin = problem.rows.begin(rank);
+  const int64_t end = begin + problem.rows.length(rank);
+  lanes.run(lane, "copy", [&] {
+    data.copy.narrow(0, begin, end - begin).copy_(data.own);
+    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, problem.rows.rows)}) {
+      if (first == last) continue;
+      data.copy.narrow(0, first, last - first).copy_(data.all.narrow(0, first, last - first));
+    }
+  });
+}
+
+}  // namespace
+
+void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
+  const int rank = channel.group().rank();
+  FusedGather fused{.gemm = {},
+                    .rows = problem.rows,
+                    .own = problem.data.own,
+                    .gathered = problem.data.all,
+                    .order = {}};
+  for (const ChunkStep& step :
+       gather_schedule(rank, channel.group().size(), GatherOrder::direct).steps) {
+    fused.order.push_back(step.first);
+  }
+  for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  const auto body = [&](OverlapChannel::Session& session) {
+    // Before the products, which wait for it and leave no room for anything that is not a copy.
+    put_all_gather(channel, session, session.lanes.comm(), problem.rows, problem.data.own,
+                   problem.data.all);
+    for (const GemmArgs& args : problem.gemms) {
+      fused.gemm = args;
+      session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+    }
+    put_copy(session.lanes, 0, problem, rank);
+  };
+  channel.operate(op, body, {.rows = problem.rows.rows});
+}
+
+void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
+  FusedScatter fused{.gemm = problem.gemms.at(0),
+                     .rows = problem.rows,
+                     .at = problem.at,
+                     .out = problem.out,
+                     .factor = problem.factor};
+  check_gemm(op, fused.gemm);
+  fused.gemm.epilogue.bias = problem.bias;
+  const auto body = [&](OverlapChannel::Session& session) {
+    session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+  };
+  channel.operate(op, body, {.rows = problem.rows.rows});
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/overlap/schedule.h"
+
+// Products that wait for the chunks of other ranks, or send them theirs, in one kernel: what a device may
+// offer in place of a product for each chunk.
+namespace torch_overlap {
+
+// What decides whether a device has a kernel for it, on every rank alike.
+struct FusedShape {
+  c10::Device device;
+  at::ScalarType dtype;  // of operands and results
+  RowShare rows;
+  int64_t n = 0;  // of this rank's product
+  int64_t k = 0;
+};
+
+// out = all rows * rhs + bias, each chunk as soon as its flag (that of its rank) says that it is there.
+struct FusedGather {
+  GemmArgs gemm;  // lhs.data is not looked at
+  RowShare rows;
+  at::Tensor own;       // this rank's rows
+  at::Tensor gathered;  // all rows, this rank's own left out
+  std::vector<int> order;  // in which chunks are asked for; this rank's own is first
+};
+
+// out = this rank's rows of the sum of lhs * rhs over ranks, * factor + bias.
+struct FusedScatter {
+  GemmArgs gemm;  // all rows; out is not looked at
+  RowShare rows;
+  int64_t at = 0;  // byte of the channel's data: room for size x rows.largest() rows
+  at::Tensor out;
+  double factor = 1;
+};
+
+}  // namespace torch_overlap

@@ -1,0 +1,224 @@
+"""The command from end to end on two gloo ranks, and what becomes of a way that fails or is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap.__main__ import main
+from torch_overlap.bench import result
+from torch_overlap.bench.cases import OPS, Case
+from torch_overlap.bench.libraries import NO_CUDA, Arena
+from torch_overlap.bench.measure import try_out
+from torch_overlap.bench.problem import Problem, algorithms
+from torch_overlap.bench.ranks import Ranks
+from torch_overlap.bench.timing import Stopwatch
+from torch_overlap.bench.trace import lane_of, spans_of
+from torch_overlap.testing import run_ranks
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "torch_overlap", "bench", *map(str, arguments)]
+    return subprocess.run(command, env=outside, capture_output=True, text=True, timeout=280)
+
+
+def test_ag_gemm(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench("ag_gemm", "--shape", "64,96,32", "--device", "cpu", "--tp", 2, "--rounds", 2, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read(path)
+    result.check_rows(found)
+    rows = {row["algorithm"]: row for row in found["rows"]}
+    assert {"auto", "sequential", "chunked"} <= set(rows)
+    for row in rows.values():
+        assert (row["op"], row["shape"], row["dtype"], row["tp"]) == ("ag_gemm", [64, 96, 32], "bf16", 2)
+        assert (row["mode"], set(row["peers"])) == ("eager", {"gloo"})
+        assert min(row["us"], row["gemm_us"], row["comm_us"], row["floor_us"]) > 0
+    assert rows["auto"]["chosen"] in rows
+    (missing,) = found["missing"].values()
+    peers = ("nccl", "nccl symmetric", "nccl copy engine", "torch fused")
+    assert [missing[name] for name in peers] == [NO_CUDA] * 4
+    assert all(missing.values())
+    assert (found["rounds"], found["left_out"]) == (2, [])
+    assert found["command"] == ("python -m torch_overlap bench ag_gemm --shape 64,96,32 --device cpu --tp 2 --rounds 2")
+    assert "not run: graph: needs CUDA" in done.stdout
+    for name in ("ours auto", "peer gloo", "gemm alone", "floor"):
+        assert name in done.stdout
+
+
+@pytest.mark.slow
+def test_everything_else(tmp_path: Path) -> None:
+    ops = ("gemm_rs", "gemm_ar", "gemm", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    done = bench(*ops, "--set", "tiny", "--device", "cpu", "--rounds", 1, "--out", tmp_path, "--timeline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("bench_tiny-cpu-tp2-")
+    found = result.read(path)
+    result.check_rows(found)
+    assert {row["op"] for row in found["rows"]} == set(ops)
+    assert {row["algorithm"] for row in found["rows"] if row["op"] == "all_reduce"} == {"auto", "plain"}
+    assert all(row["peers"] for row in found["rows"])
+    assert {line["op"] for line in found["timelines"]} == {"gemm_rs", "gemm_ar", "gemm"}
+    assert all(span["us"] >= 0 for line in found["timelines"] for span in line["spans"])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+def test_two_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench("all", "--set", "tiny", "--tp", 2, "--rounds", 3, "--timeline", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read(path)
+    result.check_rows(found)
+    for op in OPS:
+        rows = [row for row in found["rows"] if row["op"] == op]
+        assert {row["mode"] for row in rows} == {"graph", "eager"}, op
+        assert all("torch.mm" in row["peers"] or "nccl" in row["peers"] for row in rows)
+    for visit, missing in found["missing"].items():
+        for name, reason in missing.items():
+            assert "wrong" not in reason, (visit, name, reason)
+            assert NO_CUDA not in reason, (visit, name, reason)
+    shown = {span["lane"] for line in found["timelines"] for span in line["spans"]}
+    assert {"product", "communication"} <= shown
+
+
+def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench("ag_gemm", "all_reduce", "--set", "tiny", "--device", "cpu", "--budget", 0, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out, for want of time (0 s): ag_gemm tiny, eager; all_reduce 1 KiB, eager" in done.stdout
+    assert json.loads(path.read_text())["left_out"] == [
+        "ag_gemm tiny, eager", "all_reduce 1 KiB, eager", "all_reduce 64 KiB, eager"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "expected one of"),
+        (("ag_gemm", "--shape", "65,64,64", "--device", "cpu"), "that 2 ranks share equally"),
+        (("ag_gemm", "--mode", "graph", "--device", "cpu"), "needs CUDA"),
+        (("ag_gemm", "--mode", "slow"), "expected --mode"),
+        (("--check", "goals.json"), "expected --check GOALS RESULT"),
+        (("plot",), "expected result files"),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["torch_overlap", "bench", *arguments])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def make_ranks(rank: int, size: int, store: Any) -> Ranks:
+    dist.init_process_group("gloo", store=dist.PrefixStore("c10d", store), rank=rank, world_size=size)
+    cpu = torch.device("cpu")
+    comm = to.new_comm("gloo", cpu, "bench-test", store=dist.PrefixStore("comm", store), rank=rank, size=size)
+    watch = Stopwatch(cpu, partial(comm.barrier, async_op=False))
+    return Ranks(comm, cpu, watch, watch)
+
+
+def run_try_out(rank: int, size: int, store: Any) -> None:
+    ranks = make_ranks(rank, size, store)
+    truth = torch.randn(64, generator=torch.Generator().manual_seed(7))
+    problem = Problem(Case("gemm_rs", (64, 64, 64)))
+    calls: list[str] = []
+
+    def fails_on_one(i: int) -> Tensor:
+        if rank == 1:
+            raise RuntimeError("no such kernel\nmore")
+        return truth.clone()
+
+    problem.add("reference", "peer", lambda i: truth.clone())
+    problem.add("right", "ours", lambda i: truth * (1 + 1e-3), before=lambda: calls.append("before"))
+    problem.add("wrong on one rank", "ours", lambda i: truth * (1.5 if rank == 0 else 1.0))
+    shared = truth.clone()
+    problem.add("writes", "peer", lambda i: shared.copy_(truth))
+    problem.add("finds what another wrote", "ours", lambda i: shared)
+    problem.add("not a number", "ours", lambda i: truth * float("nan"))
+    problem.add("fails on one rank", "peer", fails_on_one)
+    problem.add("product", "gemm", lambda i: 2 * truth)
+    try_out(problem, ranks)
+    assert [variant.name for variant in problem.variants] == ["reference", "right", "writes", "product"]
+    assert problem.missing["fails on one rank"] == "no such kernel"
+    assert problem.missing["wrong on one rank"] == "wrong: differs from reference by 5.0e-01"
+    for name in ("not a number", "finds what another wrote"):
+        assert problem.missing[name] == "wrong: differs from reference by inf"
+    assert calls == ["before"]
+    assert truth.isfinite().all()
+    assert ranks.first_says(rank + 5) == 5
+    ranks.stop()
+
+
+def test_what_fails_or_is_wrong_is_not_timed() -> None:
+    run_ranks(run_try_out, 2, comm=False)
+
+
+def run_algorithms(comm: to.TorchComm) -> list[str]:
+    x = torch.randn(8, 8)
+    return algorithms("matmul_all_reduce", lambda name: to.ops.matmul_all_reduce(x, x, comm, algorithm=name))
+
+
+def test_an_operator_says_which_algorithms_it_has() -> None:
+    (names,) = run_ranks(run_algorithms, 1)
+    assert names[0] == "auto"
+    assert {"sequential", "chunked", "ring"} <= set(names)
+
+
+@pytest.mark.parametrize("listed", ["auto, sequential, fused, got '?'", "auto sequential fused, got '?'"])
+def test_names_of_an_error(listed: str) -> None:
+    def call(name: str) -> None:
+        raise to.InvalidValueError(f"some_op: expected algorithm to be one of {listed}")
+
+    assert algorithms("some_op", call) == ["auto", "sequential", "fused"]
+    with pytest.raises(RuntimeError, match="expected some_op to list"):
+        algorithms("some_op", lambda name: None)
+
+
+def test_an_arena_lends_parts_that_do_not_overlap() -> None:
+    arena = Arena(torch.zeros(4096, dtype=torch.uint8))
+    a, b = arena.empty((3, 5), torch.bfloat16), arena.empty((7,), torch.float32)
+    a.fill_(1)
+    b.fill_(2)
+    assert a.eq(1).all()
+    assert b.eq(2).all()
+    assert (b.data_ptr() - a.data_ptr()) % 512 == 0
+    with pytest.raises(RuntimeError, match="expected room for"):
+        arena.empty((4096,), torch.uint8)
+    arena.reset()
+    assert arena.empty((4096,), torch.uint8).data_ptr() == a.data_ptr()
+
+
+def test_lanes() -> None:
+    names = {
+        "nvjet_hsh_128x256_64x4_2x1_v_bz_TNT": "product",
+        "void cutlass::device_kernel<gemm_kernel>": "product",
+        "fused_all_gather_gemm": "product",
+        "ncclDevKernel_AllGather_RING_LL": "communication",
+        "Memcpy PtoP (Device -> Device)": "communication",
+        "aten::mm": "product",
+        "void at::native::vectorized_elementwise_kernel": "other",
+    }
+    assert {name: lane_of(name) for name in names} == names
+    spans = spans_of([(100.0, 5.0, "nccl"), (103.0, 7.0, "gemm")])
+    assert [(span["lane"], span["start_us"], span["us"]) for span in spans] == [
+        ("communication", 0.0, 5.0), ("product", 3.0, 7.0)
+    ]  # fmt: skip
+    assert spans_of([]) == []

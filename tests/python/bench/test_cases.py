@@ -1,0 +1,105 @@
+"""Shapes, sets, and the order of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_overlap.bench.cases import (
+    CACHE_BYTES,
+    COLLECTIVES,
+    DTYPES,
+    GEMM_OPS,
+    LAYERS,
+    MIB,
+    OPS,
+    SETS,
+    Case,
+    cases_of,
+    in_order,
+    parse_shape,
+)
+from torch_overlap.bench.cli import chosen_cases
+
+
+def test_shapes_of_a_command_line() -> None:
+    assert parse_shape("ag_gemm", "64,96,32", "fp16") == Case("ag_gemm", (64, 96, 32), "fp16")
+    assert parse_shape("ag_gemm", "8192,10240,8192", "bf16").name == "70b-qkv"
+    assert parse_shape("gemm_rs", "70b-o", "bf16").shape == (8192, 8192, 8192)
+    assert [parse_shape("all_reduce", text, "bf16").shape[0] for text in ("10", "64K", "2m")] == [10, 65536, 2 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("op", "text"), [("ag_gemm", "64,96"), ("ag_gemm", "70b-o"), ("gemm_rs", "a,b,c"), ("all_gather", "64,64,64")]
+)
+def test_shapes_that_are_none(op: str, text: str) -> None:
+    with pytest.raises(ValueError, match="bench: expected --shape of"):
+        parse_shape(op, text, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("what", "shapes", "name", "match"),
+    [
+        ([], [], None, "got nothing"),
+        (["ag_gem"], [], None, "got ag_gem"),
+        (["ag_gemm"], ["64,64,64"], "bf16", "--shape or --set"),
+        (["all_reduce"], [], "decode", "expected a set"),
+    ],
+)
+def test_command_lines_that_cannot_be(what: list[str], shapes: list[str], name: str | None, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        chosen_cases(what, shapes, name, None)
+
+
+def test_every_set_can_be_shared_by_2_4_and_8_ranks() -> None:
+    for name in SETS:
+        cases = [case for op in OPS for case in cases_of(op, name)]
+        assert cases
+        assert len(set(cases)) == len(cases)
+        for case in cases:
+            for tp in (2, 4, 8):
+                case.check(tp)
+                assert case.calls(tp) >= 2
+    assert {case.dtype for case in cases_of("ag_gemm", "fp8")} == {"fp8"}
+    assert {case.dtype for case in cases_of("all_reduce", "bf16", "fp16")} == {"fp16"}
+    assert set(DTYPES) <= set(SETS)
+    assert set(LAYERS) == set(GEMM_OPS)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [("ag_gemm", (65, 64, 64)), ("gemm_rs", (64, 64, 65)), ("gemm_ar", (3, 5, 7)), ("all_reduce", (6,))],
+)
+def test_shapes_that_ranks_cannot_share(op: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="share equally"):
+        Case(op, shape).check(2)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_inputs_take_turns_beyond_the_cache(tp: int) -> None:
+    for op in GEMM_OPS:
+        for case in cases_of(op, "bf16"):
+            assert case.sets(tp) * case.set_bytes(tp) >= CACHE_BYTES
+            assert case.calls(tp) >= case.sets(tp)
+
+
+def test_a_run_that_is_cut_off_has_the_first_of_everything() -> None:
+    cases = [case for op in OPS for case in cases_of(op, "bf16")]
+    visits = in_order(cases, ("graph", "eager"))
+    assert len(visits) == 2 * len(cases) == len(set(visits))
+    assert [visit.mode for visit in visits] == ["graph"] * len(cases) + ["eager"] * len(cases)
+    assert [visit.case.op for visit in visits[: len(OPS)]] == list(OPS)
+    first = {op: cases_of(op, "bf16")[0] for op in OPS}
+    assert {visit.case.op: visit.case for visit in visits[: len(OPS)]} == first
+
+
+def test_what_a_rank_sends() -> None:
+    m, n, k, tp = 8192, 10240, 8192, 4
+    assert Case("ag_gemm", (m, n, k)).moved(tp) == 3 * m * k * 2 // 4
+    assert Case("gemm_rs", (m, n, k)).moved(tp) == 3 * m * n * 2 // 4
+    assert Case("gemm_ar", (m, n, k)).moved(tp) == 2 * Case("gemm_rs", (m, n, k)).moved(tp)
+    assert Case("gemm", (m, n, k)).moved(tp) == 0
+    assert {op: Case(op, (1024,)).moved(tp) for op in COLLECTIVES} == {
+        "all_reduce": 1536, "all_gather": 768, "reduce_scatter": 768, "all_to_all": 768
+    }  # fmt: skip
+    assert Case("ag_gemm", (m, n, k)).local(tp) == (m, n // 4, k)
+    assert Case("gemm_rs", (m, n, k)).local(tp) == (m, n, k // 4)

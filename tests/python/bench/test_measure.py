@@ -1,0 +1,83 @@
+"""From samples to rows, and whether a visit fits into what is left of the time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from torch_overlap.bench.cases import Case, Visit, expected_seconds
+from torch_overlap.bench.floor import Rates
+from torch_overlap.bench.measure import summary
+from torch_overlap.bench.problem import Problem
+from torch_overlap.bench.report import block
+from torch_overlap.bench.run import Options, Pace
+
+H200 = Rates(link=386e9, memory=3.9e12)
+
+
+def problem_of(case: Case) -> Problem:
+    problem = Problem(case, missing={"absent": "not here"})
+    for name, role in (("auto", "ours"), ("ring", "ours"), ("quick", "peer"), ("slow", "peer")):
+        problem.add(name, role, lambda i: torch.empty(0), chosen="ring" if name == "auto" else "")  # type: ignore[arg-type]
+    return problem
+
+
+def test_rows_of_a_product() -> None:
+    case = Case("gemm_rs", (8192, 8192, 8192), name="70b-o")
+    problem = problem_of(case)
+    problem.add("gemm", "gemm", lambda i: torch.empty(0))
+    problem.add("reduce_scatter", "comm", lambda i: torch.empty(0))
+    noise = [1.0, 1.1, 0.9, 1.2, 0.8]
+    base = {"gemm": 400, "auto": 440, "ring": 420, "quick": 430, "slow": 800, "reduce_scatter": 260}
+    samples = {name: [us * x for x in noise] for name, us in base.items()}
+    outcome = summary(Visit(case, "graph"), problem, samples, 4, H200)
+    auto, ring = outcome.rows
+    assert (auto["algorithm"], auto["chosen"], auto["name"], auto["shape"]) == ("auto", "ring", "70b-o", [8192] * 3)
+    assert "chosen" not in ring
+    assert (auto["us"], auto["gemm_us"], auto["comm_us"]) == (440, 400, 260)
+    # The noise is the rounds': it is not in a ratio.
+    assert (auto["ratio_gemm"], auto["ratio_iqr"]) == pytest.approx((1.1, 0))
+    assert auto["iqr_us"] == pytest.approx(
+        statistics.quantiles(samples["auto"])[2] - statistics.quantiles(samples["auto"])[0]
+    )
+    assert auto["noisy"] is True
+    assert (ring["best_peer"], ring["ratio_peer"]) == ("quick", pytest.approx(420 / 430))
+    assert ring["peers"] == {"quick": 430, "slow": 800}
+    assert 400 < ring["floor_us"] < 410
+    assert ring["ratio_floor"] == pytest.approx(420 / ring["floor_us"])
+    assert ring["gbps"] == pytest.approx(case.moved(4) / 420e-6 / 1e9)
+    text = block(outcome)
+    for part in ("gemm alone 400.0 us", "NOISY", "ours auto (ring)", "1.100", "peer slow", "not run: absent: not here"):
+        assert part in text
+
+
+def test_rows_of_a_collective() -> None:
+    case = Case("all_gather", (1 << 20,))
+    samples = {"auto": [10.0] * 5, "ring": [20.0] * 5, "quick": [8.0] * 5, "slow": [9.0] * 5}
+    auto, _ = summary(Visit(case, "graph"), problem_of(case), samples, 4, H200).rows
+    assert (auto["shape"], auto["name"], auto["us"]) == (1 << 20, "1 MiB", 10.0)
+    assert not {"gemm_us", "ratio_gemm", "comm_us"} & set(auto)
+    assert auto["ratio_peer"] == 1.25
+
+
+def test_without_the_product_alone_there_is_no_ratio() -> None:
+    case = Case("ag_gemm", (64, 64, 64))
+    samples = {name: [5.0] * 4 for name in ("auto", "ring", "quick", "slow")}
+    rows = summary(Visit(case, "eager"), problem_of(case), samples, 2, H200).rows
+    assert all("ratio_gemm" not in row and "floor_us" not in row for row in rows)
+
+
+def test_a_pace_learns() -> None:
+    visit = Visit(Case("ag_gemm", (8192, 10240, 8192)), "graph")
+    expected = expected_seconds(visit, 2, 30)
+    began = time.time()
+    assert Pace(Options("x", [], [], began=began), 2).fits(visit)
+    pace = Pace(Options("x", [], [], budget=2 * expected, began=began), 2)
+    assert pace.fits(visit)
+    for _ in range(20):
+        pace.took(visit, 3 * expected)
+    assert not pace.fits(visit)
+    assert not Pace(Options("x", [], [], budget=2 * expected, began=began - 2 * expected), 2).fits(visit)

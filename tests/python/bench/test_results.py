@@ -1,0 +1,145 @@
+"""Result files, tables and pictures made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_overlap.bench import document, result
+from torch_overlap.bench.tables import groups_of, table
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
+def content(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return result.result("bench_test", rows, "python -m torch_overlap bench", **more)
+
+
+def gemm_row(name: str, mode: str, algorithm: str, ratio: float, **more: Any) -> dict[str, Any]:
+    return {"op": "ag_gemm", "name": name, "shape": [64, 64, 64], "dtype": "bf16", "tp": 2, "mode": mode,
+            "algorithm": algorithm, "us": 100 * ratio, "iqr_us": 1.0, "gemm_us": 100.0, "gemm_iqr_us": 0.5,
+            "ratio_gemm": ratio, "floor_us": 101.0, "ratio_floor": ratio / 1.01, "peers": {"nccl": 150.0},
+            **more}  # fmt: skip
+
+
+def size_row(size: int, algorithm: str, us: float) -> dict[str, Any]:
+    return {"op": "all_reduce", "shape": size, "dtype": "bf16", "tp": 2, "mode": "graph", "algorithm": algorithm,
+            "us": us, "iqr_us": 0.1, "floor_us": 2.5, "ratio_floor": us / 2.5, "peers": {"nccl": 9.0}}  # fmt: skip
+
+
+ROWS = [
+    gemm_row("one", "graph", "auto", 1.25, chosen="ring"),
+    gemm_row("one", "graph", "fused", 1.125),
+    gemm_row("one", "eager", "auto", 1.375),
+    gemm_row("two", "graph", "auto", 1.5, shape=[64, 64, 128]),
+    size_row(1024, "auto", 3.25),
+    size_row(1024, "plain", 8.75),
+    size_row(1 << 20, "auto", 12.5),
+]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_are_result_files(path: Path) -> None:
+    found = result.read(path)
+    assert path.name == f"{found['benchmark']}-{result.gpu_name(found)}-tp{path.stem.split('-tp')[1]}.json"
+    assert path.stem.endswith(found["date"])
+    assert found["rows"]
+    assert not re.search(r"(^|[ =])/", found["command"]), "a path of the machine"
+
+
+def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
+    path = result.write(content(ROWS, rates={"link_gbps": 1.0, "memory_gbps": 2.0}) | {"gpu": "NVIDIA H200"}, 2,
+                        tmp_path / "deep")  # fmt: skip
+    assert re.fullmatch(r"bench_test-h200-tp2-\d{4}-\d{2}-\d{2}\.json", path.name)
+    found = result.read(path)
+    result.check_rows(found)
+    assert found["rows"] == ROWS
+    path.write_text(json.dumps({**found, "rows": None}))
+    with pytest.raises(ValueError, match=r"expected a result file, got .*rows = None"):
+        result.read(path)
+
+
+@pytest.mark.parametrize("key", ["us", "peers", "ratio_floor", "algorithm"])
+def test_a_row_lacks_something(key: str) -> None:
+    rows = [dict(ROWS[0]), dict(ROWS[1])]
+    del rows[1][key]
+    with pytest.raises(ValueError, match=rf"row 1 .* got {key} = None"):
+        result.check_rows(content(rows))
+
+
+def test_a_command_says_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ["/somewhere/torch_overlap/__main__.py", "bench", "ag_gemm", "--json", "/tmp/x.json", "--tp", "2",
+            "--out=/tmp", "--began", "1.5"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", here)
+    assert result.command_line() == "python -m torch_overlap bench ag_gemm --tp 2"
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/window.py", "--out", "results", "--rounds", "5"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert result.command_line() == "torchrun --nproc_per_node 4 benchmarks/window.py --rounds 5"
+
+
+def test_tables() -> None:
+    groups = groups_of(ROWS)
+    assert [(group.op, group.label) for group in groups] == [
+        ("ag_gemm", "one"), ("ag_gemm", "two"), ("all_reduce", "1 KiB"), ("all_reduce", "1 MiB")
+    ]  # fmt: skip
+    lines = table(groups[:2]).splitlines()
+    assert lines[0] == "| layer (M, N, K) | product alone, us | ours: graph | eager | floor | nccl |"
+    assert lines[2] == "| one 64, 64, 64 | 100 | 1.250 (ring), fused 1.125 | 1.375 | 1.010 | 1.500 |"
+    assert lines[3] == "| two 64, 64, 128 | 100 | 1.500 (auto) | - | 1.010 | 1.500 |"
+    assert table(groups[2:]).splitlines()[2] == "| 1 KiB | 3.2 | 8.8 | 2.5 | 9.0 |"
+
+
+TIMELINE = [
+    {"op": "ag_gemm", "name": "one", "variant": variant, "spans": [
+        {"lane": "communication", "name": "Memcpy PtoP", "start_us": 0.0, "us": 40.0},
+        {"lane": "product", "name": "nvjet", "start_us": start, "us": 100.0},
+    ]}
+    for variant, start in (("ours, auto (ring)", 5.0), ("nccl", 42.0))
+]  # fmt: skip
+
+
+def test_a_document_with_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, images = tmp_path / "performance.md", tmp_path / "images"
+    page.write_text(f"# Before\n\n{document.BEGIN}\nold\n{document.END}\n\nafter\n")
+    file = result.write(content(ROWS, timelines=TIMELINE), 2, tmp_path)
+    assert document.update([file], images, page) == 0
+    text = page.read_text()
+    assert text.startswith("# Before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert table(groups_of(ROWS)[:2]) in text
+    shown = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert len(shown) == 3
+    for name in shown:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / name).stat().st_size < 100_000
+    document.update([file], images, page)
+    assert page.read_text() == text
+    with pytest.raises(ValueError, match="got none"):
+        document.update([], images, page)
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match=r"expected .* with the lines"):
+        document.update([file], images, page)
+
+
+def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
+    page = ROOT / "docs" / "performance.md"
+    text = page.read_text()
+    between = text.split(document.BEGIN)[1].split(document.END)[0]
+    names = re.findall(r"^`benchmarks/results/(.*?)`:", between, re.MULTILINE)
+    assert names
+    for name in names:
+        for group_table in {
+            table([group for group in groups_of(rows) if (group.op, group.dtype) == key])
+            for rows in [result.read(ROOT / "benchmarks" / "results" / name)["rows"]]
+            for key in {(group.op, group.dtype) for group in groups_of(rows)}
+        }:
+            assert group_table in between
+    for image in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert 0 < (page.parent / image).stat().st_size < 100_000

@@ -1,0 +1,261 @@
+"""The fused Hopper kernels behind `algorithm="fused"`: odd shapes, every layout of the weight, graphs, late ranks."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_overlap as to
+from torch_overlap import ops
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
+    ),
+]
+
+# Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 or 256 columns, stages of k 64.
+SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
+FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
+
+
+def everybodys(comm, own):
+    return [t.double() for t in comm_gather(comm, own)]
+
+
+def comm_gather(comm, own):
+    out = [torch.empty_like(own) for _ in range(comm.get_size())]
+    comm.all_gather(out, own.contiguous(), False)
+    return out
+
+
+def close(got, want, k):
+    """Products are rounded once, partial sums of other ranks once more."""
+    step = torch.finfo(got.dtype).eps
+    bound = 2 * step * want.abs() + 2 * step * k**0.5 + 1e-4
+    assert torch.isfinite(got).all()
+    worst = ((got.double() - want).abs() / bound).max().item() if got.numel() else 0
+    assert worst <= 1, f"{worst} times the bound"
+
+
+class Gather:
+    def __init__(self, comm, rows, features_in, features_out, dtype, transposed=False, bias=True):
+        self.comm, self.k = comm, features_in
+        self.x = torch.empty(rows, features_in, dtype=dtype, device="cuda")
+        second = max(8, features_out // 16 * 8)
+        self.weights = [torch.empty(n, features_in, dtype=dtype, device="cuda") for n in (features_out, second)]
+        if transposed:
+            self.weights = [w.t().contiguous().t() for w in self.weights]
+        self.bias = torch.empty(features_out, dtype=dtype, device="cuda") if bias else None
+        self.fill()
+
+    def fill(self):
+        for t in [self.x, *self.weights] + ([self.bias] if self.bias is not None else []):
+            t.normal_()
+
+    def run(self):
+        biases = [self.bias, None] if self.bias is not None else None
+        outs, whole = ops.all_gather_matmul(
+            self.x, self.weights, self.comm, biases, return_gathered=True, algorithm="fused"
+        )
+        return [*outs, whole]
+
+    def check(self, outs):
+        x = torch.cat(everybodys(self.comm, self.x))
+        bias = self.bias.double() if self.bias is not None else None
+        close(outs[0], F.linear(x, self.weights[0].double(), bias), self.k)
+        close(outs[1], F.linear(x, self.weights[1].double()), self.k)
+        assert torch.equal(outs[2], torch.cat(comm_gather(self.comm, self.x)))
+
+
+class Scatter:
+    def __init__(self, comm, rows, features_in, features_out, dtype, transposed=False, bias=True, op="sum"):
+        self.comm, self.k, self.op = comm, features_in * comm.get_size(), op
+        self.x = torch.empty(rows * comm.get_size(), features_in, dtype=dtype, device="cuda")
+        self.weight = torch.empty(features_out, features_in, dtype=dtype, device="cuda")
+        if transposed:
+            self.weight = self.weight.t().contiguous().t()
+        self.bias = torch.empty(features_out, dtype=dtype, device="cuda") if bias else None
+        self.fill()
+
+    def fill(self):
+        for t in [self.x, self.weight] + ([self.bias] if self.bias is not None else []):
+            t.normal_()
+
+    def run(self):
+        return [ops.matmul_reduce_scatter(self.x, self.weight, self.comm, self.bias, op=self.op, algorithm="fused")]
+
+    def check(self, outs):
+        xs, ws = everybodys(self.comm, self.x), everybodys(self.comm, self.weight)
+        rank, size = self.comm.get_rank(), self.comm.get_size()
+        total = sum(x.chunk(size)[rank] @ w.t() for x, w in zip(xs, ws, strict=True))
+        if self.op == "avg":
+            total /= size
+        close(outs[0], total + (self.bias.double() if self.bias is not None else 0), self.k)
+
+
+KINDS = [Gather, Scatter]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_values(comm, kind, shape, dtype, transposed, bias):
+    case = kind(comm, *shape, dtype, transposed, bias)
+    for _ in range(3):
+        case.fill()
+        case.check(case.run())
+
+
+@pytest.mark.parametrize("shape", FULL, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_full_shapes(comm, kind, shape):
+    case = kind(comm, *shape, torch.bfloat16)
+    case.check(case.run())
+
+
+def test_a_mean(comm):
+    case = Scatter(comm, 200, 136, 264, torch.bfloat16, op="avg")
+    case.check(case.run())
+
+
+def test_the_same_bits_every_time(comm):
+    for kind in KINDS:
+        case = kind(comm, 300, 520, 1032, torch.bfloat16)
+        first = [t.clone() for t in case.run()]
+        for _ in range(5):
+            for got, want in zip(case.run(), first, strict=True):
+                assert torch.equal(got, want)
+
+
+def test_operands_that_tensor_copies_cannot_read(comm):
+    """Rows at odd places are copied first, on the rank that has them."""
+    wide = torch.randn(300, 520 + 3, device="cuda").bfloat16()
+    case = Scatter(comm, 150, 520, 264, torch.bfloat16)
+    if comm.get_size() == 2 and comm.get_rank() == 0:
+        case.x = wide[:, 3:]
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_gradients(comm, kind):
+    case = kind(comm, 136, 264, 520, torch.bfloat16)
+    leaves = [case.x, *(case.weights if kind is Gather else [case.weight])]
+    results = {}
+    for algorithm in ("fused", "sequential"):
+        inputs = [t.detach().clone().requires_grad_() for t in leaves]
+        if kind is Gather:
+            outs, _ = ops.all_gather_matmul(inputs[0], inputs[1:], comm, algorithm=algorithm)
+        else:
+            outs = [ops.matmul_reduce_scatter(inputs[0], inputs[1], comm, algorithm=algorithm)]
+        torch.manual_seed(comm.get_rank())
+        results[algorithm] = torch.autograd.grad(outs, inputs, [torch.randn_like(o) for o in outs])
+    for got, want in zip(results["fused"], results["sequential"], strict=True):
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=0.5)
+
+
+def test_what_it_cannot_do_is_an_error(comm):
+    x, w = torch.randn(128, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    with pytest.raises(to.UnsupportedError, match="bfloat16 and float16"):
+        ops.all_gather_matmul(x, [w], comm, algorithm="fused")
+    with pytest.raises(to.UnsupportedError, match="multiples of 8"):
+        ops.matmul_reduce_scatter(x[:, :12].bfloat16(), w[:, :12].bfloat16(), comm, algorithm="fused")
+    with pytest.raises(to.UnsupportedError, match="no fused kernel"):
+        ops.matmul_all_reduce(x.bfloat16(), w.bfloat16(), comm, algorithm="fused")
+    assert to.explain("all_gather_matmul", x.bfloat16(), [w.bfloat16()], comm, algorithm="fused").algorithm == "fused"
+
+
+def capture(run):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    return graph, outs
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
+    choice = random.Random(seed)  # equal on all ranks
+    cases = [kind(comm, 200, 264, 520, torch.bfloat16), kind(comm, 512, 1024, 1032, torch.bfloat16)]
+    graphs = [capture(case.run) for case in cases]
+    for _ in range(100):
+        i = choice.randrange(2)
+        late, eager = choice.randrange(comm.get_size()), choice.random() < 0.3
+        case, (graph, outs) = cases[i], graphs[i]
+        case.fill()
+        if comm.get_rank() == late:
+            torch.cuda._sleep(choice.randrange(1, 10) * 1_500_000)
+        if eager:
+            case.check(case.run())
+            continue
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        case.check(outs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_ten_thousand_replays(comm, kind):
+    """Inputs are made, and results compared with those of the copy engine's way, inside the graph."""
+    case = kind(comm, 192, 328, 520, torch.bfloat16)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step():
+        case.x.mul_(1.7).add_(0.3).cos_()
+        outs = case.run()[:1]
+        if kind is Gather:
+            (want, _), _ = ops.all_gather_matmul(
+                case.x, case.weights, comm, [case.bias, None], algorithm="ring"
+            )
+        else:
+            want = ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="ring")
+        difference = (outs[0].float() - want.float()).abs()
+        wrong.add_((~(difference <= 0.02 * want.float().abs() + 0.15)).sum())
+        return outs
+
+    graph, _ = capture(step)
+    wrong.zero_()
+    for i in range(10_000):
+        if i % 50 == comm.get_rank():
+            torch.cuda._sleep(1_500_000)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
+    lonely = make_comm(f"fused_away_{kind.__name__}_{mode}", timeout=timedelta(seconds=2))
+    case = kind(lonely, 128, 256, 256, torch.bfloat16)
+    case.check(case.run())
+    graph, _ = capture(case.run)
+    graph.replay()
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    last = comm.get_size() - 1
+    if comm.get_rank() == last:
+        time.sleep(6)
+    else:
+        begin = time.monotonic()
+        (graph.replay if mode == "graph" else case.run)()
+        torch.cuda.synchronize()
+        assert 1.8 < time.monotonic() - begin < 10
+        with pytest.raises(to.Error, match=f"rank {last}"):
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                case.run()
+                time.sleep(0.05)
+    graph.reset()

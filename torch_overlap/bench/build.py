@@ -1,0 +1,28 @@
+"""From a case to its problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch_overlap.bench.cases import COLLECTIVES, Case
+from torch_overlap.bench.collectives import collective
+from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_rs
+from torch_overlap.bench.libraries import NO_CUDA, Libraries
+from torch_overlap.bench.problem import Problem
+from torch_overlap.bench.ranks import Ranks
+
+BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] = {
+    "ag_gemm": ag_gemm,
+    "gemm_rs": gemm_rs,
+    "gemm_ar": gemm_ar,
+    "gemm": gemm_alone,
+    **dict.fromkeys(COLLECTIVES, collective),
+}
+
+
+def build(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str] = ()) -> Problem:
+    """Makes the inputs of a case and its variants. `wanted` names algorithms of ours; none: all that can run."""
+    libraries.reset()
+    problem = BUILDERS[case.op](case, ranks, libraries, wanted)
+    problem.missing = {name: why or NO_CUDA for name, why in problem.missing.items()}
+    return problem

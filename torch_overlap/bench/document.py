@@ -1,0 +1,79 @@
+"""docs/performance.md and its pictures, from result files: every figure in it is one of theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torch_overlap.bench import plots, result
+from torch_overlap.bench.cases import GEMM_OPS
+from torch_overlap.bench.tables import TITLES, groups_of, table
+
+BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
+END = "<!-- to here -->"
+
+
+def update(paths: Sequence[Path], images: Path, document: Path) -> int:
+    """Draws the pictures and puts tables of the files into the document, between its two marks. 0.
+
+    Raises:
+        ValueError: a file is no result, none is given, or the document has no marks.
+    """
+    if not paths:
+        raise ValueError("bench plot: expected result files, got none")
+    text = document.read_text() if document.exists() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"bench plot: expected {document} with the lines {BEGIN!r} and {END!r}, got another document")
+    contents = [(path, result.read(path)) for path in paths]
+    parts = [section(path.name, content, images, document) for path, content in contents]
+    before, rest = text.split(BEGIN)
+    document.write_text(f"{before}{BEGIN}\n\n{''.join(parts)}{END}{rest.split(END)[1]}")
+    print(f"wrote {document}")
+    return 0
+
+
+def section(name: str, content: dict[str, Any], images: Path, document: Path) -> str:
+    """One file: where and how it ran, then for each operation a picture and a table."""
+    gpu = result.gpu_name(content)
+    groups = groups_of(content["rows"])
+    if not groups:
+        raise ValueError(f"bench plot: expected rows of operators or collectives in {name}, got none")
+    stem = Path(name).stem
+    text = f"### {groups[0].tp} {gpu.upper()}, {content['date']}\n\n{provenance(name, content)}\n\n"
+    for (op, dtype), same in groupby(groups, key=lambda group: (group.op, group.dtype)):
+        cases = list(same)
+        text += f"#### {TITLES[op]}, {dtype}\n\n"
+        image = images / f"{stem}-{op}-{dtype}.png"
+        if len(cases) > 1 and plots.can_plot():
+            draw = plots.bars if op in GEMM_OPS else plots.lines
+            draw(cases, plots.title_of(cases[0], gpu.upper()), image)
+        text += _image(image, document, TITLES[op]) + table(cases) + "\n\n"
+    timelines = content.get("timelines", [])
+    for key, step in groupby(timelines, key=lambda line: (line["op"], line["name"])):
+        image = images / f"{stem}-{key[0]}-timeline.png"
+        if plots.can_plot():
+            plots.timeline(list(step), f"{TITLES[key[0]]}, {key[1]}: rank 0 of {groups[0].tp}", image)
+        text += _image(image, document, f"{key[0]} {key[1]}, what ran when")
+    return text
+
+
+def _image(path: Path, document: Path, title: str) -> str:
+    if not path.exists():
+        return ""
+    return f"![{title}]({os.path.relpath(path, document.parent)})\n\n"
+
+
+def provenance(name: str, content: dict[str, Any]) -> str:
+    """What the figures are of, in one paragraph."""
+    rates = content.get("rates")
+    measured = (
+        f" A copy to a peer while all send: {rates['link_gbps']:.0f} GB/s; within memory: "
+        f"{rates['memory_gbps'] / 1000:.2f} TB/s." if rates else ""
+    )  # fmt: skip
+    return (
+        f"`benchmarks/results/{name}`: {content['gpu']}, driver {content['driver']}, torch {content['torch']}, "
+        f"NCCL {content['nccl']}, commit {content['commit']}, `{content['command']}`.{measured}"
+    )

@@ -1,0 +1,166 @@
+"""Products with their communication: ours, and the library's collective before or behind the product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap.bench.cases import Case
+from torch_overlap.bench.libraries import Arena, Libraries, Library
+from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, having
+from torch_overlap.bench.ranks import Ranks
+
+
+def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    problem, made, comm, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.comm, ranks.size
+    (m, n, k), sets = case.local(tp), case.sets(tp)
+    xs = [made.random(m // tp, k) for _ in range(sets)]
+    ws = [made.random(n, k) for _ in range(sets)]
+    whole, out = made.random(m, k), made.empty(m, n)
+    problem.add("gemm", "gemm", lambda i: made.multiply(whole, ws[i % sets], out))
+
+    def ours(i: int, algorithm: str) -> Tensor:
+        x, w = xs[i % sets], ws[i % sets]
+        if made.scale is None:
+            products: list[Tensor] = to.ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)[0]
+            return products[0]
+        scaled: Any = to.ops.scaled_all_gather_matmul(x, made.scale, [w], [made.scale], comm, algorithm=algorithm)
+        first: Any = scaled[0]
+        result: Tensor = first[0] if isinstance(first, list) else first
+        return result
+
+    arguments = (xs[0], [ws[0]], comm) if made.scale is None else (xs[0], made.scale, [ws[0]], [made.scale], comm)
+    add_ours(problem, ("scaled_" if made.is_fp8 else "") + "all_gather_matmul", arguments, wanted, ours)
+
+    for library in having(problem, libraries, "all_gather"):
+        own, gathered = [library.like(x) for x in xs], library.empty((m, k), made.dtype)
+
+        def alone(i: int, own: list[Tensor] = own, gathered: Tensor = gathered, at: Library = library) -> Tensor:
+            at.all_gather(gathered, own[i % sets])
+            return gathered
+
+        def then(i: int, alone: Call = alone) -> Tensor:
+            return made.multiply(alone(i), ws[i % sets], out)
+
+        if library is libraries.plain:
+            problem.add("all_gather", "comm", alone)
+        problem.add(library.name, "peer", then)
+
+    if libraries.torch_symmetric is None:
+        problem.missing["torch fused"] = libraries.because("torch")
+        return problem
+    group = libraries.torch_symmetric.group_name
+
+    def fused(i: int) -> Tensor:
+        x, w = xs[i % sets], ws[i % sets].t()
+        if made.scale is None:
+            _, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
+        else:
+            _, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+                x, [w], made.scale, [made.scale], 0, group, [None], [None], [made.out_dtype], [True]
+            )
+        product: Tensor = products[0]
+        return product
+
+    problem.add("torch fused", "peer", fused)
+    return problem
+
+
+def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) -> tuple[Problem, Operands, Any]:
+    """What gemm_rs and gemm_ar have in common: the product, and the collective behind it by every library."""
+    problem, made, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.size
+    (m, n, k), sets = case.local(tp), case.sets(tp)
+    xs = [made.random(m, k) for _ in range(sets)]
+    ws = [made.random(n, k) for _ in range(sets)]
+    whole = made.empty(m, n)
+    problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], whole))
+    for library in having(problem, libraries, collective):
+        partial_sums = library.empty((m, n), made.out_dtype)
+        part = library.empty((m // tp, n), made.out_dtype) if collective == "reduce_scatter" else partial_sums
+        made.multiply(xs[0], ws[0], partial_sums)
+
+        def alone(i: int, source: Tensor = partial_sums, part: Tensor = part, at: Library = library) -> Tensor:
+            if collective == "reduce_scatter":
+                at.reduce_scatter(part, source)
+            else:
+                at.all_reduce(source)
+            return part
+
+        def then(i: int, source: Tensor = partial_sums, alone: Call = alone) -> Tensor:
+            made.multiply(xs[i % sets], ws[i % sets], source)
+            return alone(i)
+
+        if library is libraries.plain:
+            again = partial(made.multiply, xs[0], ws[0], partial_sums) if collective == "all_reduce" else None
+            problem.add(collective, "comm", alone, again)
+        problem.add(library.name, "peer", then)
+    return problem, made, (xs, ws)
+
+
+def gemm_rs(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    problem, made, (xs, ws) = _reduction(case, ranks, libraries, "reduce_scatter")
+    comm, sets = ranks.comm, len(xs)
+
+    def ours(i: int, algorithm: str) -> Tensor:
+        x, w = xs[i % sets], ws[i % sets]
+        if made.scale is None:
+            return to.ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
+        return to.ops.scaled_matmul_reduce_scatter(x, made.scale, w, made.scale, comm, algorithm=algorithm)
+
+    arguments = (xs[0], ws[0], comm) if made.scale is None else (xs[0], made.scale, ws[0], made.scale, comm)
+    add_ours(problem, ("scaled_" if made.is_fp8 else "") + "matmul_reduce_scatter", arguments, wanted, ours)
+    if libraries.torch_symmetric is None:
+        problem.missing["torch fused"] = libraries.because("torch")
+        return problem
+    group = libraries.torch_symmetric.group_name
+
+    def fused(i: int) -> Tensor:
+        x, w = xs[i % sets], ws[i % sets].t()
+        if made.scale is None:
+            result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+        else:
+            result = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+                x, w, made.scale, made.scale, "sum", 0, 0, group, [x.shape[0], w.shape[1]], None, None,
+                made.out_dtype, True,
+            )  # fmt: skip
+        return result
+
+    problem.add("torch fused", "peer", fused)
+    return problem
+
+
+def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    problem, made, (xs, ws) = _reduction(case, ranks, libraries, "all_reduce")
+    comm, sets = ranks.comm, len(xs)
+    if made.is_fp8:
+        problem.missing["ours"] = "no operator of 8-bit floats reduces on all ranks"
+    else:
+        add_ours(
+            problem, "matmul_all_reduce", (xs[0], ws[0], comm), wanted,
+            lambda i, algorithm: to.ops.matmul_all_reduce(xs[i % sets], ws[i % sets], comm, algorithm=algorithm),
+        )  # fmt: skip
+    m, n, _ = case.local(ranks.size)
+
+    def source(arena: Arena) -> tuple[Call, None]:
+        sums = arena.empty((m, n), made.out_dtype)
+        return (lambda i: made.multiply(xs[i % sets], ws[i % sets], sums)), None
+
+    add_torch_all_reduces(problem, libraries, 2 * m * n, source)
+    return problem
+
+
+def gemm_alone(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    problem, made = Problem(case), Operands(case.dtype, ranks.device)
+    (m, n, k), sets = case.shape, case.sets(ranks.size)
+    xs = [made.random(m, k) for _ in range(sets)]
+    ws = [made.random(n, k) for _ in range(sets)]
+    out = made.empty(m, n)
+    problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], out))
+    problem.add("auto", "ours", lambda i: made.multiply(xs[i % sets], ws[i % sets], out), chosen="cublaslt")
+    problem.add("torch.mm", "peer", lambda i: made.torch_mm(xs[i % sets], ws[i % sets], out))
+    return problem

@@ -1,0 +1,157 @@
+"""One visit: a case in one mode, from its variants to the rows of a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_overlap.bench.cases import Visit
+from torch_overlap.bench.floor import Rates, floor_us
+from torch_overlap.bench.problem import Problem, Variant
+from torch_overlap.bench.ranks import Ranks
+from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
+from torch_overlap.bench.trace import timelines
+
+# Results of one problem differ by the order of their sums, and by partial sums being rounded.
+TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3, "fp8": 2e-2}
+NOISY = 0.03
+
+
+@dataclass
+class Outcome:
+    """What a visit found: the rows of ours, and what the report says besides."""
+
+    visit: Visit
+    tp: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[str, float] = field(default_factory=dict)  # product and collective alone, by name, in us
+    peers: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+
+
+def try_out(problem: Problem, ranks: Ranks) -> None:
+    """Every variant once: those that fail, or give another result than the first peer, become missing. Collective."""
+    results: dict[str, Tensor] = {}
+    kept: list[Variant] = []
+    for variant in problem.variants:
+
+        def once(variant: Variant = variant) -> None:
+            if variant.before is not None:
+                variant.before()
+            made = variant.call(0)
+            results[variant.name] = made.clone()
+            # NaN, so that nobody finds this result in memory and leaves it there as its own.
+            made.view(torch.uint8).fill_(255)
+
+        reason = ranks.attempt(once)
+        if reason:
+            problem.missing[variant.name] = reason
+        else:
+            kept.append(variant)
+    compared = [variant for variant in kept if variant.role in ("ours", "peer")]
+    reference = next((variant for variant in compared if variant.role == "peer"), None)
+    if reference is not None:
+        errors = [distance(results[variant.name], results[reference.name]) for variant in compared]
+        worst = [max(column) for column in zip(*ranks.all_of(errors), strict=True)]
+        for variant, error in zip(compared, worst, strict=True):
+            if error > TOLERANCE[problem.case.dtype]:
+                problem.missing[variant.name] = f"wrong: differs from {reference.name} by {error:.1e}"
+                kept.remove(variant)
+    problem.variants = kept
+
+
+def distance(mine: Tensor, reference: Tensor) -> float:
+    """The norm of the difference over that of the reference; infinite where there is none."""
+    a, b = mine.double(), reference.double()
+    found = float((a - b).norm() / b.norm().clamp_min(1e-30))
+    return math.inf if math.isnan(found) else found
+
+
+def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Samples:
+    """Samples of all variants, the slowest rank's. In the mode "graph" those that cannot be captured become missing."""
+    calls = problem.case.calls(ranks.size)
+    samplers: dict[str, Callable[[], float]] = {}
+    kept = []
+    for variant in problem.variants:
+        steps = partial(_steps, variant.call, calls)
+        if mode == "eager":
+            samplers[variant.name] = ranks.eager.sampler(steps, calls, before=variant.before)
+        else:
+            captured: list[Callable[[], object]] = []
+            # Once outside: memory and plans of all inputs are there.
+            reason = ranks.attempt(steps) or ranks.attempt(lambda c=captured, s=steps: c.append(in_graph(s)))  # type: ignore[misc]
+            if reason:
+                problem.missing[variant.name] = f"in a graph: {reason}"
+                continue
+            samplers[variant.name] = ranks.captured.sampler(captured[0], calls, before=variant.before)
+        kept.append(variant)
+    problem.variants = kept
+    return slowest_rank(interleave(samplers, rounds), ranks.comm)
+
+
+def _steps(call: Callable[[int], object], calls: int) -> None:
+    for i in range(calls):
+        call(i)
+
+
+def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rates, rounds: int,
+            with_timeline: bool = False) -> Outcome:  # fmt: skip
+    """Collective."""
+    built: list[Problem] = []
+    if reason := ranks.attempt(lambda: built.append(build())):
+        return Outcome(visit, ranks.size, missing={"all": reason})
+    problem = built.pop()
+    try_out(problem, ranks)
+    samples = sample_all(problem, ranks, visit.mode, rounds)
+    spans = timelines(problem, ranks) if with_timeline else []
+    outcome = summary(visit, problem, samples, ranks.size, rates)
+    outcome.timelines = spans
+    problem.variants.clear()
+    del problem, samples
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def summary(visit: Visit, problem: Problem, samples: Samples, tp: int, rates: Rates) -> Outcome:
+    """Rows of the samples: a value of the case, the variants' names and roles, and the times."""
+    case = visit.case
+    named = {role: [v.name for v in problem.variants if v.role == role] for role in ("gemm", "comm", "ours", "peer")}
+    outcome = Outcome(visit, tp, missing=dict(problem.missing))
+    outcome.others = {name: spread_of(samples[name]).median for name in named["gemm"] + named["comm"]}
+    gemm = spread_of(samples["gemm"]) if named["gemm"] else None
+    peers = {name: spread_of(samples[name]).median for name in named["peer"]}
+    outcome.peers = peers
+    best = min(peers, key=lambda name: peers[name], default=None)
+    least = floor_us(case, tp, gemm.median if gemm else None, rates) if gemm or not case.is_gemm else None
+    for variant in (v for v in problem.variants if v.role == "ours"):
+        spread = spread_of(samples[variant.name])
+        row: dict[str, Any] = {
+            "op": case.op, "name": case.label, "shape": list(case.shape) if case.is_gemm else case.shape[0],
+            "dtype": case.dtype, "tp": tp, "mode": visit.mode, "algorithm": variant.name,
+            "us": spread.median, "iqr_us": spread.iqr,
+        }  # fmt: skip
+        if variant.chosen:
+            row["chosen"] = variant.chosen
+        if gemm is not None:
+            over = ratio_of(samples, variant.name, "gemm")
+            row |= {"gemm_us": gemm.median, "gemm_iqr_us": gemm.iqr, "ratio_gemm": over.median, "ratio_iqr": over.iqr}
+            row["noisy"] = gemm.iqr > NOISY * gemm.median
+        if named["comm"]:
+            row["comm_us"] = outcome.others[named["comm"][0]]
+        if least is not None:
+            row |= {"floor_us": least, "ratio_floor": spread.median / least}
+        row["gbps"] = case.moved(tp) / spread.median / 1e3
+        if best is not None:
+            beside = ratio_of(samples, variant.name, best)
+            row |= {"best_peer": best, "ratio_peer": beside.median, "ratio_peer_iqr": beside.iqr}
+        outcome.rows.append(row | {"peers": peers})
+    return outcome

@@ -1,0 +1,151 @@
+"""What is timed for a case: its variants, and those that cannot be had with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap.bench.cases import Case, byte_text
+from torch_overlap.bench.libraries import Arena, Libraries, Library
+from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm
+
+Role = Literal["gemm", "comm", "ours", "peer"]
+Call = Callable[[int], Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass
+class Variant:
+    """One way to do it. `call(i)` works on the i-th inputs, modulo their number, and returns what it made.
+
+    before: makes the inputs anew where a call destroys them; not timed.
+    chosen: what "auto" stands for here.
+    """
+
+    name: str
+    role: Role
+    call: Call
+    before: Callable[[], object] | None = None
+    chosen: str = ""
+
+
+@dataclass
+class Problem:
+    """The ways to do a case, and for those that cannot be had, why. All compute the same of the same inputs."""
+
+    case: Case
+    variants: list[Variant] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, role: Role, call: Call, before: Callable[[], object] | None = None,
+            chosen: str = "") -> None:  # fmt: skip
+        self.variants.append(Variant(name, role, call, before, chosen))
+
+
+class Operands:
+    """Random matrices of a dtype, and their products by the algorithm of cuBLASLt that is the quickest."""
+
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        self.dtype = DTYPES[dtype]
+        self.is_fp8 = dtype == "fp8"
+        self.out_dtype = torch.bfloat16 if self.is_fp8 else self.dtype
+        self.device = device
+        self.scale = torch.ones(1, device=device) if self.is_fp8 else None
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.out_dtype, device=self.device).to(self.dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.out_dtype, device=self.device)
+
+    def _operand(self, x: Tensor, transposed: bool = False) -> GemmOperand:
+        if self.scale is None:
+            return GemmOperand(x, transposed)
+        return GemmOperand(x, transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=self.scale)
+
+    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """out = x weight^T"""
+        gemm(GemmArgs(self._operand(x), self._operand(weight, True), out))
+        return out
+
+    def torch_mm(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        if self.scale is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch._scaled_mm(x, weight.t(), self.scale, self.scale, out_dtype=self.out_dtype, use_fast_accum=True)
+
+
+def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
+    """The names that an operator takes, "auto" first: its own error for a name that it does not know has them."""
+    try:
+        call("?")
+    except to.InvalidValueError as error:
+        listed = re.search(r"algorithm to be one of (.+?),? got ", str(error))
+        if listed:
+            names = re.split(r"[,\s]+", listed.group(1).strip(", "))
+            return sorted(names, key=lambda name: name != "auto")
+    raise RuntimeError(f"bench: expected {op} to list its algorithms in the error for an unknown one, got no such list")
+
+
+def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequence[str],
+             call: Callable[[int, str], Tensor]) -> None:  # fmt: skip
+    """A variant for each algorithm that the operator has, and that it says can run here."""
+    names = algorithms(op, lambda name: call(0, name))
+    for name in wanted:
+        if name not in names:
+            problem.missing[name] = f"{op} has no such algorithm: {', '.join(names)}"
+    for name in names:
+        if wanted and name not in wanted:
+            continue
+        chosen = ""
+        try:
+            chosen = to.explain(op, *arguments, algorithm=name).algorithm
+        except to.InvalidValueError:
+            pass  # an operator that explain() does not know: the first call shows whether it can run
+        except to.UnsupportedError as error:
+            problem.missing[name] = str(error)
+            continue
+        if chosen and name != "auto" and chosen != name:
+            continue  # it stands for another one in a forward pass
+        problem.add(name, "ours", partial(_call_named, call, name), chosen=chosen if name == "auto" else "")
+
+
+def _call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:
+    return call(i, name)
+
+
+def having(problem: Problem, libraries: Libraries, collective: str) -> list[Library]:
+    """The libraries that have the collective; the others become missing with their reason."""
+    problem.missing.update({name: why for name, why in libraries.missing.items() if name != "torch"})
+    for library in libraries.others:
+        if collective in library.lacks:
+            problem.missing[library.name] = library.lacks[collective]
+    return [library for library in libraries.all if collective not in library.lacks]
+
+
+def add_torch_all_reduces(problem: Problem, libraries: Libraries, size: int,
+                          source: Callable[[Arena], tuple[Call, Callable[[], object] | None]]) -> None:  # fmt: skip
+    """torch's all-reduces of `size` bytes. source: what makes a call's inputs in an arena, and what makes them anew."""
+    torch_symmetric = libraries.torch_symmetric
+    for name in ("torch one-shot", "torch two-shot"):
+        if torch_symmetric is None:
+            problem.missing[name] = libraries.because("torch")
+            continue
+        one = name == "torch one-shot"
+        most = torch_symmetric.one_shot_bytes if one else torch_symmetric.two_shot_bytes
+        if size > most:
+            problem.missing[name] = f"not meant for more than {byte_text(most)}"
+            continue
+        make, before = source(torch_symmetric.arena)
+        reduce = torch_symmetric.one_shot_all_reduce if one else torch_symmetric.two_shot_all_reduce
+        problem.add(name, "peer", partial(_reduced, reduce, make), before)
+
+
+def _reduced(reduce: Callable[[Tensor], Tensor], make: Call, i: int) -> Tensor:
+    return reduce(make(i))

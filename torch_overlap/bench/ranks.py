@@ -1,0 +1,137 @@
+"""The processes of a run: torchrun starts them, and each makes what all measurements share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_overlap as to
+from torch_overlap.bench.timing import Stopwatch
+
+# No multicast, for anybody: so that runs on different machines measure the same.
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+# About 0.3 ms: what it takes to launch a graph of 50 collectives.
+LEAD_CYCLES = 500_000
+PATIENCE = timedelta(seconds=120)
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], count: int) -> int:
+    """Runs `python -m torch_overlap bench <arguments>` in `count` processes of this host; the exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    environment = {**ENVIRONMENT, **os.environ}
+    return subprocess.run([*command, "-m", "torch_overlap", "bench", *arguments], env=environment).returncode
+
+
+@dataclass
+class Ranks:
+    """This process among the ranks. `torch.distributed` is initialized too, for those who use it."""
+
+    comm: to.TorchComm
+    device: torch.device
+    captured: Stopwatch  # the host is ahead of the device
+    eager: Stopwatch  # the host is timed too where it is slower
+
+    @property
+    def rank(self) -> int:
+        return self.comm.get_rank()
+
+    @property
+    def size(self) -> int:
+        return self.comm.get_size()
+
+    @staticmethod
+    def start(device: str) -> Ranks:
+        """Collective. device: "cuda" or "cpu"."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        backend = "nccl" if device == "cuda" else "gloo"
+        place = torch.device(device)
+        if device == "cuda":
+            place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(place)
+            # NCCL's copy-engine collectives refuse the legacy default stream.
+            torch.cuda.set_stream(torch.cuda.Stream(place))
+        dist.init_process_group(backend, device_id=place if device == "cuda" else None, timeout=PATIENCE)
+        comm = to.new_comm(backend, place, "bench", timeout=PATIENCE, abort_process_on_timeout_or_error=False)
+        torch.manual_seed(1 + comm.get_rank())
+        meet: Callable[[], object] = partial(comm.barrier, async_op=False)
+        ranks = Ranks(comm, place, Stopwatch(place, meet, LEAD_CYCLES), Stopwatch(place, meet))
+        found: list[DeviceBarrier] = []
+        if device == "cuda" and not ranks.attempt(lambda: found.append(DeviceBarrier.open(place))):
+            ranks.captured, ranks.eager = Stopwatch(place, found[0], LEAD_CYCLES), Stopwatch(place, found[0])
+        return ranks
+
+    def stop(self) -> None:
+        self.synchronize()
+        self.comm.finalize()
+        dist.destroy_process_group()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def all_of(self, mine: object) -> list[Any]:
+        """What every rank gives, by rank. Collective."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def first_says(self, value: Any) -> Any:
+        """Rank 0's value. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def attempt(self, action: Callable[[], object]) -> str:
+        """Does it on all ranks; why it failed, of the first rank where it did, or "". Collective."""
+        reason = ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                action()
+            self.synchronize()
+        except Exception as error:  # whatever a peer raises is its reason
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return next((told for told in self.all_of(reason) if told), "")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+@dataclass
+class DeviceBarrier:
+    """One kernel of torch's, from which all ranks come within about a microsecond."""
+
+    pad: torch.Tensor
+    handle: Any
+
+    @staticmethod
+    def open(device: torch.device) -> DeviceBarrier:
+        import torch.distributed._symmetric_memory as symmetric
+
+        world: Any = dist.group.WORLD
+        pad = symmetric.empty(1024, dtype=torch.uint8, device=device)
+        return DeviceBarrier(pad, symmetric.rendezvous(pad, world))
+
+    def __call__(self) -> None:
+        self.handle.barrier(0)

@@ -1,0 +1,65 @@
+"""Bandwidths, measured in the same run as what they are the floor of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap.bench.cases import MIB
+from torch_overlap.bench.floor import Rates
+from torch_overlap.bench.ranks import Ranks
+from torch_overlap.bench.timing import interleave, slowest_rank, spread_of
+
+ROUNDS = 9
+
+
+def measure_rates(ranks: Ranks) -> Rates:
+    """Of a copy to the next rank while all send, and of a copy within memory. Collective."""
+    on_gpu = ranks.device.type == "cuda"
+    size = 256 * MIB if on_gpu else MIB
+    source = torch.empty(size, dtype=torch.uint8, device=ranks.device).random_()
+    target = torch.empty_like(source)
+    copies: dict[str, Callable[[], object]] = {"memory": lambda: target.copy_(source)}
+    keep: list[Any] = []
+    if ranks.size > 1:
+        copies["link"] = _peer_copy(ranks, source, keep) if on_gpu else _exchange(ranks, source)
+    samplers = {name: ranks.captured.sampler(copy) for name, copy in copies.items()}
+    samples = slowest_rank(interleave(samplers, ROUNDS), ranks.comm)
+    rate = {name: size / spread_of(values).median * 1e6 for name, values in samples.items()}
+    ranks.synchronize()
+    return Rates(link=rate.get("link", rate["memory"]), memory=2 * rate["memory"])
+
+
+def _peer_copy(ranks: Ranks, source: Tensor, keep: list[Any]) -> Callable[[], object]:
+    """A push over the link by a copy engine; by messages where ranks do not reach each other's memory."""
+    found: list[Tensor] = []
+
+    def reach() -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        world: Any = dist.group.WORLD
+        mine = symmetric.empty(source.numel(), dtype=torch.uint8, device=ranks.device)
+        handle: Any = symmetric.rendezvous(mine, world)
+        keep.extend((mine, handle))
+        found.append(handle.get_buffer((ranks.rank + 1) % ranks.size, [source.numel()], torch.uint8))
+        found[0].copy_(source)
+
+    if ranks.attempt(reach):
+        return _exchange(ranks, source)
+    return lambda: found[0].copy_(source)
+
+
+def _exchange(ranks: Ranks, source: Tensor) -> Callable[[], object]:
+    """Every rank's bytes to the next, through the communicator."""
+    out = torch.empty_like(source)
+    pairs = [(rank, (rank + 1) % ranks.size) for rank in range(ranks.size)]
+
+    def exchange() -> None:
+        out.copy_(to.ops.permute(source, ranks.comm, pairs))
+
+    return exchange

@@ -1,0 +1,128 @@
+"""Result files: what ran where, and rows. benchmarks/ writes the same."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Keys of a file, and of a row of the operators' benchmark, with their types.
+FILE = {
+    "benchmark": str, "date": str, "gpu": str, "driver": str, "torch": str, "nccl": str, "commit": str, "command": str,
+    "rows": list,
+}  # fmt: skip
+ROW = {
+    "op": str, "shape": (list, int), "dtype": str, "tp": int, "mode": str, "algorithm": str, "us": (int, float),
+    "iqr_us": (int, float), "peers": dict,
+}  # fmt: skip
+GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
+# Options that say where files are, or when: nobody needs them to run it again.
+_PATHS = ("--out", "--json", "--loops", "--began")
+
+
+def git_commit() -> str:
+    """TORCH_OVERLAP_COMMIT, for a copy of the tree without its history; else git's."""
+    if commit := os.environ.get("TORCH_OVERLAP_COMMIT"):
+        return commit
+    return _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]) or "unknown"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def gpu_state() -> dict[str, str]:
+    """Driver, clocks, power and ECC of GPU 0, as they are."""
+    keys = ("driver_version", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "ecc.mode.current")
+    line = _output(["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader", "-i", "0"])
+    values = [value.strip() for value in line.split(",")]
+    return dict(zip(keys, values, strict=True)) if len(values) == len(keys) else {}
+
+
+def command_line() -> str:
+    """How to run this again: program, ranks and what was asked, without the paths of this machine."""
+    asked = []
+    skip = False
+    for argument in sys.argv[1:]:
+        if not skip and not argument.startswith(_PATHS):
+            asked.append(argument)
+        skip = argument in _PATHS
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return " ".join(["python -m torch_overlap", *asked])
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return " ".join(["torchrun --nproc_per_node", ranks, "benchmarks/" + program.name, *asked])
+
+
+def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = None, **more: Any) -> dict[str, Any]:
+    """What a result file holds; `more` comes before the rows."""
+    cuda = torch.cuda.is_available()
+    return {
+        "benchmark": benchmark,
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "driver": gpu_state().get("driver_version", "none"),
+        "torch": str(torch.__version__),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        "commit": git_commit(),
+        "command": command or command_line(),
+        **more,
+        "rows": rows,
+    }
+
+
+def gpu_name(content: dict[str, Any]) -> str:
+    return str(content["gpu"]).lower().replace("nvidia ", "").replace(" ", "-")
+
+
+def write(content: dict[str, Any], tp: int, folder: Path) -> Path:
+    """Writes `<benchmark>-<gpu>-tp<n>-<date>.json` and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{content['benchmark']}-{gpu_name(content)}-tp{tp}-{content['date']}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:
+    """`result` and `write` in one. Call it on rank 0."""
+    return write(result(benchmark, rows), tp, folder)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file.
+
+    Raises:
+        ValueError: it is none, or lacks what every one has.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"bench: expected a result file, got {path}: {error}") from None
+    wrong = _wrong(content, FILE) if isinstance(content, dict) else "no object"
+    if wrong:
+        raise ValueError(f"bench: expected a result file, got {path}: {wrong}")
+    return dict(content)
+
+
+def check_rows(content: dict[str, Any]) -> None:
+    """Raises ValueError for a row of the operators' benchmark that lacks something."""
+    for index, row in enumerate(content["rows"]):
+        wanted = ROW | (GEMM_ROW if isinstance(row.get("shape"), list) else {})
+        if wrong := _wrong(row, wanted):
+            raise ValueError(f"bench: expected row {index} to have all of a row, got {wrong}")
+
+
+def _wrong(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    for key, kind in wanted.items():
+        if not isinstance(found.get(key), kind):
+            return f"{key} = {found.get(key)!r}"
+    return ""

@@ -1,0 +1,151 @@
+"""Rows of result files by case, and as tables of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_overlap.bench.cases import GEMM_OPS, OPS, byte_text
+
+Row = dict[str, Any]
+TITLES = {
+    "ag_gemm": "All-gather, then product",
+    "gemm_rs": "Product, then reduce-scatter",
+    "gemm_ar": "Product, then all-reduce",
+    "gemm": "Product alone",
+    "all_reduce": "All-reduce",
+    "all_gather": "All-gather",
+    "reduce_scatter": "Reduce-scatter",
+    "all_to_all": "All-to-all",
+}
+# The file of before `bench`, of which the operator's rows are shown: it ran by the algorithm "ring".
+_OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16", "op": "ring"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one case: by mode, and in it by algorithm."""
+
+    op: str
+    label: str
+    shape: tuple[int, ...]
+    dtype: str
+    tp: int
+    rows: dict[str, dict[str, Row]]
+
+    def ours(self, mode: str) -> Row | None:
+        """What a user gets: "auto", or the quickest where only some algorithms were measured."""
+        rows = self.rows.get(mode, {})
+        return rows.get("auto") or min(rows.values(), key=lambda row: float(row["us"]), default=None)
+
+    def best(self, mode: str) -> Row | None:
+        return min(self.rows.get(mode, {}).values(), key=lambda row: float(row["us"]), default=None)
+
+    @property
+    def mode(self) -> str:
+        return "graph" if "graph" in self.rows else "eager"
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """In the order of the operations, and in each by size."""
+    found: dict[tuple[Any, ...], Group] = {}
+    for row in rows:
+        if "layer" in row:
+            if row["algorithm"] != "op":
+                continue
+            row = row | {key: _OLDER[row[key]] for key in ("op", "dtype", "algorithm")} | {"name": row["layer"]}
+        op, dtype = str(row["op"]), str(row["dtype"])
+        if op not in OPS:
+            continue
+        shape = tuple(row["shape"]) if isinstance(row["shape"], list) else (row["shape"],)
+        label = str(row.get("name") or "x".join(map(str, shape)))
+        if len(shape) == 1:
+            label = byte_text(shape[0])
+        key = (op, shape, dtype, row["tp"])
+        group = found.setdefault(key, Group(op, label, shape, dtype, row["tp"], {}))
+        group.rows.setdefault(row["mode"], {})[row["algorithm"]] = row
+    return sorted(found.values(), key=lambda g: (OPS.index(g.op), _work(g.shape)))
+
+
+def _work(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def peers_of(groups: Sequence[Group]) -> list[str]:
+    """All peers that were measured, in the order in which they come."""
+    named: dict[str, None] = {}
+    for group in groups:
+        for rows in group.rows.values():
+            for row in rows.values():
+                named |= dict.fromkeys(row["peers"])
+    return list(named)
+
+
+def table(groups: Sequence[Group]) -> str:
+    """Of one operation: ratios to the product alone, or for collectives microseconds."""
+    op = groups[0].op
+    return _gemm_table(groups) if op in GEMM_OPS else _collective_table(groups)
+
+
+def _gemm_table(groups: Sequence[Group]) -> str:
+    peers = peers_of(groups)
+    head = ["layer (M, N, K)", "product alone, us", "ours: graph", "eager", "floor", *peers]
+    lines = [head, ["---"] * len(head)]
+    for group in groups:
+        first = group.ours(group.mode)
+        assert first is not None
+        graph, eager = group.ours("graph"), group.ours("eager")
+        floor = first["floor_us"] / first["gemm_us"] if "floor_us" in first else None
+        lines.append(
+            [
+                f"{group.label} {', '.join(map(str, group.shape))}", f"{first['gemm_us']:.0f}", _ours(group, graph),
+                _ratio(eager), f"{floor:.3f}" if floor else "-",
+                *[_over(first["peers"].get(peer), first["gemm_us"]) for peer in peers],
+            ]
+        )  # fmt: skip
+    return _markdown(lines)
+
+
+def _ours(group: Group, row: Row | None) -> str:
+    """The ratio and what "auto" took; where another algorithm is quicker by more than their spread, that too."""
+    if row is None:
+        return "-"
+    text = f"{row['ratio_gemm']:.3f} ({row.get('chosen') or row['algorithm']})"
+    best = group.best("graph")
+    if best is not None and best["us"] + best["iqr_us"] < row["us"]:
+        text += f", {best['algorithm']} {best['ratio_gemm']:.3f}"
+    return text
+
+
+def _ratio(row: Row | None) -> str:
+    return f"{row['ratio_gemm']:.3f}" if row else "-"
+
+
+def _over(us: float | None, gemm_us: float) -> str:
+    return f"{us / gemm_us:.3f}" if us else "-"
+
+
+def _collective_table(groups: Sequence[Group]) -> str:
+    peers = peers_of(groups)
+    head = ["size", "ours, us", "ours by NCCL", "floor", *peers]
+    lines = [head, ["---"] * len(head)]
+    for group in groups:
+        row = group.ours(group.mode)
+        assert row is not None
+        plain = group.rows[group.mode].get("plain")
+        lines.append(
+            [
+                group.label, f"{row['us']:.1f}", f"{plain['us']:.1f}" if plain else "-",
+                f"{row['floor_us']:.1f}" if "floor_us" in row else "-",
+                *[f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "-" for peer in peers],
+            ]
+        )  # fmt: skip
+    return _markdown(lines)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,146 @@
+"""Samples that all ranks begin together, rounds in which variants take turns, and what is said of them.
+
+A machine that warms up or is disturbed does so for all variants of a round; a ratio is the median over rounds of the
+ratio within a round. A collective is as slow as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+import torch_overlap as to
+
+Samples = dict[str, list[float]]
+
+
+class Spread(NamedTuple):
+    """Median and interquartile range."""
+
+    median: float
+    iqr: float
+
+
+def spread_of(samples: Sequence[float]) -> Spread:
+    """The median and IQR; of fewer than four samples the whole range."""
+    if len(samples) < 4:
+        return Spread(statistics.median(samples), max(samples) - min(samples))
+    low, _, high = statistics.quantiles(samples, n=4)
+    return Spread(statistics.median(samples), high - low)
+
+
+def ratio_of(samples: Mapping[str, Sequence[float]], ours: str, baseline: str) -> Spread:
+    """ours / baseline within each round."""
+    return spread_of([a / b for a, b in zip(samples[ours], samples[baseline], strict=True)])
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Times work that all ranks begin together.
+
+    device: where the work runs; that of a CPU is timed by the host's clock.
+    meet: makes the current stream wait until those of all ranks are there; on a CPU, the host.
+    lead_cycles: for how long a GPU idles before it meets, so that the host has enqueued what is timed by then. 0 times
+        the host too where it is slower than the device.
+    """
+
+    device: torch.device
+    meet: Callable[[], object]
+    lead_cycles: int = 0
+
+    def sampler(
+        self, work: Callable[[], object], calls: int = 1, repeats: int = 1, before: Callable[[], object] | None = None
+    ) -> Callable[[], float]:
+        """A function that takes a sample: microseconds of one of `calls` calls.
+
+        Args:
+            work: does `calls` calls, and is done `repeats` times between the two readings of the clock.
+            before: is done before the ranks meet, and not timed.
+        """
+        if self.device.type == "cpu":
+            return self._host_sampler(work, calls * repeats, repeats, before)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def sample() -> float:
+            if before is not None:
+                before()
+            if self.lead_cycles:
+                torch.cuda._sleep(self.lead_cycles)
+            self.meet()
+            start.record()
+            for _ in range(repeats):
+                work()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) * 1000 / (calls * repeats)
+
+        return sample
+
+    def _host_sampler(
+        self, work: Callable[[], object], calls: int, repeats: int, before: Callable[[], object] | None
+    ) -> Callable[[], float]:
+        def sample() -> float:
+            if before is not None:
+                before()
+            self.meet()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            return (time.perf_counter() - begin) * 1e6 / calls
+
+        return sample
+
+
+def host_sampler(call: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Microseconds that the host spends in one of `calls` calls in a row; the GPU is waited for before and after."""
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return elapsed * 1e6 / calls
+
+    return sample
+
+
+def in_graph(call: Callable[[], object], count: int = 1) -> Callable[[], object]:
+    """Captures `count` calls in a CUDA graph and returns its replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph.replay
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round: the first of one is the last of the next."""
+    shift = turn % len(names) if names else 0
+    return [*names[shift:], *names[:shift]]
+
+
+def interleave(samplers: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> Samples:
+    """Calls every sampler once a round, in an order that rotates; the first `warmup` rounds do not count."""
+    samples: Samples = {name: [] for name in samplers}
+    for turn in range(rounds + warmup):
+        for name in rotated(list(samplers), turn):
+            sample = samplers[name]()
+            if turn >= warmup:
+                samples[name].append(sample)
+    return samples
+
+
+def slowest_rank(samples: Samples, comm: to.TorchComm) -> Samples:
+    """The maximum over ranks of each sample. Collective."""
+    names = sorted(samples)
+    table = torch.tensor([samples[name] for name in names], dtype=torch.float64, device=comm.get_device())
+    comm.all_reduce(table, to.ReduceOp.MAX, async_op=False)
+    return {name: row.tolist() for name, row in zip(names, table.cpu(), strict=True)}
