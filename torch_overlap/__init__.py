@@ -10,7 +10,7 @@ from torch_overlap._load import load_library
 
 load_library()
 
-from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, mesh, nn, objcol, ops  # noqa: E402
+from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, mesh, nn, objcol, ops, tune  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -162,7 +162,9 @@ __all__ = [
     "ops",
     "register_backend",
     "symmetric_empty",
+    "tune",
     "window_names",
 ]
 
 _c10d.register()
+tune.load()

@@ -1,10 +1,10 @@
-"""The command line: `python -m torch_overlap info`, `bench` and `plan`."""
+"""The command line: `python -m torch_overlap info`, `bench`, `plan` and `tune`."""
 
 from __future__ import annotations
 
 import argparse
 
-from torch_overlap import __version__
+from torch_overlap import __version__, tune
 from torch_overlap.bench import cli
 from torch_overlap.mesh import command
 
@@ -18,10 +18,13 @@ def main() -> None:
     cli.add_arguments(bench)
     plan = commands.add_parser("plan", help="predict the step time and traffic of a transformer on any mesh")
     command.add_arguments(plan)
+    tuning = commands.add_parser("tune", help="measure which algorithm of the fused operators is the quickest here")
+    tune.add_arguments(tuning)
     args = parser.parse_args()
-    if args.command in ("bench", "plan"):
+    runs = {"bench": cli.run, "plan": command.run, "tune": tune.run}
+    if args.command in runs:
         try:
-            status = (cli if args.command == "bench" else command).run(args)
+            status = runs[args.command](args)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
         parser.exit(status)

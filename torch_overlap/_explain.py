@@ -13,6 +13,7 @@ from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
+_SCALED = ("auto", "sequential", "chunked", "ring")
 _ALL_REDUCE_CHUNKS = 4  # pieces of matmul_all_reduce
 
 
@@ -44,7 +45,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
             "scaled_matmul_reduce_scatter".
 
     Raises:
-        InvalidValueError: `op` is another one.
+        InvalidValueError: `op` is another one, or does not know the algorithm.
         UnsupportedError: the algorithm that the arguments ask for cannot be.
     """
     if op not in _EXPLAINED:
@@ -52,7 +53,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["algorithm"] == "bulk" and not op.startswith("scaled_"):
+    if op.startswith("scaled_") and given["algorithm"] not in _SCALED:
+        known = " ".join(_SCALED)
+        raise _C.InvalidValueError(f"{op}: expected algorithm to be one of {known}, got {given['algorithm']!r}")
+    if given["algorithm"] == "bulk":
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
     problem = _EXPLAINED[op](given)

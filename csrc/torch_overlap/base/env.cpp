@@ -113,6 +113,8 @@ void read_overlap(Env& env) { env.log_chunks = flag("TORCH_OVERLAP_LOG_CHUNKS", 
 
 }  // namespace
 
+std::optional<std::string> Env::tune_cache() { return text("TORCH_OVERLAP_TUNE_CACHE"); }
+
 Env Env::read() {
   Env env;
   env.abort_on_error = flag("TORCHCOMM_ABORT_ON_ERROR", env.abort_on_error);

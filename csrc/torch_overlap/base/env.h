@@ -82,6 +82,10 @@ struct TORCH_OVERLAP_API Env {
   // Default false. Read when a buffer or an operator's channel is made.
   bool log_chunks = false;
 
+  // TORCH_OVERLAP_TUNE_CACHE: the file of what this machine has measured (torch_overlap/tune.py).
+  // Of the process, not of a communicator: read when the Python package is imported.
+  static std::optional<std::string> tune_cache();
+
   static Env read();
 };
 

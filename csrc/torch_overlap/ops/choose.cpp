@@ -127,6 +127,12 @@ std::string_view to_string(Algorithm algorithm) {
   return kKinds.at(static_cast<size_t>(algorithm)).name;
 }
 
+std::vector<std::string> algorithm_names() {
+  std::vector<std::string> names;
+  for (const Kind& kind : kKinds) names.emplace_back(kind.name);
+  return names;
+}
+
 void check_algorithm(std::string_view op, std::string_view algorithm) {
   if (algorithm == "auto" || algorithm_of(algorithm)) return;
   std::string known = "auto";

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
@@ -15,6 +16,8 @@ namespace torch_overlap::ops {
 
 enum class Algorithm { sequential, chunked, ring, bulk, fused };
 TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
+// All but "auto".
+TORCH_OVERLAP_API std::vector<std::string> algorithm_names();
 // Throws a kValue error that lists the choices for an unknown one.
 void check_algorithm(std::string_view op, std::string_view algorithm);
 

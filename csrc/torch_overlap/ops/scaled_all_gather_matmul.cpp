@@ -69,14 +69,13 @@ struct ScaledSteps {
 
 // In pieces through the communicator. Bytes travel: not every backend knows 8-bit floats.
 void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
-  const auto into = [](const Tensor& gathered) {
-    return gathered.defined() ? std::optional(gathered) : std::nullopt;
-  };
-  const auto gathered =
-      input.gathered.defined() ? into(input.gathered.view(at::kByte)) : std::nullopt;
+  std::optional<Tensor> bytes_of_all;
+  std::optional<Tensor> scales_of_all;
+  if (input.gathered.defined()) bytes_of_all = input.gathered.view(at::kByte);
+  if (input.gathered_scales.defined()) scales_of_all = input.gathered_scales;
   std::optional<GatherPipeline> scales;
-  if (input.scales.defined()) scales.emplace(comm, input.scales, into(input.gathered_scales));
-  GatherPipeline data(comm, input.own.view(at::kByte), gathered);
+  if (input.scales.defined()) scales.emplace(comm, input.scales, scales_of_all);
+  GatherPipeline data(comm, input.own.view(at::kByte), bytes_of_all);
   for (size_t step = 0; step < data.steps(); ++step) {
     const auto rows = data.wait(step).view(input.own.scalar_type());
     const auto scales_of_rows = scales ? scales->wait(step) : Tensor();

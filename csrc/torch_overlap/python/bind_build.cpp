@@ -31,6 +31,7 @@ py::dict read_env() {
   out["master_addr"] = env.master_addr;
   out["master_port"] = env.master_port;
   out["serialization"] = env.serialization;
+  out["tune_cache"] = Env::tune_cache();
   return out;
 }
 

@@ -357,6 +357,7 @@ void register_overlap(py::module_& m) {
       py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
       py::arg("scatter_bytes") = 0, py::arg("local_shape") = std::tuple<int64_t, int64_t>(0, 0),
       py::arg("prefers_channels") = true);
+  m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("dtype"), py::arg("group_size"), py::arg("device"));
   m.def(

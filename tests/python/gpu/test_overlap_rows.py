@@ -174,3 +174,18 @@ def test_operators_after_a_timeout_and_reconfigure(comm, make_comm):
     for _ in range(5):
         product()
     hit.finalize()
+
+
+def test_the_shipped_table_decides(comm):
+    if comm.get_size() != 2 or torch.cuda.get_device_name() != "NVIDIA H200":
+        pytest.skip("the table has 2 H200")
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta")
+    found = to.explain("all_gather_matmul", x, [weight], comm)
+    assert (found.algorithm, found.decided_by) == ("ring", "table"), found
+
+
+def test_measure(comm):
+    found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), rounds=3)
+    assert {"sequential", "chunked", "ring"} <= set(found["us"])
+    assert all(us > 0 for us in found["us"].values())

@@ -148,8 +148,9 @@ def explain_rank(comm):
         assert to.explain(op, *given, algorithm="sequential").decided_by == "caller"
         small = (given[0][:8], *given[1:])
         assert to.explain(op, *small).algorithm == "sequential"
-        with pytest.raises(ValueError, match="algorithm to be one of"):
-            to.explain(op, *given, algorithm="tree")
+        for algorithm in ("tree", "bulk"):
+            with pytest.raises(ValueError, match=f"algorithm to be one of .*, got '{algorithm}'"):
+                to.explain(op, *given, algorithm=algorithm)
 
 
 def test_explain():

@@ -209,7 +209,9 @@ def test_shapes_of_scaled_products_need_no_communicator(name, how):
         results = flat(op(*arguments()))
     assert [tuple(t.shape) for t in results] == EXPECTED[name]
     dtype = torch.bfloat16 if name.endswith(" 1") else torch.float32
-    assert all(t.dtype == dtype and t.is_contiguous() for t in results)
+    assert all(t.is_contiguous() for t in results)
+    products = results[:-2] if "gather" in name else results  # what follows is gathered
+    assert all(t.dtype == dtype for t in products)
 
 
 def test_in_place_operators_need_no_communicator():

@@ -130,6 +130,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         to.InvalidValueError,
         "expected an even tp_size with aggregate_ag, got 3",
     ),
+    "relay": ({"relay_ag": True}, to.InvalidValueError, "expected RING_EXCHANGE and AG with relay_ag, got PIPELINE"),
+    "relay of pairs": (
+        {"aggregate_ag": True, "relay_ag": True, "method": RING, "comm_type": AG, "tp_size": 2},
+        to.UnsupportedError,
+        "expected aggregate_ag or relay_ag, got both",
+    ),
     "atomic bulk": (
         {"method": BULK, "atomic_gemm": True},
         to.InvalidValueError,

@@ -38,6 +38,7 @@ def all_methods(comm: to.TorchComm) -> dict[str, Case]:
         "ag": Gather(comm, fill=True, options={"num_max_streams": 4}),
         "ag of a tensor": Gather(comm, torch.bfloat16, epilogue="bias_gelu"),
         "ag atomic, 8 bits": Gather(comm, E4M3, atomic=True),
+        "ag passed on": Gather(comm, fill=True, options={"relay_ag": True, "num_max_streams": 4}),
         "rs ring": Scatter(comm, RING, options={"num_max_streams": 4}),
         "rs ring atomic, 8 bits": Scatter(comm, RING, E4M3, atomic=True),
         "rs pipeline": Scatter(comm, PIPELINE, torch.bfloat16),

@@ -90,7 +90,7 @@ def bad_gathers(case: Gather) -> dict[str, Bad]:
         "element size": (call(B=t(rows, k, dtype=torch.bfloat16)), value, own),
         "lhs on another device": (call(B=t(rows, k, device=META)), kind, "lhs.*on cpu, got meta"),
         "transposed": (call(B=t(k, rows), transb=True), unsupported, "expected lhs as it is, .*got it transposed"),
-        "blocks": (call(scaling_mode=2, B_scale_inv=t(1)), unsupported, "expected lhs without scaling, .*got MXFP8"),
+        "blocks": (call(scaling_mode=2, B_scale_inv=t(1)), kind, "expected a buffer of 8-bit elements with MXFP8"),
         "mode": (call(scaling_mode=77), value, "split_overlap_ag: .*77"),
         "copy shape": (call(B_copy=t(tokens - 1, k)), value, copy),
         "copy dtype": (call(B_copy=t(tokens, k, dtype=torch.float64)), value, copy),
@@ -256,11 +256,10 @@ def test_buffers_of_8_bits(seed: int) -> None:
 
 
 def run_blocks(comm: to.TorchComm, seed: int) -> None:
-    """Scales of blocks cannot be cut at this rank's rows."""
+    """Products of blocks take rows in eights, which this rank's are not."""
     case = Scatter(comm, RING, torch.bfloat16)
-    x, w = t(13, 32, dtype=E4M3), t(48, 32, dtype=E4M3)
-    x_scale, w_scale = torch.full((13, 1), 127, dtype=torch.uint8), torch.full((48, 1), 127, dtype=torch.uint8)
-    with pytest.raises((to.UnsupportedError, to.InvalidValueError, to.InvalidTypeError)):
+    x, w = t(13, 128, dtype=E4M3), t(48, 128, dtype=E4M3)
+    with pytest.raises(to.InvalidValueError, match=r"^split_overlap_rs: expected m and n to be multiples of 8"):
         case.buffer.split_overlap_rs(
             w,
             True,
@@ -268,14 +267,14 @@ def run_blocks(comm: to.TorchComm, seed: int) -> None:
             False,
             None,
             rs_output=t(case.rows, 48, dtype=torch.bfloat16),
-            scaling_mode=2,
-            A_scale_inv=w_scale,
-            B_scale_inv=x_scale,
+            scaling_mode=4,
+            A_scale_inv=torch.ones(48, 1),
+            B_scale_inv=torch.ones(13, 1),
         )
     case.step(seed)
 
 
-def test_scales_that_cannot_be_cut_are_refused_before_anything_is_sent(seed: int) -> None:
+def test_rows_that_blocks_do_not_take_are_refused_before_anything_is_sent(seed: int) -> None:
     run_ranks(run_blocks, 2, seed)
 
 

@@ -43,8 +43,9 @@ def run_equal(comm: to.TorchComm) -> None:
     assert len({first, *others}) == len(CHANGES) + 1
     assert others == sorted(others)
     assert [create(comm, **change) for change in CHANGES] == others
-    ring = [create(comm, comm_type=AG, method=RING, aggregate_ag=aggregate) for aggregate in (False, True)]
-    assert len({*ring, *others, first}) == len(CHANGES) + 3
+    ways: list[dict[str, Any]] = [{}, {"aggregate_ag": True}, {"relay_ag": True}]
+    ring = [create(comm, comm_type=AG, method=RING, **way) for way in ways]
+    assert len({*ring, *others, first}) == len(CHANGES) + 4
     for id, change in zip(others, CHANGES, strict=True):
         buffer = to.comm_overlap_buffer(id)
         method = change.get("method", PIPELINE)

@@ -67,5 +67,7 @@ cudaError_t launch_sum(const SumParams& params, int blocks, int cluster, cudaStr
 
 // Loads the code of all kernels onto the current device, before one of them waits for another.
 cudaError_t load_overlap_kernels();
+// Those of launch_sum().
+cudaError_t load_sum_kernels();
 
 }  // namespace torch_overlap::cuda

@@ -1,0 +1,237 @@
+"""What "auto" takes: the table, else the cache, on which ranks agree, else a rule; and the command that measures."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_overlap as to
+from torch_overlap import _C, ops, tune
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+ROWS, FEATURES, INNER = 512, 12, 8  # of a rank: what the rule takes for "chunked" on a CPU
+
+
+def entry(op, shape, algorithm, size=2, dtype="float32", library=None, **more):
+    return {"op": op, "shape": list(shape), "dtype": dtype, "tp": size, "device": "cpu", "algorithm": algorithm,
+            "library": tune._library() if library is None else library, **more}  # fmt: skip
+
+
+def gather_shape(size):
+    return ROWS * size, FEATURES * size, INNER
+
+
+def reduce_shape(size):
+    return ROWS * size, FEATURES, INNER * size
+
+
+def entries_for(algorithm, size=2, **more):
+    return [entry("all_gather_matmul", gather_shape(size), algorithm, size, **more),
+            entry("matmul_reduce_scatter", reduce_shape(size), algorithm, size, **more),
+            entry("matmul_all_reduce", reduce_shape(size), algorithm, size, **more)]  # fmt: skip
+
+
+def spans(call):
+    """Names of what the operator does."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    names = {event.name.removeprefix("torch_overlap::").partition("[")[0] for event in profile.events()}
+    return names & {"chunk_gemm", "gemm"}  # pieces through the communicator; products over channels
+
+
+SPANS = {"sequential": set(), "chunked": {"chunk_gemm"}, "ring": {"gemm"}}
+
+
+def check_auto(comm, algorithm, decided_by):
+    """Every operator goes this way, says so, and is right."""
+    me, size = comm.get_rank(), comm.get_size()
+    gen = torch.Generator().manual_seed(17)
+    xs, ws = torch.randn(size, ROWS, INNER, generator=gen), torch.randn(size, FEATURES, INNER, generator=gen)
+    hs = torch.randn(size, ROWS * size, INNER, generator=gen)
+    total = sum(F.linear(h, w) for h, w in zip(hs, ws, strict=True))
+    x, w, h = xs[me], ws[me], hs[me]
+    results = {}
+    for op, given in (("all_gather_matmul", (x, [w], comm)), ("matmul_reduce_scatter", (h, w, comm)),
+                      ("matmul_all_reduce", (h, w, comm))):  # fmt: skip
+
+        def call(op=op, given=given):
+            results[op] = getattr(ops, op)(*given)
+
+        call()  # the ranks meet
+        found = to.explain(op, *given)
+        assert (found.algorithm, found.decided_by) == (algorithm, decided_by), found
+        assert spans(call) == SPANS[algorithm], op
+    torch.testing.assert_close(results["all_gather_matmul"][0][0], F.linear(xs.flatten(0, 1), w))
+    torch.testing.assert_close(results["matmul_reduce_scatter"], total.chunk(size)[me], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results["matmul_all_reduce"], total, rtol=1e-4, atol=1e-4)
+
+
+@contextlib.contextmanager
+def loaded():
+    """The files of the environment, in a process that lives on."""
+    tune.load()
+    try:
+        yield
+    finally:
+        _C._set_tuning("cache", {})
+
+
+def auto_rank(comm, algorithm, decided_by):
+    with loaded():
+        check_auto(comm, algorithm, decided_by)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+def test_the_cache_decides(tmp_path, size, algorithm):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for(algorithm, size))
+    run_ranks(auto_rank, size, algorithm, "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"library": "torch_overlap 0.0, torch 1.0"},
+        {"dtype": "bfloat16"},
+        {"size": 4},
+        {"algorithm": "tree"},
+    ],
+    ids=str,
+)
+def test_what_was_measured_for_something_else_does_not(tmp_path, others):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for(**{"algorithm": "sequential", **others}))
+    run_ranks(auto_rank, 2, "chunked", "rule", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
+def table_rank(comm):
+    def chosen(algorithm):
+        return {tune._key(e): e["algorithm"] for e in entries_for(algorithm)}
+
+    _C._set_tuning("cache", chosen("sequential"))
+    _C._set_tuning("table", chosen("ring"))
+    check_auto(comm, "ring", "table")
+    _C._set_tuning("table", {})
+    check_auto(comm, "sequential", "cache")
+    tune.load()
+    check_auto(comm, "sequential", "cache")  # what was agreed on stays
+
+
+def test_the_table_comes_before_the_cache():
+    run_ranks(table_rank, 2)
+
+
+def differing_rank(comm):
+    """Each rank has another cache: that of rank 0 counts."""
+    mine = ["ring", "sequential", "chunked"][comm.get_rank()]
+    _C._set_tuning("cache", {tune._key(e): e["algorithm"] for e in entries_for(mine, 3)})
+    check_auto(comm, "ring", "cache")
+    _C._set_tuning("cache", {})
+
+
+def test_all_ranks_take_the_cache_of_rank_0():
+    run_ranks(differing_rank, 3)
+
+
+def unreachable_rank(comm):
+    """What was measured and cannot be is left to the rule."""
+    pretence = _C._PretendUnreachable()
+    with loaded():
+        check_auto(comm, "chunked", "rule")
+    del pretence
+
+
+def test_an_algorithm_that_cannot_run_gives_way_to_the_rule(tmp_path):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for("ring"))
+    run_ranks(unreachable_rank, 2, env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
+def measure_rank(comm):
+    for op in tune.OPERATORS:
+        found = tune.measure(comm, op, (64, 64, 64), torch.float32, rounds=3, repeats=1)
+        assert found["op"] == op
+        assert set(found["us"]) == {"sequential", "chunked", "ring"}
+        assert found["algorithm"] in found["us"]
+        assert found["device"] == "cpu"
+    with pytest.raises(ValueError, match="tune: expected m of all_gather_matmul divisible by the 2 ranks, got 3"):
+        tune.measure(comm, "all_gather_matmul", (3, 4, 4), torch.float32)
+    with pytest.raises(ValueError, match="tune: expected op to be one of"):
+        tune.measure(comm, "all_reduce", (4, 4, 4), torch.float32)
+    found["us"] = None  # times are of a rank's clock
+    return found
+
+
+def test_measure_finds_the_same_on_all_ranks():
+    first, second = run_ranks(measure_rank, 2)
+    assert first == second
+
+
+def test_files(tmp_path):
+    path = tmp_path / "folder" / "cache.json"
+    tune.write(path, entries_for("ring"))
+    tune.write(path, [entry("all_gather_matmul", (ROWS * 2 + 1, FEATURES * 2, INNER), "chunked")])  # the same bucket
+    found = {e["op"]: e["algorithm"] for e in tune.read(path)}
+    assert found == {"all_gather_matmul": "chunked", "matmul_reduce_scatter": "ring", "matmul_all_reduce": "ring"}
+    assert os.listdir(path.parent) == ["cache.json"]
+    for text in ("", "{}", "[]", json.dumps({"format": 2, "entries": []}),
+                 json.dumps({"format": 1, "entries": [{"op": "x"}]})):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"tune: expected measured algorithms of format 1 in .*cache.json"):
+            tune.read(path)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    path = tmp_path / "cache.json"
+    path.write_text("{}")
+    monkeypatch.setenv("TORCH_OVERLAP_TUNE_CACHE", str(path))
+    with pytest.warns(UserWarning, match="the cache is not used"):
+        tune.load()
+    monkeypatch.delenv("TORCH_OVERLAP_TUNE_CACHE")
+    tune.load()
+
+
+def test_the_table_that_is_shipped():
+    entries = tune.read(tune._TABLES / "h200.json")
+    assert {e["op"] for e in entries} <= set(tune.OPERATORS)
+    for e in entries:
+        assert e["algorithm"] == min(e["us"], key=e["us"].get)
+        assert e["algorithm"] in _C._algorithms()
+    assert len({tune._key(e) for e in entries}) == len(entries)
+
+
+def run_command(*args, env=None):
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=200,
+                          env={**os.environ, **(env or {})})  # fmt: skip
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "cache.json"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "torch_overlap", "tune")
+    done = run_command(*torchrun, "--shapes", "64x64x64", "32x16x16", "--ops", "all_gather_matmul",
+                       "matmul_all_reduce", "--dtype", "float32", "--rounds", "2", "--cache", str(path),
+                       env={"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" us") >= 8
+    assert len(tune.read(path)) == 4
+    assert all(e["library"] == tune._library() and e["tp"] == 2 for e in tune.read(path))
+
+
+def test_mistakes_of_the_command(tmp_path):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for args, message in (
+        (["--shapes", "64x64"], "expected MxNxK, got '64x64'"),
+        (["--shapes", "8x8x8"], "expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE"),
+        (["--shapes", "8x8x8", "--ops", "all_reduce"], "invalid choice"),
+        (["--shapes", "8x8x8", "--cache", str(tmp_path / "c")], "two or more ranks, got one; start it with torchrun"),
+    ):
+        done = run_command("-m", "torch_overlap", "tune", *args, env={"CUDA_VISIBLE_DEVICES": "", **alone})
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr

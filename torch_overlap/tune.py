@@ -1,0 +1,288 @@
+"""What "auto" takes: a table of measured algorithms that is shipped, and a cache that this machine measures.
+
+    torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
+
+measures every algorithm that can run and writes the quickest into the cache, the file of TORCH_OVERLAP_TUNE_CACHE. A
+program reads it when torch_overlap is imported. "auto" asks the table, then the cache, then a rule; all ranks of a
+communicator take the cache of rank 0, and keep it. Nothing is measured while a program runs.
+
+An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks and
+a device by name; those of the cache also for the versions of the libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_overlap import _C, objcol, ops
+from torch_overlap._C import InvalidValueError, ReduceOp, TorchComm, UnsupportedError
+
+__all__ = ["OPERATORS", "load", "measure", "read", "write"]
+
+Entry = dict[str, Any]
+Shape = tuple[int, int, int]
+
+_TABLES = Path(__file__).parent / "tables"
+_FORMAT = 1
+# A forward pass has nothing for "bulk" to hide.
+_NOT_MEASURED = ("bulk",)
+
+
+# --- Problems ---------------------------------------------------------------------------------------------------------
+
+
+def _part(op: str, what: str, value: int, size: int) -> int:
+    if value % size != 0:
+        raise InvalidValueError(f"tune: expected {what} of {op} divisible by the {size} ranks, got {value}")
+    return value // size
+
+
+def _gather(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    x, w = _operands(comm, (_part(op, "m", m, size), k), (_part(op, "n", n, size), k), dtype)
+    if op.startswith("scaled_"):
+        (x, s), (w, t) = _quantized(x), _quantized(w)
+        return lambda a: ops.scaled_all_gather_matmul(x, s, [w], [t], comm, out_dtype=dtype, algorithm=a)
+    return lambda a: ops.all_gather_matmul(x, [w], comm, algorithm=a)
+
+
+def _reduce(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    k = _part(op, "k", k, size)
+    x, w = _operands(comm, (m, k), (n, k), dtype)
+    if op == "matmul_all_reduce":
+        return lambda a: ops.matmul_all_reduce(x, w, comm, algorithm=a)
+    _part(op, "m", m, size)
+    if op.startswith("scaled_"):
+        (x, s), (w, t) = _quantized(x), _quantized(w)
+        return lambda a: ops.scaled_matmul_reduce_scatter(x, s, w, t, comm, out_dtype=dtype, algorithm=a)
+    return lambda a: ops.matmul_reduce_scatter(x, w, comm, algorithm=a)
+
+
+def _operands(comm: TorchComm, x: tuple[int, int], w: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(sizes, device=comm.get_device()).to(dtype) for sizes in (x, w)]
+
+
+def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale_inv, *_ = ops.quantize(x)
+    return data, scale_inv
+
+
+OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[str], object]]] = {
+    "all_gather_matmul": _gather,
+    "matmul_reduce_scatter": _reduce,
+    "matmul_all_reduce": _reduce,
+    "scaled_all_gather_matmul": _gather,
+    "scaled_matmul_reduce_scatter": _reduce,
+}
+
+
+# --- Entries ----------------------------------------------------------------------------------------------------------
+
+
+def _library() -> str:
+    return f"torch_overlap {_C.build_config['version']}, torch {torch.__version__}"
+
+
+def _key(entry: Entry) -> str:
+    dtype = getattr(torch, entry["dtype"])
+    m, n, k = entry["shape"]
+    return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"])
+
+
+def read(path: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of a file. ValueError, naming the file, for one that holds something else."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']}")
+        entries: list[Entry] = content["entries"]
+        for entry in entries:
+            _key(entry), str(entry["algorithm"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"tune: expected measured algorithms of format {_FORMAT} in {path}, got {error!r}; delete or replace it"
+        ) from error
+    return entries
+
+
+def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
+    """Adds entries to a file, in place of older ones of the same key and library. It is replaced at once."""
+    path = Path(path)
+    kept = {(_key(e), e.get("library")): e for e in (read(path) if path.exists() else [])}
+    kept |= {(_key(e), e.get("library")): e for e in entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump({"format": _FORMAT, "entries": list(kept.values())}, file, indent=1)
+    os.replace(name, path)
+
+
+def _chosen(entries: Iterable[Entry]) -> dict[str, str]:
+    return {_key(entry): entry["algorithm"] for entry in entries}
+
+
+def load() -> None:
+    """Reads the table and the cache again. A file that cannot be read is left out, with a warning.
+
+    Communicators whose ranks have agreed on a cache already, at their first "auto", keep it.
+    """
+    table: list[Entry] = []
+    for path in sorted(_TABLES.glob("*.json")):
+        table += read(path)
+    _C._set_tuning("table", _chosen(table))
+    cache = _C._read_env()["tune_cache"]
+    entries: list[Entry] = []
+    if cache and Path(cache).exists():
+        try:
+            entries = [entry for entry in read(cache) if entry.get("library") == _library()]
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{error}; the cache is not used", stacklevel=2)
+    _C._set_tuning("cache", _chosen(entries))
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def _microseconds(call: Callable[[], object], comm: TorchComm, repeats: int) -> float:
+    comm.barrier(False)
+    if comm.get_device().type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1000 / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) * 1e6 / repeats
+
+
+def measure(
+    comm: TorchComm, op: str, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, rounds: int = 10, repeats: int = 3
+) -> Entry:
+    """The quickest algorithm of `op` for m, n and k of the whole layer; the same entry on all ranks. Collective.
+
+    Each algorithm that can run takes its turn in every round. A sample is the maximum over ranks, and the smallest
+    median wins.
+
+    Args:
+        dtype: of x, the weight and the result; for scaled operators of the result.
+
+    Raises:
+        InvalidValueError: the operator is not measured, or sizes do not divide by the number of ranks.
+    """
+    if op not in OPERATORS:
+        raise InvalidValueError(f"tune: expected op to be one of {', '.join(OPERATORS)}, got {op!r}")
+    call = OPERATORS[op](op, comm, shape, dtype)
+    names: list[str] = []
+    for name in _C._algorithms():
+        # One that cannot run is refused alike on all ranks, before anything is sent; the first can, or nothing can.
+        with contextlib.suppress(*(() if not names else (UnsupportedError, InvalidValueError))):
+            if name not in _NOT_MEASURED:
+                call(name)
+                names.append(name)
+    samples = torch.empty(rounds, len(names), dtype=torch.float64)
+    for turn in range(rounds):
+        for i in range(len(names)):
+            which = (turn + i) % len(names)
+            samples[turn, which] = _microseconds(lambda: call(names[which]), comm, repeats)  # noqa: B023
+    slowest = samples.to(comm.get_device())
+    comm.all_reduce(slowest, ReduceOp.MAX, False)
+    times = {name: statistics.median(column) for name, column in zip(names, slowest.t().tolist(), strict=True)}
+    found = [
+        {
+            "op": op,
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "tp": comm.get_size(),
+            "device": _device_name(comm),
+            "library": _library(),
+            "algorithm": min(times, key=lambda name: times[name]),
+            "us": {name: round(value, 1) for name, value in times.items()},
+        }
+    ]
+    objcol.broadcast_object_list(comm, found, 0)
+    return found[0]
+
+
+def _device_name(comm: TorchComm) -> str:
+    device = comm.get_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def _shape(text: str) -> Shape:
+    sizes = [int(size) for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected MxNxK, got {text!r}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=_shape, nargs="+", required=True, metavar="MxNxK",
+                        help="[m, k] x [k, n] of whole layers: all ranks' tokens and features")  # fmt: skip
+    parser.add_argument("--ops", nargs="+", choices=list(OPERATORS), metavar="OP",
+                        default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"],
+                        help=f"of {', '.join(OPERATORS)}; default: the first three")  # fmt: skip
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=10, help="of which the median counts (10)")
+    parser.add_argument("--cache", help="the file to add to; default: TORCH_OVERLAP_TUNE_CACHE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and writes; the exit status.
+
+    Raises:
+        ValueError: there is nothing to measure, or nowhere to write.
+    """
+    from torch_overlap.comm import new_comm
+
+    cache = args.cache or _C._read_env()["tune_cache"]
+    if not cache:
+        raise ValueError("tune: expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE, got none")
+    is_cuda = torch.cuda.is_available()
+    if is_cuda:
+        torch.cuda.set_device(_C._read_env()["local_rank"] or 0)
+    comm = new_comm("nccl" if is_cuda else "gloo", torch.device("cuda" if is_cuda else "cpu"), name="tune")
+    try:
+        _measure_all(comm, args, cache)
+    finally:
+        comm.finalize()
+    return 0
+
+
+def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
+    if comm.get_size() < 2:
+        raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
+    entries: list[Entry] = []
+    for op in args.ops:
+        for shape in args.shapes:
+            entries.append(measure(comm, op, shape, getattr(torch, args.dtype), rounds=args.rounds))
+            if comm.get_rank() == 0:
+                print(_line(entries[-1]), flush=True)
+    if comm.get_rank() == 0:
+        write(cache, entries)
+
+
+def _line(entry: Entry) -> str:
+    times: Sequence[tuple[str, float]] = sorted(entry["us"].items(), key=lambda item: item[1])
+    return f"{entry['op']} {'x'.join(map(str, entry['shape']))}: " + ", ".join(f"{n} {us} us" for n, us in times)
