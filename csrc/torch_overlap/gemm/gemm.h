@@ -88,8 +88,8 @@ struct GemmArgs {
 // 128 x 128 on both sides.
 // Threads: any. No gradients: below autograd.
 TORCH_OVERLAP_API void gemm(std::string_view op, const GemmArgs& args);
-// Kernels of our own that take the problem where it is, by name, and running one of them: for tests and
-// benchmarks. gemm() takes them where they were measured as the fastest (options.h).
+// Kernels of our own that take the problem where it is, by name, and running one of them: for tests
+// and benchmarks. gemm() takes them where they were measured as the fastest (options.h).
 TORCH_OVERLAP_API std::vector<std::string> own_gemm_kernels(std::string_view op,
                                                             const GemmArgs& args);
 // Throws kUnsupported, naming those that there are, for another.

@@ -8,9 +8,9 @@
 // What holds for all products of the process. Threads: any.
 namespace torch_overlap {
 
-// How a plan gets its algorithm: the library's first proposal; the fastest of its first eight, measured
-// on the operands of the first call (never during a capture); or the fastest of those and of our own
-// kernels, which Hopper has for 16-bit types. Plans that exist stay.
+// How a plan gets its algorithm: the library's first proposal; the fastest of its first eight,
+// measured on the operands of the first call (never during a capture); or the fastest of those and
+// of our own kernels, which Hopper has for 16-bit types. Plans that exist stay.
 enum class GemmTuning { kHeuristic, kMeasured, kBest };
 // "heuristic" (the default), "measured" or "best".
 TORCH_OVERLAP_API void set_gemm_tuning(std::string_view tuning);

@@ -92,14 +92,13 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
     for (size_t i = 0; i < biases.size(); ++i) {
       defined_biases[i] = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
     }
-    ring_gather_multiply(
-        kAllGatherMatmul, communicator,
-        {.own = own,
-         .scales = {},
-         .gathered = gathered.value_or(Tensor()),
-         .gathered_scales = {},
-         .fused = chosen == Algorithm::fused},
-        weights, defined_biases, products);
+    ring_gather_multiply(kAllGatherMatmul, communicator,
+                         {.own = own,
+                          .scales = {},
+                          .gathered = gathered.value_or(Tensor()),
+                          .gathered_scales = {},
+                          .fused = chosen == Algorithm::fused},
+                         weights, defined_biases, products);
   } else if (chosen != Algorithm::chunked) {  // a forward pass has nothing for bulk to hide behind
     if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());
     communicator->all_gather_single(*gathered, own, /*async_op=*/false);

@@ -124,8 +124,7 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
                        algorithm, communicator)
           .algorithm;
   const bool chunked = chosen == Algorithm::chunked;
-  if (chosen == Algorithm::ring || chosen == Algorithm::bulk ||
-      chosen == Algorithm::fused) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::bulk || chosen == Algorithm::fused) {
     return gather_gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted,
                                           wanted, communicator, dim, chosen);
   }

@@ -68,13 +68,14 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
                        forward_algorithm(algorithm), communicator)
           .algorithm;
   if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    ring_multiply_scatter(
-        kMatmulReduceScatter, communicator,
-        {.inputs = {inputs},
-         .weights = {weight.t()},
-         .sum = {.start = {}, .bias = bias.value_or(Tensor()), .mean = mean,
-                 .out = sums,
-                 .fused = chosen == Algorithm::fused}});
+    ring_multiply_scatter(kMatmulReduceScatter, communicator,
+                          {.inputs = {inputs},
+                           .weights = {weight.t()},
+                           .sum = {.start = {},
+                                   .bias = bias.value_or(Tensor()),
+                                   .mean = mean,
+                                   .out = sums,
+                                   .fused = chosen == Algorithm::fused}});
     bias_pending = false;
   } else if (chosen != Algorithm::chunked) {
     communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),

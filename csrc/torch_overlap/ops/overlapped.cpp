@@ -127,9 +127,8 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
   problem.fused = input.fused && !input.scales.defined() &&
-                  std::all_of(problem.gemms.begin(), problem.gemms.end(), [&](const auto& args) {
-                    return has_fused(*channel, args, rows);
-                  });
+                  std::all_of(problem.gemms.begin(), problem.gemms.end(),
+                              [&](const auto& args) { return has_fused(*channel, args, rows); });
   run_gather_gemm(op, *channel, problem);
 }
 

@@ -120,7 +120,10 @@ bool OverlapGroup::may_be_direct() const { return pretending_unreachable == 0; }
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
                                                        const Request& request) {
   std::shared_ptr<OverlapChannel> channel(new OverlapChannel);
-  channel->layout_ = {.bytes = request.bytes, .flags = request.flags, .size = group->size(), .tiles = request.tiles};
+  channel->layout_ = {.bytes = request.bytes,
+                      .flags = request.flags,
+                      .size = group->size(),
+                      .tiles = request.tiles};
   const c10::Device device = group->device();
   const auto bootstrap = group->bootstrap(request.name);
   Fault fault = request.fault;

@@ -37,8 +37,8 @@ struct SumArgs {
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
 // before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
-// also has a word that a rank which gives up sets on all others. tiles[r] are the flags of tiles that
-// come from rank r, where a chunk comes in tiles.
+// also has a word that a rank which gives up sets on all others. tiles[r] are the flags of tiles
+// that come from rank r, where a chunk comes in tiles.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;

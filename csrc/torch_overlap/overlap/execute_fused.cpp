@@ -12,7 +12,8 @@ void put_copy(Lanes& lanes, int lane, const GatherGemm& problem, int rank) {
   const int64_t end = begin + problem.rows.length(rank);
   lanes.run(lane, "copy", [&] {
     data.copy.narrow(0, begin, end - begin).copy_(data.own);
-    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, problem.rows.rows)}) {
+    for (const auto& [first, last] :
+         {std::pair(int64_t{0}, begin), std::pair(end, problem.rows.rows)}) {
       if (first == last) continue;
       data.copy.narrow(0, first, last - first).copy_(data.all.narrow(0, first, last - first));
     }

@@ -8,8 +8,8 @@
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/schedule.h"
 
-// Products that wait for the chunks of other ranks, or send them theirs, in one kernel: what a device may
-// offer in place of a product for each chunk.
+// Products that wait for the chunks of other ranks, or send them theirs, in one kernel: what a
+// device may offer in place of a product for each chunk.
 namespace torch_overlap {
 
 // What decides whether a device has a kernel for it, on every rank alike.
@@ -21,12 +21,13 @@ struct FusedShape {
   int64_t k = 0;
 };
 
-// out = all rows * rhs + bias, each chunk as soon as its flag (that of its rank) says that it is there.
+// out = all rows * rhs + bias, each chunk as soon as its flag (that of its rank) says that it is
+// there.
 struct FusedGather {
   GemmArgs gemm;  // lhs.data is not looked at
   RowShare rows;
-  at::Tensor own;       // this rank's rows
-  at::Tensor gathered;  // all rows, this rank's own left out
+  at::Tensor own;          // this rank's rows
+  at::Tensor gathered;     // all rows, this rank's own left out
   std::vector<int> order;  // in which chunks are asked for; this rank's own is first
 };
 

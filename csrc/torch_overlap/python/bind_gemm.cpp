@@ -155,9 +155,10 @@ void register_gemm(py::module_& module) {
       "grouped_gemm",
       [](const std::vector<GemmArgs>& group) { grouped_gemm("grouped_gemm", group); },
       py::arg("group"), py::call_guard<py::gil_scoped_release>());
-  own.def("own_gemm_kernels",
-          [](const GemmArgs& args) { return own_gemm_kernels("own_gemm_kernels", args); },
-          py::arg("args"));
+  own.def(
+      "own_gemm_kernels",
+      [](const GemmArgs& args) { return own_gemm_kernels("own_gemm_kernels", args); },
+      py::arg("args"));
   own.def(
       "run_own_gemm_kernel",
       [](const GemmArgs& args, const std::string& kernel) {

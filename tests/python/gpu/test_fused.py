@@ -216,9 +216,7 @@ def test_ten_thousand_replays(comm, kind):
         case.x.mul_(1.7).add_(0.3).cos_()
         outs = case.run()[:1]
         if kind is Gather:
-            (want, _), _ = ops.all_gather_matmul(
-                case.x, case.weights, comm, [case.bias, None], algorithm="ring"
-            )
+            (want, _), _ = ops.all_gather_matmul(case.x, case.weights, comm, [case.bias, None], algorithm="ring")
         else:
             want = ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="ring")
         difference = (outs[0].float() - want.float()).abs()

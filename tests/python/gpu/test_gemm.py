@@ -416,7 +416,9 @@ def test_the_same_checks_as_on_the_cpu():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
-@pytest.mark.parametrize("sizes", [(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels(dtype, layout, sizes):

@@ -40,7 +40,7 @@ class Plan {
   Owned<cublasLtMatmulDesc_t> matmul_;
   Owned<cublasLtMatrixLayout_t> a_, b_, c_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;  // none: refused
-  std::optional<sm90::Choice> own_;                // in its place, where that was measured as faster
+  std::optional<sm90::Choice> own_;  // in its place, where that was measured as faster
   bool measured_ = false;
 };
 

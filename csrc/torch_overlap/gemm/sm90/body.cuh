@@ -6,19 +6,22 @@
 
 // A persistent matrix product for Hopper. One block an SM, three warpgroups:
 //
-//   0   one thread loads the stages of both operands by tensor copies, as far ahead as shared memory
+//   0   one thread loads the stages of both operands by tensor copies, as far ahead as shared
+//   memory
 //       goes, over the borders of tiles
-//   1 2 each multiplies its part of the tile out of shared memory into registers (wgmma), applies the
-//       epilogue, puts 64 x 64 outputs at a time in shared memory and has them stored by tensor copies,
-//       which go on while the next tile is computed
+//   1 2 each multiplies its part of the tile out of shared memory into registers (wgmma), applies
+//   the
+//       epilogue, puts 64 x 64 outputs at a time in shared memory and has them stored by tensor
+//       copies, which go on while the next tile is computed
 //
-// Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps that
-// are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels and of
-// DeepGEMM.
+// Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps
+// that are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels
+// and of DeepGEMM.
 //
 // What differs between the plain product and those that talk to other ranks is in `Work`:
 //   Units units(p)                          the units of this block, next() after next()
-//   const CUtensorMap* lhs(unit, &row)      where the rows of lhs lie; called before a unit is loaded, by
+//   const CUtensorMap* lhs(unit, &row)      where the rows of lhs lie; called before a unit is
+//   loaded, by
 //                                           the thread that loads: waits until they are there
 //   void store(unit, shared, column, row)   of 64 x 64 outputs
 namespace torch_overlap::sm90 {
@@ -105,8 +108,11 @@ template <typename Config>
 class Multiplier {
  public:
   // group: 0 or 1.
-  __device__ __forceinline__ Multiplier(uint32_t shared, SharedBarriers<Config>& barriers, int group)
-      : shared_(shared), barriers_(barriers), row_(group / Config::kColumnGroups * 64 * Config::kRepeats),
+  __device__ __forceinline__ Multiplier(uint32_t shared, SharedBarriers<Config>& barriers,
+                                        int group)
+      : shared_(shared),
+        barriers_(barriers),
+        row_(group / Config::kColumnGroups * 64 * Config::kRepeats),
         column_(group % Config::kColumnGroups * Config::kWidth) {}
 
   __device__ __forceinline__ int row() const { return row_; }
@@ -119,7 +125,8 @@ class Multiplier {
     for (int k = unit.begin; k < unit.end; ++k, at_.advance()) {
       barrier_wait(shared_address(&barriers_.full[at_.stage]), at_.phase);
       const uint32_t lhs = shared_ + at_.stage * Config::kStageBytes + row_ * 128;
-      const uint32_t rhs = shared_ + at_.stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
+      const uint32_t rhs =
+          shared_ + at_.stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
 #pragma unroll
       for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
       wgmma_fence();
@@ -156,7 +163,8 @@ class Multiplier {
     if constexpr (Config::kCluster == 1) {
       if (lane == 0) barrier_arrive(empty);
     } else {
-      if (lane < Config::kCluster) barrier_arrive_at(empty, lane);  // all of them write to this stage
+      if (lane < Config::kCluster)
+        barrier_arrive_at(empty, lane);  // all of them write to this stage
     }
   }
 
@@ -190,7 +198,8 @@ struct PartialSums {
     __threadfence();
     named_barrier(3, 256);
     if (threadIdx.x == 128) {
-      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.part_ready + blockIdx.x) : "memory");
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.part_ready + blockIdx.x)
+                   : "memory");
     }
   }
 
@@ -225,11 +234,12 @@ struct PartialSums {
   }
 };
 
-// Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`, into shared memory under
-// the 128-byte swizzle.
+// Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`,
+// into shared memory under the 128-byte swizzle.
 template <typename Config>
-__device__ __forceinline__ void round_to_shared(const GemmParams& p, float (&sums)[Config::kAccumulators],
-                                                int chunk, uint32_t to, int row, int column,
+__device__ __forceinline__ void round_to_shared(const GemmParams& p,
+                                                float (&sums)[Config::kAccumulators], int chunk,
+                                                uint32_t to, int row, int column,
                                                 bool as_they_are = false) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first = (static_cast<int>(threadIdx.x) / 32 % 4) * 16 + lane / 4;
@@ -316,7 +326,8 @@ __device__ __forceinline__ void run_gemm(const GemmParams& p, Work& work, char* 
     more_registers<232>();
     compute_units<Config>(p, work, shared, barriers, group - 1);
   }
-  // The shared memory of a block is written to and its barriers arrived at by others until they are done.
+  // The shared memory of a block is written to and its barriers arrived at by others until they are
+  // done.
   if constexpr (Config::kCluster > 1) cluster_sync();
 }
 

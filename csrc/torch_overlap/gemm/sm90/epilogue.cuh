@@ -50,8 +50,8 @@ __device__ __forceinline__ float gelu_derivative(float x) {
   return s + x * 2.0F * s * (1.0F - s) * 0.7978845608F * (1.0F + 3.0F * 0.044715F * x * x);
 }
 
-// Applies the epilogue to 64 x 64 sums of a warpgroup that begin at (row, column): sums[4 * i + 2 * half +
-// j] is the one of row first + 8 * half, column 8 * i + 2 * (lane % 4) + j.
+// Applies the epilogue to 64 x 64 sums of a warpgroup that begin at (row, column): sums[4 * i + 2 *
+// half + j] is the one of row first + 8 * half, column 8 * i + 2 * (lane % 4) + j.
 template <typename Out, int n>
 __device__ __forceinline__ void apply_epilogue(const GemmParams& p, float (&sums)[n], int chunk,
                                                int row, int column) {

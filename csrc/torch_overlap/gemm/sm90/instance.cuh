@@ -20,21 +20,25 @@ struct Tile {
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kStoreBuffers = kStoreBuffers_;
-  static constexpr int kStages =
-      (kSharedBytesOfBlock - 1024 - 512 - 2 * kStoreBuffers * 64 * 128) / ((kRows + kColumns) * 128);
+  static constexpr int kStages = (kSharedBytesOfBlock - 1024 - 512 - 2 * kStoreBuffers * 64 * 128) /
+                                 ((kRows + kColumns) * 128);
 };
 
-template <typename Kernel, typename T, typename In, typename Out, int kElementBytes, bool kLhsAlongK,
-          bool kRhsAlongK>
+template <typename Kernel, typename T, typename In, typename Out, int kElementBytes,
+          bool kLhsAlongK, bool kRhsAlongK>
 KernelInfo instance() {
-  using Config = TileConfig<In, Out, kElementBytes, T::kRows, T::kColumns, T::kRowGroups, kLhsAlongK,
-                            kRhsAlongK, T::kCluster, T::kStages, T::kStoreBuffers>;
-  return {Kernel::template of<Config>(), Config::kRows, Config::kColumns, Config::kCluster,
-          Config::kDepth, Config::kSharedBytes};
+  using Config = TileConfig<In, Out, kElementBytes, T::kRows, T::kColumns, T::kRowGroups,
+                            kLhsAlongK, kRhsAlongK, T::kCluster, T::kStages, T::kStoreBuffers>;
+  return {Kernel::template of<Config>(),
+          Config::kRows,
+          Config::kColumns,
+          Config::kCluster,
+          Config::kDepth,
+          Config::kSharedBytes};
 }
 
-template <typename Kernel, typename In, typename Out, int kElementBytes, bool kLhsAlongK, bool kRhsAlongK,
-          typename... Tiles>
+template <typename Kernel, typename In, typename Out, int kElementBytes, bool kLhsAlongK,
+          bool kRhsAlongK, typename... Tiles>
 const KernelInfo* find_tile(const KernelKey& key) {
   static const KernelInfo all[] = {
       instance<Kernel, Tiles, In, Out, kElementBytes, kLhsAlongK, kRhsAlongK>()...};
@@ -44,21 +48,23 @@ const KernelInfo* find_tile(const KernelKey& key) {
   return nullptr;
 }
 
-// Of products whose lhs lies along k, by 16-bit types and the way that rhs lies. Kernel::of<Config>() is
-// the kernel's address.
+// Of products whose lhs lies along k, by 16-bit types and the way that rhs lies.
+// Kernel::of<Config>() is the kernel's address.
 template <typename Kernel, typename... Tiles>
 const KernelInfo* find_instance(const KernelKey& key) {
   const auto of = [&]<typename In, typename Out>(In, Out) {
     return key.rhs_along_k ? find_tile<Kernel, In, Out, 2, true, true, Tiles...>(key)
                            : find_tile<Kernel, In, Out, 2, true, false, Tiles...>(key);
   };
-  if (key.in == OperandType::bf16 && key.out == VectorType::bf16) return of(Bf16{}, __nv_bfloat16{});
+  if (key.in == OperandType::bf16 && key.out == VectorType::bf16)
+    return of(Bf16{}, __nv_bfloat16{});
   if (key.in == OperandType::f16 && key.out == VectorType::f16) return of(F16{}, __half{});
   return nullptr;
 }
 
 template <typename Params>
-cudaError_t launch(const KernelInfo& kernel, const Params& params, int blocks, cudaStream_t stream) {
+cudaError_t launch(const KernelInfo& kernel, const Params& params, int blocks,
+                   cudaStream_t stream) {
   void* arguments[] = {const_cast<Params*>(&params)};
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -18,7 +18,8 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
     const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
                                                                 kSince, cudaEnableDefault, &result);
     if (status != cudaSuccess) (void)cudaGetLastError();
-    TORCH_OVERLAP_CHECK(status == cudaSuccess && result == cudaDriverEntryPointSuccess, kUnsupported,
+    TORCH_OVERLAP_CHECK(status == cudaSuccess && result == cudaDriverEntryPointSuccess,
+                        kUnsupported,
                         "gemm: expected a CUDA driver with cuTensorMapEncodeTiled, got one without "
                         "it; update the driver");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
@@ -37,8 +38,8 @@ CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int
   CUtensorMap map;
   const CUresult status = encoder()(
       &map,
-      dtype == at::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      dtype == at::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kRuntime,

@@ -10,8 +10,8 @@ namespace torch_overlap::sm90 {
 enum class VectorType : int { none, f32, f16, bf16 };
 
 // What becomes of the product before it is rounded, in this order: scales, bias, GELU or its
-// derivative, residual. Pointers are null where there is nothing of the kind. Matrices are [m, n] of
-// the type of the output.
+// derivative, residual. Pointers are null where there is nothing of the kind. Matrices are [m, n]
+// of the type of the output.
 struct Epilogue {
   // Factors of rows and of columns; a step of 0: one for all.
   const float* lhs_scale;
@@ -43,8 +43,8 @@ struct GemmParams {
   bool plain;  // nothing to do in the epilogue
   Epilogue epilogue;
   // Tiles at the beginning that blocks share, each taking an equal part of their k (stream-K), and
-  // where the parts are handed over: for each block fp32 [tile rows, tile columns] and a word that is
-  // 0 between launches.
+  // where the parts are handed over: for each block fp32 [tile rows, tile columns] and a word that
+  // is 0 between launches.
   int shared_tiles;
   float* parts;
   uint32_t* part_ready;

@@ -52,7 +52,8 @@ int64_t clusters_on(const KernelInfo& kernel) {
 std::vector<Choice> choices(const Product& product) {
   std::vector<Choice> all;
   if (at::cuda::getCurrentDeviceProperties()->major != kHopper) return all;
-  if (!is_aligned(product.lhs, product.lhs_stride) || !is_aligned(product.rhs, product.rhs_stride) ||
+  if (!is_aligned(product.lhs, product.lhs_stride) ||
+      !is_aligned(product.rhs, product.rhs_stride) ||
       !is_aligned(product.out, product.out_stride)) {
     return all;
   }
@@ -71,18 +72,19 @@ std::vector<Choice> choices(const Product& product) {
 
 void run(const Product& product, const Choice& choice, cudaStream_t stream) {
   const KernelInfo* const kernel = kernel_of(product, choice);
-  TORCH_OVERLAP_CHECK(kernel != nullptr, kRuntime, "gemm: expected a kernel of this tile, got none");
+  TORCH_OVERLAP_CHECK(kernel != nullptr, kRuntime,
+                      "gemm: expected a kernel of this tile, got none");
   cuda::check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    kernel->shared_bytes),
               "gemm: loading a kernel");
   GemmParams params{};
   params.lhs = matrix_map(product.lhs, product.dtype, product.m, product.k, product.lhs_stride,
                           kernel->rows);
-  params.rhs = product.rhs_along_k
-                   ? matrix_map(product.rhs, product.dtype, product.n, product.k,
-                                product.rhs_stride, kernel->columns / kernel->cluster)
-                   : matrix_map(product.rhs, product.dtype, product.k, product.n,
-                                product.rhs_stride, 64);
+  params.rhs =
+      product.rhs_along_k
+          ? matrix_map(product.rhs, product.dtype, product.n, product.k, product.rhs_stride,
+                       kernel->columns / kernel->cluster)
+          : matrix_map(product.rhs, product.dtype, product.k, product.n, product.rhs_stride, 64);
   params.out = matrix_map(product.out, product.dtype, product.m, product.n, product.out_stride, 64);
   params.m = static_cast<int>(product.m);
   params.n = static_cast<int>(product.n);

@@ -11,8 +11,8 @@
 // Our own plain products on Hopper, as candidates beside the library's.
 namespace torch_overlap::sm90 {
 
-// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU), all of one 16-bit type. Strides are those of
-// rows in memory, in elements.
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU), all of one 16-bit type. Strides are
+// those of rows in memory, in elements.
 struct Product {
   at::ScalarType dtype = at::kBFloat16;
   int64_t m = 0;
@@ -30,16 +30,16 @@ struct Product {
   bool gelu = false;
 };
 
-// A way to compute it: the tile, and whether blocks share tiles along k where whole ones would leave
-// some of them idle.
+// A way to compute it: the tile, and whether blocks share tiles along k where whole ones would
+// leave some of them idle.
 struct Choice {
   int rows = 0;
   int columns = 0;
   bool shares = false;
 };
 
-// All ways there are on the current device; none where it is no sm_90, or where tensor copies cannot read
-// the matrices: they want rows at multiples of 16 bytes.
+// All ways there are on the current device; none where it is no sm_90, or where tensor copies
+// cannot read the matrices: they want rows at multiples of 16 bytes.
 std::vector<Choice> choices(const Product& product);
 
 // On `stream`, the current one. Capture-safe once a kernel has run on this device.

@@ -98,7 +98,8 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map,
 
 // To the same place in every block whose bit is set in `blocks`, and counted by the barrier there.
 __device__ __forceinline__ void tensor_load_to_all(uint32_t to, const CUtensorMap* map,
-                                                   uint32_t barrier, int x, int y, uint16_t blocks) {
+                                                   uint32_t barrier, int x, int y,
+                                                   uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes."
       "multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),

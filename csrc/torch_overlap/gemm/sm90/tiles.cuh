@@ -11,8 +11,9 @@ namespace torch_overlap::sm90 {
 
 // Two warpgroups compute a tile of kRows x kColumns: one below the other (kRowGroups 2) or side by
 // side (1). `LhsAlongK`: whether the rows of the operand in memory run along k.
-template <typename In_, typename Out_, int kElementBytes_, int kRows_, int kColumns_, int kRowGroups_,
-          bool kLhsAlongK_, bool kRhsAlongK_, int kCluster_, int kStages_, int kStoreBuffers_>
+template <typename In_, typename Out_, int kElementBytes_, int kRows_, int kColumns_,
+          int kRowGroups_, bool kLhsAlongK_, bool kRhsAlongK_, int kCluster_, int kStages_,
+          int kStoreBuffers_>
 struct TileConfig {
   using In = In_;
   using Out = Out_;
@@ -22,8 +23,8 @@ struct TileConfig {
   static constexpr int kColumnGroups = 2 / kRowGroups;
   static constexpr bool kLhsAlongK = kLhsAlongK_;
   static constexpr bool kRhsAlongK = kRhsAlongK_;
-  // Blocks of a cluster compute tiles that lie one below the other, and share what they read of rhs:
-  // each loads a part of it for all.
+  // Blocks of a cluster compute tiles that lie one below the other, and share what they read of
+  // rhs: each loads a part of it for all.
   static constexpr int kCluster = kCluster_;
   static constexpr int kStages = kStages_;
   // Of 64 x 64 outputs, for each warpgroup.
@@ -41,7 +42,8 @@ struct TileConfig {
   static constexpr int kRhsBytes = kColumns * 128;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes;
   static constexpr int kStoreBytes = 64 * 128;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStoreBuffers * kStoreBytes + 1024;
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes + 2 * kStoreBuffers * kStoreBytes + 1024;
   static constexpr int kThreads = 384;
 
   static_assert(kRows % (64 * kRowGroups) == 0 && kWidth % 64 == 0);
@@ -62,7 +64,8 @@ struct Unit {
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Tile `index` of `rows` x `columns` tiles in groups of rows.
-__device__ __forceinline__ Unit tile_at(int index, int rows, int columns, int row_group, int depth) {
+__device__ __forceinline__ Unit tile_at(int index, int rows, int columns, int row_group,
+                                        int depth) {
   const int per_group = row_group * columns;
   const int group = index / per_group;
   const int in_group = index % per_group;
@@ -70,15 +73,16 @@ __device__ __forceinline__ Unit tile_at(int index, int rows, int columns, int ro
   return {group * row_group + in_group % height, in_group / height, 0, depth, 0};
 }
 
-// The units of this cluster of blocks: first its part of the tiles that are shared, then whole tiles. A
-// tile here is what the cluster computes; row and column are those of this block's part of it.
+// The units of this cluster of blocks: first its part of the tiles that are shared, then whole
+// tiles. A tile here is what the cluster computes; row and column are those of this block's part of
+// it.
 //
 //   shared tiles    |  0  |  1  |  2  |  3  |      stages of k, one tile after the other
 //   cluster         |  5   |  4   |  3   | ...     equal parts
 //   whole tiles     4: cluster 0    5: cluster 1   ...
 //
-// Who has the first stages of a tile finishes it, with the parts of those that have the rest. They have
-// lower numbers, so they were started before it, and do that part first of all.
+// Who has the first stages of a tile finishes it, with the parts of those that have the rest. They
+// have lower numbers, so they were started before it, and do that part first of all.
 class UnitList {
  public:
   template <typename Config>
@@ -121,8 +125,8 @@ class UnitList {
   __device__ __forceinline__ bool is_whole(const Unit& unit) const {
     return unit.begin == 0 && unit.end == depth_;
   }
-  // How many parts, those before this one's, hold the rest of the tile whose first stages, up to where
-  // next() has come, are in this one.
+  // How many parts, those before this one's, hold the rest of the tile whose first stages, up to
+  // where next() has come, are in this one.
   __device__ __forceinline__ int helpers(const Unit& unit) const {
     const int end = at_ - unit.end + depth_;
     int count = 0;
@@ -143,7 +147,8 @@ class UnitList {
     unit = tile_at(index, rows_, columns_, row_group_, depth_);
     unit.row = unit.row * cluster_ + rank_;
   }
-  int rows_, columns_, depth_, row_group_, rank_, cluster_, clusters_, next_, parts_, part_, stages_, at_, end_;
+  int rows_, columns_, depth_, row_group_, rank_, cluster_, clusters_, next_, parts_, part_,
+      stages_, at_, end_;
 };
 
 }  // namespace torch_overlap::sm90

@@ -2,9 +2,10 @@
 
 #include <cstdint>
 
-// Products of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n], both operands
-// in shared memory under the 128-byte swizzle, k as long as 32 bytes. A thread holds n / 2 of d: of
-// rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 * (lane % 4) (+ 1) in d[4 * i + 2 * row + column].
+// Products of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n], both
+// operands in shared memory under the 128-byte swizzle, k as long as 32 bytes. A thread holds n / 2
+// of d: of rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 * (lane % 4) (+ 1) in d[4 * i + 2
+// * row + column].
 namespace torch_overlap::sm90 {
 
 // Types of the operands; the name is that of the instruction.
@@ -17,7 +18,8 @@ struct E5m2E4m3 {};
 template <int n>
 struct Columns {};
 
-// An operand whose rows run along k: rows of 128 bytes, each 8 rows 1024 bytes, one behind the other.
+// An operand whose rows run along k: rows of 128 bytes, each 8 rows 1024 bytes, one behind the
+// other.
 __device__ __forceinline__ uint64_t descriptor_k(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{1} << 16) |
          (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);

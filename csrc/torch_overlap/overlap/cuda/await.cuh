@@ -12,7 +12,7 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
 }
 
 inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                           WaitKind kind, int peer, const WaitControl& control) {
+                                  WaitKind kind, int peer, const WaitControl& control) {
   WaitRecord what{};
   what.kind = kind;
   what.window = words.id;

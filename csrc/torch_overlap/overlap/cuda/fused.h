@@ -7,8 +7,8 @@
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 
-// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves: one
-// kernel where the executor would issue a product for each chunk.
+// Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves:
+// one kernel where the executor would issue a product for each chunk.
 namespace torch_overlap::cuda {
 
 // A chunk for each rank must fit into the parameters of a kernel.
@@ -16,8 +16,8 @@ inline constexpr int kMostFusedRanks = 8;
 
 // All-gather + GEMM: the rows of each chunk are multiplied once it has arrived.
 struct FusedGatherParams {
-  sm90::GemmParams gemm;  // lhs: of this rank's rows; out and m: not looked at
-  CUtensorMap gathered;   // all rows
+  sm90::GemmParams gemm;             // lhs: of this rank's rows; out and m: not looked at
+  CUtensorMap gathered;              // all rows
   CUtensorMap out[kMostFusedRanks];  // of the rows of each chunk
   int begin[kMostFusedRanks];        // of each chunk, in rows
   int rows[kMostFusedRanks];
@@ -29,7 +29,7 @@ struct FusedGatherParams {
 
 // GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
 struct FusedScatterParams {
-  sm90::GemmParams gemm;  // lhs: all rows; out and m: not looked at
+  sm90::GemmParams gemm;              // lhs: all rows; out and m: not looked at
   CUtensorMap to[kMostFusedRanks];    // where the tiles of each chunk go; of the own: the result
   CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
   int begin[kMostFusedRanks];         // of each chunk, in rows
@@ -38,8 +38,8 @@ struct FusedScatterParams {
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
-  // Between the stores of 64 x 64 outputs to other ranks: all blocks end their tiles at about the same
-  // time, and what then fills the links would hold up the loads of the next tiles.
+  // Between the stores of 64 x 64 outputs to other ranks: all blocks end their tiles at about the
+  // same time, and what then fills the links would hold up the loads of the next tiles.
   uint32_t pace_ns;
   float factor;  // of the sum, before the bias
   ChannelWords words;

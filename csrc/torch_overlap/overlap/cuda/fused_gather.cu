@@ -6,8 +6,8 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// Tiles of one chunk after the other, in the order in which they arrive: one schedule for all, so that
-// no wave of blocks ends with a chunk.
+// Tiles of one chunk after the other, in the order in which they arrive: one schedule for all, so
+// that no wave of blocks ends with a chunk.
 template <typename Config>
 class GatherUnits {
  public:
@@ -66,7 +66,8 @@ struct GatherWork {
     row += p.begin[chunk];
     return &p.gathered;
   }
-  __device__ __forceinline__ void store(const sm90::Unit& unit, uint32_t from, int column, int row) {
+  __device__ __forceinline__ void store(const sm90::Unit& unit, uint32_t from, int column,
+                                        int row) {
     sm90::tensor_store(&p.out[unit.chunk], from, column, row);
   }
 };

@@ -105,7 +105,8 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
                              const KernelInfo& kernel) {
   sm90::GemmParams params{};
   params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
-  params.rhs = sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
+  params.rhs =
+      sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
@@ -116,12 +117,13 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
   return params;
 }
 
-// The stores of a tile are spread over most of the time that the next one takes: measured on H200s as the
-// best of 0, 0.5 and 0.9.
+// The stores of a tile are spread over most of the time that the next one takes: measured on H200s
+// as the best of 0, 0.5 and 0.9.
 uint32_t pace_of(int64_t stages, const KernelInfo& kernel) {
   constexpr double kPart = 0.9;
   constexpr double kStageNs = 600;  // of a tile of 128 x 256
-  const double tile = static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
+  const double tile =
+      static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
   const double pieces = static_cast<double>(kernel.rows) * kernel.columns / (64 * 64);
   return static_cast<uint32_t>(kPart * tile / pieces);
 }
@@ -148,8 +150,8 @@ std::string fused_obstacle(const FusedShape& shape) {
   }
   if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
   if (shape.k % kAlignment != 0 || shape.n % kAlignment != 0) {
-    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ", shape.k,
-                  " and ", shape.n);
+    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ",
+                  shape.k, " and ", shape.n);
   }
   const int64_t tiles =
       ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
@@ -178,7 +180,8 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   if (operands.lhs.size(0) > 0) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
   } else {  // no rows of its own: nothing reads this map
-    params.gemm = gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
+    params.gemm =
+        gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
   }
   params.gemm.row_group = kRowGroup / kernel.cluster;
   params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
@@ -195,9 +198,9 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   params.control = transport.control();
   const int64_t most = int64_t{sms} / kernel.cluster;
   const auto blocks = static_cast<int>(std::min(units(kernel), most) * kernel.cluster);
-  check(launch_fused_gather(kernel, params, blocks,
-                            c10::cuda::getCurrentCUDAStream(device.index())),
-        "fused all-gather and product");
+  check(
+      launch_fused_gather(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
+      "fused all-gather and product");
 }
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
@@ -215,7 +218,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = std::max(1, kRowGroup / rows.size);
-  const at::Tensor out = sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
+  const at::Tensor out =
+      sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
   const auto dtype = out.scalar_type();
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
   for (int chunk = 0; chunk < rows.size; ++chunk) {
@@ -228,7 +232,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
       params.to[chunk] = store_map(out);
       continue;
     }
-    params.to[chunk] = store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
+    params.to[chunk] =
+        store_map(transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype));
     params.from[chunk] =
         store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
   }
@@ -238,9 +243,9 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.words = transport.words();
   params.control = transport.control();
   const auto blocks = static_cast<int>(std::min<int64_t>(units(kernel), sms));
-  check(launch_fused_scatter(kernel, params, blocks,
-                             c10::cuda::getCurrentCUDAStream(device.index())),
-        "fused product and reduce-scatter");
+  check(
+      launch_fused_scatter(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
+      "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }
 

@@ -3,27 +3,31 @@
 #include "torch_overlap/overlap/cuda/await.cuh"
 #include "torch_overlap/overlap/cuda/fused.h"
 
-// GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their owner
-// by tensor copies, with a word behind each; those of the own rows take the tiles of the others in before
-// they are rounded. Between registers and the outside lies one tile in shared memory, which the mover (one
-// thread of the first warpgroup) and the two that multiply hand to each other:
+// GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
+// owner by tensor copies, with a word behind each; those of the own rows take the tiles of the
+// others in before they are rounded. Between registers and the outside lies one tile in shared
+// memory, which the mover (one thread of the first warpgroup) and the two that multiply hand to
+// each other:
 //
 //   tile of another rank     multiply ... | sums -> shared |filled|
-//   mover                                                         | stores | emptied | all written: tell
+//   mover                                                         | stores | emptied | all written:
+//   tell
 //
-//   tile of the own rows     multiply ... |        | sums += shared |taken| ... | result -> shared |filled|
-//   mover                    told? load a | loaded |                 told? load b ...                  stores
+//   tile of the own rows     multiply ... |        | sums += shared |taken| ... | result -> shared
+//   |filled| mover                    told? load a | loaded |                 told? load b ...
+//   stores
 //
-// What a tile of the own rows waits for is computed by the others before any tile of theirs that comes
-// later in the order, and those wait for earlier ones of this rank: nothing waits in a circle.
+// What a tile of the own rows waits for is computed by the others before any tile of theirs that
+// comes later in the order, and those wait for earlier ones of this rank: nothing waits in a
+// circle.
 namespace torch_overlap::cuda {
 namespace {
 
 using sm90::Unit;
 
-// The tiles of the other chunks in turn, then those of the own. All ranks are at the same place of their
-// chunks at the same time, so every owner gets tiles at an even rate, and what others have computed for
-// this rank has come long before it is asked for.
+// The tiles of the other chunks in turn, then those of the own. All ranks are at the same place of
+// their chunks at the same time, so every owner gets tiles at an even rate, and what others have
+// computed for this rank has come long before it is asked for.
 template <typename Config>
 class ScatterUnits {
  public:
@@ -50,7 +54,9 @@ class ScatterUnits {
     return false;
   }
   // The word of a tile.
-  __device__ __forceinline__ int word(const Unit& unit) const { return unit.row * columns_ + unit.column; }
+  __device__ __forceinline__ int word(const Unit& unit) const {
+    return unit.row * columns_ + unit.column;
+  }
 
  private:
   const FusedScatterParams& p_;
@@ -79,8 +85,8 @@ struct ScatterWork {
   }
 };
 
-// Where piece `i` (64 x 64) of the tile lies, as the warpgroups write it: first all of one, then all of the
-// other.
+// Where piece `i` (64 x 64) of the tile lies, as the warpgroups write it: first all of one, then
+// all of the other.
 template <typename Config>
 struct Piece {
   static constexpr int kOfGroup = Config::kRepeats * Config::kChunks;
@@ -116,7 +122,8 @@ __device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t
     if (own) {
       for (int i = 1; i < p.words.size; ++i) {
         const int peer = (p.words.rank + i) % p.words.size;
-        await_word(p.words, p.told[peer] + units.word(unit), epoch, WaitKind::chunk, peer, p.control);
+        await_word(p.words, p.told[peer] + units.word(unit), epoch, WaitKind::chunk, peer,
+                   p.control);
         sm90::fence_global_for_copies();
         if (i > 1) sm90::barrier_wait(taken, (takes - 1) & 1);
         ++takes;
@@ -164,7 +171,10 @@ __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulat
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t both;
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(from + (first + 8 * half) * 128 + at) : "memory");
+      asm volatile("ld.shared.u32 %0, [%1];"
+                   : "=r"(both)
+                   : "r"(from + (first + 8 * half) * 128 + at)
+                   : "memory");
       float a;
       float b;
       sm90::unpack(typename Config::Out{}, both, a, b);
@@ -220,11 +230,10 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
     ++fills;
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {
-      sm90::round_to_shared<Config>(p.gemm, mine.sums[k / Config::kChunks], k % Config::kChunks,
-                                    mine_at + k * Config::kStoreBytes, 0,
-                                    unit.column * Config::kColumns + mine.column() +
-                                        k % Config::kChunks * 64,
-                                    !own);
+      sm90::round_to_shared<Config>(
+          p.gemm, mine.sums[k / Config::kChunks], k % Config::kChunks,
+          mine_at + k * Config::kStoreBytes, 0,
+          unit.column * Config::kColumns + mine.column() + k % Config::kChunks * 64, !own);
     }
     sm90::fence_shared_for_copies();
     __syncwarp();

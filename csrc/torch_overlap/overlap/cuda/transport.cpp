@@ -10,8 +10,8 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/channel.h"
+#include "torch_overlap/overlap/cuda/fused_host.h"
 
 namespace torch_overlap::cuda {
 namespace {
