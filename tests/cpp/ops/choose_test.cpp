@@ -67,9 +67,10 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
   const auto comm = fake_comm("listed", 2);
   const auto error = choose_error([&] { chosen("tree", comm, 1); });
   EXPECT_EQ(error.kind(), ErrorKind::kValue);
-  EXPECT_STREQ(error.what(),
-               "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, got "
-               "'tree'");
+  EXPECT_STREQ(
+      error.what(),
+      "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, got "
+      "'tree'");
   comm->finalize();
 }
 

@@ -287,8 +287,8 @@ def test_autocast_casts_the_operands():
 
 
 ERRORS = {
-    "algorithm to be one of auto, sequential, chunked, ring, bulk, got 'tree'": lambda c, x, w: ops.all_gather_matmul(
-        x, [w], c, algorithm="tree"
+    "algorithm to be one of auto, sequential, chunked, ring, bulk, fused, got 'tree'": lambda c, x, w: (
+        ops.all_gather_matmul(x, [w], c, algorithm="tree")
     ),
     "two or more dimensions, got shape": lambda c, x, w: ops.all_gather_matmul(x[0], [w], c),
     "gather_dim to be a dimension of rows, got 1": lambda c, x, w: ops.all_gather_matmul(x, [w], c, gather_dim=1),

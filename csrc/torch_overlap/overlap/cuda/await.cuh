@@ -12,7 +12,8 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
 }
 
 inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                                  WaitKind kind, int peer, const WaitControl& control) {
+                                  WaitKind kind, int peer, const WaitControl& control,
+                                  uint64_t look_at_host_ns = kLookAtHostNs) {
   WaitRecord what{};
   what.kind = kind;
   what.window = words.id;
@@ -22,7 +23,7 @@ inline __device__ void await_word(const ChannelWords& words, const uint32_t* wor
   const bool is_there = wait_until(
       control, word,
       [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
-      what);
+      what, look_at_host_ns);
   if (!is_there || load_acquire(gone) == 0) return;
   what.kind = WaitKind::gone;
   give_up(control, what, 0);

@@ -59,7 +59,8 @@ struct GatherWork {
     const int chunk = unit.chunk;
     if (chunk == p.words.rank) return &p.gemm.lhs;
     if (chunk != arrived) {
-      await_word(p.words, p.flag[chunk], *p.words.epoch, WaitKind::chunk, chunk, p.control);
+      await_word(p.words, p.flag[chunk], *p.words.epoch, WaitKind::chunk, chunk, p.control,
+                 kManyLookAtHostNs);
       sm90::fence_global_for_copies();
       arrived = chunk;
     }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t
       for (int i = 1; i < p.words.size; ++i) {
         const int peer = (p.words.rank + i) % p.words.size;
         await_word(p.words, p.told[peer] + units.word(unit), epoch, WaitKind::chunk, peer,
-                   p.control);
+                   p.control, kManyLookAtHostNs);
         sm90::fence_global_for_copies();
         if (i > 1) sm90::barrier_wait(taken, (takes - 1) & 1);
         ++takes;

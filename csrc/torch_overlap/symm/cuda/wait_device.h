@@ -15,6 +15,8 @@ inline constexpr uint32_t kFailed = 2;
 
 // How often a wait looks at host memory, which takes a trip over PCIe.
 inline constexpr uint64_t kLookAtHostNs = 20'000;
+// The same where a thread of every block may wait: many such trips at once hold each other up.
+inline constexpr uint64_t kManyLookAtHostNs = 10'000'000;
 
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* address) {
   uint64_t value;
@@ -80,13 +82,13 @@ __device__ __forceinline__ void give_up(const WaitControl& control, const WaitRe
 // (then `what` is on record: kind, window, peer and expected), stopped, or another wait had failed.
 template <typename Word, typename IsThere>
 __device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
-                           const WaitRecord& what) {
+                           const WaitRecord& what, uint64_t look_at_host_ns = kLookAtHostNs) {
   const volatile uint32_t* failed = control.failed;
   const volatile uint32_t* stopped = &control.record->stopped;
   Word seen = load_acquire(address);
   if (is_there(seen)) return true;
   const uint64_t begin = now_ns();
-  uint64_t look_at_host = begin + kLookAtHostNs;
+  uint64_t look_at_host = begin + look_at_host_ns;
   unsigned int nap = 32;
   while (!is_there(seen)) {
     if (*failed == kFailed) return false;
@@ -96,7 +98,7 @@ __device__ bool wait_until(const WaitControl& control, const Word* address, cons
         atomicCAS(control.failed, kFine, kFailed);  // what comes behind must not be signalled
         return false;
       }
-      look_at_host = now + kLookAtHostNs;
+      look_at_host = now + look_at_host_ns;
     }
     if (now - begin >= control.timeout_ns) {
       give_up(control, what, seen);
