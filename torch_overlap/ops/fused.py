@@ -8,14 +8,14 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
 - "ring": chunks of rows, each moved straight to where it is needed while others are multiplied. "bulk": backward, the
   gathering and the reduction run beside whole products. Both need ranks that reach each other's memory, else they
   raise UnsupportedError; operators that exchange instead of gathering or reducing have neither.
-- "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 in one kernel each, which waits for
-  rows, or sends and sums tiles, by itself. Gradients too, but for sums of several products, which go as "ring".
+- "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 in one kernel each, which waits
+  for rows, or sends and sums tiles, by itself. Gradients too, but for sums of several products, which go as "ring".
 - "auto": the quicker one by shape and by what the ranks can do. The same on all ranks.
 
-The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk" and "fused" after a call of
-the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A bias's or weight's
-gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks that hold other
-rows.
+The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk" and "fused" after a
+call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A bias's or
+weight's gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks that hold
+other rows.
 """
 
 from __future__ import annotations

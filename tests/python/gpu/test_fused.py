@@ -233,6 +233,13 @@ def test_ten_thousand_replays(comm, kind):
     assert wrong.item() == 0
 
 
+def run_until_an_error(case):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        case.run()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
@@ -253,8 +260,5 @@ def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
         torch.cuda.synchronize()
         assert 1.8 < time.monotonic() - begin < 10
         with pytest.raises(to.Error, match=f"rank {last}"):
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                case.run()
-                time.sleep(0.05)
+            run_until_an_error(case)
     graph.reset()
