@@ -8,6 +8,7 @@
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/plan.h"
+#include "torch_overlap/gemm/options.h"
 
 namespace torch_overlap::cublaslt {
 namespace {
