@@ -61,11 +61,21 @@ void add_up_in(const ScatterPlace& place, const at::Tensor& start, std::vector<G
   }
 }
 
+// Whether fused kernels do all that is asked of a product.
 bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
+  const auto dtype = args.lhs.data.scalar_type();
+  const GemmEpilogue& epilogue = args.epilogue;
+  if (!channel.transport().is_direct() || args.rhs.data.scalar_type() != dtype ||
+      args.out.scalar_type() != dtype || args.accumulate || args.sm_target != 0 ||
+      args.out_scale.defined() || args.out_amax.defined() || epilogue.gelu ||
+      epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
+      epilogue.bias_grad.defined()) {
+    return false;
+  }
   const GemmShape shape = gemm_shape(args);
   return channel.device()
       .fused_obstacle({.device = channel.group().device(),
-                       .dtype = args.lhs.data.scalar_type(),
+                       .dtype = dtype,
                        .rows = rows,
                        .n = shape.n,
                        .k = shape.k})

@@ -28,15 +28,17 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
   const int64_t room = (bytes + kStep - 1) / kStep * kStep;
   const auto name = attachment_name(which);
   const int size = comm->size();
-  channel = OverlapChannel::create(OverlapGroup::of(comm), {.op = op,
-                                                            .name = name,
-                                                            .digest = concat(room, " bytes"),
-                                                            .bytes = room,
-                                                            .flags = 2 * size,
-                                                            .tiles = device.tiles(),
-                                                            .lanes = {.computes = 2},
-                                                            .use_ce = true,
-                                                            .fault = {}});
+  channel = OverlapChannel::create(
+      OverlapGroup::of(comm),
+      {.op = op,
+       .name = name,
+       .digest = concat(room, " bytes, ", device.sm_count(comm->device()), " SMs"),
+       .bytes = room,
+       .flags = 2 * size,
+       .tiles = device.tiles(),
+       .lanes = {.computes = 2},
+       .use_ce = true,
+       .fault = {}});
   comm->attach(name, channel);
   return channel;
 }

@@ -422,7 +422,7 @@ def test_the_same_checks_as_on_the_cpu():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels(dtype, layout, sizes):
-    """Each tile, whole and shared along k, with every epilogue that they have."""
+    """Each tile with every epilogue that they have."""
     ran = 0
     for epilogue in EPILOGUES:
         if "bgrad" in epilogue:

@@ -136,14 +136,14 @@ class CublasLtGemm final : public GemmBackend {
     const auto product = own_product_of(problem);
     if (!product) return names;
     for (const sm90::Choice& choice : sm90::choices(*product)) {
-      names.push_back(concat(choice.rows, "x", choice.columns, choice.shares ? " shared" : ""));
+      names.push_back(concat(choice.rows, "x", choice.columns));
     }
     return names;
   }
 
   void run_own(const GemmProblem& problem, size_t index) override {
     const auto product = own_product_of(problem);
-    sm90::run(*product, sm90::choices(*product).at(index), c10::cuda::getCurrentCUDAStream());
+    sm90::run(*product, sm90::choices(*product).at(index));
   }
 
   void run_group(const std::vector<GemmProblem>& problems) override {

@@ -82,7 +82,7 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
   if (!product) return;
   for (const sm90::Choice& choice : sm90::choices(*product)) {
     const auto again = [&] {
-      sm90::run(*product, choice, stream);
+      sm90::run(*product, choice);
       return true;
     };
     if (is_best(again)) own_ = choice;

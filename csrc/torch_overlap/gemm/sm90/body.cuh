@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
     int row = unit.row * Config::kRows;
     const int column = unit.column * Config::kColumns;
     const CUtensorMap* const lhs = work.lhs(unit, row);
-    for (int k = unit.begin; k < unit.end; ++k, at.advance()) {
+    for (int k = 0; k < unit.depth; ++k, at.advance()) {
       barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
       const uint32_t full = shared_address(&barriers.full[at.stage]);
       const uint32_t to = shared + at.stage * Config::kStageBytes;
@@ -122,7 +122,7 @@ class Multiplier {
 
   __device__ __forceinline__ void multiply(const Unit& unit) {
     int before = -1;
-    for (int k = unit.begin; k < unit.end; ++k, at_.advance()) {
+    for (int k = 0; k < unit.depth; ++k, at_.advance()) {
       barrier_wait(shared_address(&barriers_.full[at_.stage]), at_.phase);
       const uint32_t lhs = shared_ + at_.stage * Config::kStageBytes + row_ * 128;
       const uint32_t rhs =
@@ -137,7 +137,7 @@ class Multiplier {
           wgmma<!Config::kLhsAlongK, !Config::kRhsAlongK>(
               typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
               operand<Config::kLhsAlongK>(lhs + r * 64 * 128, step),
-              operand<Config::kRhsAlongK>(rhs, step), k != unit.begin || step != 0);
+              operand<Config::kRhsAlongK>(rhs, step), k != 0 || step != 0);
         }
       }
       wgmma_commit();
@@ -175,75 +175,15 @@ class Multiplier {
   StageCursor<Config::kStages> at_;
 };
 
-// Hands parts of the sums of a tile from block to block, through memory of the device.
-template <typename Config>
-struct PartialSums {
-  static constexpr int kOfThread = Config::kRepeats * Config::kAccumulators;
-
-  static __device__ __forceinline__ float4* place(const GemmParams& p, int block, int i) {
-    return reinterpret_cast<float4*>(p.parts) +
-           (static_cast<int64_t>(block) * (kOfThread / 4) + i) * 256 + (threadIdx.x - 128);
-  }
-
-  static __device__ __forceinline__ void give(const GemmParams& p, const Multiplier<Config>& mine) {
-#pragma unroll
-    for (int r = 0; r < Config::kRepeats; ++r) {
-#pragma unroll
-      for (int i = 0; i < Config::kAccumulators; i += 4) {
-        __stcg(place(p, static_cast<int>(blockIdx.x), (r * Config::kAccumulators + i) / 4),
-               make_float4(mine.sums[r][i], mine.sums[r][i + 1], mine.sums[r][i + 2],
-                           mine.sums[r][i + 3]));
-      }
-    }
-    __threadfence();
-    named_barrier(3, 256);
-    if (threadIdx.x == 128) {
-      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.part_ready + blockIdx.x)
-                   : "memory");
-    }
-  }
-
-  // Adds the parts of `helpers` blocks, in the order of k.
-  template <typename Units>
-  static __device__ __forceinline__ void take(const GemmParams& p, const Units& units,
-                                              const Unit& unit, Multiplier<Config>& mine) {
-    const int helpers = units.helpers(unit);
-    for (int helper = 1; helper <= helpers; ++helper) {
-      const int block = units.helper(helper);
-      if (threadIdx.x == 128) {
-        uint32_t* const ready = p.part_ready + block;
-        uint32_t seen = 0;
-        while (seen == 0) {
-          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
-        }
-        *ready = 0;  // of the next launch; nobody else reads it in this one
-      }
-      named_barrier(3, 256);
-#pragma unroll
-      for (int r = 0; r < Config::kRepeats; ++r) {
-#pragma unroll
-        for (int i = 0; i < Config::kAccumulators; i += 4) {
-          const float4 part = __ldcg(place(p, block, (r * Config::kAccumulators + i) / 4));
-          mine.sums[r][i] += part.x;
-          mine.sums[r][i + 1] += part.y;
-          mine.sums[r][i + 2] += part.z;
-          mine.sums[r][i + 3] += part.w;
-        }
-      }
-    }
-  }
-};
-
 // Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`,
 // into shared memory under the 128-byte swizzle.
 template <typename Config>
 __device__ __forceinline__ void round_to_shared(const GemmParams& p,
                                                 float (&sums)[Config::kAccumulators], int chunk,
-                                                uint32_t to, int row, int column,
-                                                bool as_they_are = false) {
+                                                uint32_t to, int column, bool as_they_are = false) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first = (static_cast<int>(threadIdx.x) / 32 % 4) * 16 + lane / 4;
-  if (!p.plain && !as_they_are) apply_epilogue<typename Config::Out>(p, sums, chunk, row, column);
+  if (!p.plain && !as_they_are) apply_epilogue(p, sums, chunk, column);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t at = ((i ^ (first & 7)) << 4) + (lane & 3) * 4;
@@ -268,13 +208,6 @@ __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, u
   Unit unit;
   while (units.next(unit)) {
     mine.multiply(unit);
-    if (!units.is_whole(unit)) {
-      if (unit.begin != 0) {
-        PartialSums<Config>::give(p, mine);
-        continue;
-      }
-      PartialSums<Config>::take(p, units, unit, mine);
-    }
     const int row = unit.row * Config::kRows + mine.row();
     const int column = unit.column * Config::kColumns + mine.column();
     constexpr int kPieces = Config::kRepeats * Config::kChunks;
@@ -287,7 +220,7 @@ __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, u
         const int r = (first + i) / Config::kChunks;
         const int chunk = (first + i) % Config::kChunks;
         round_to_shared<Config>(p, mine.sums[r], chunk, buffers + i * Config::kStoreBytes,
-                                row + 64 * r, column + 64 * chunk);
+                                column + 64 * chunk);
       }
       fence_shared_for_copies();
       named_barrier(1 + group, 128);

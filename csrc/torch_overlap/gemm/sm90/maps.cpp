@@ -58,7 +58,7 @@ bool is_mappable(const at::Tensor& matrix) {
   const auto element = static_cast<int64_t>(matrix.element_size());
   return (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
          reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0 &&
-         matrix.stride(0) * element % kAlignment == 0;
+         matrix.stride(0) >= matrix.size(1) && matrix.stride(0) * element % kAlignment == 0;
 }
 
 }  // namespace torch_overlap::sm90

@@ -1,9 +1,7 @@
 #include "torch_overlap/gemm/sm90/product.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 
@@ -19,7 +17,7 @@ constexpr int64_t kAlignment = 16;
 constexpr int64_t kElement = 2;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
-constexpr Choice kTiles[] = {{128, 256, false}, {128, 128, false}, {64, 256, false}};
+constexpr Choice kTiles[] = {{128, 256}, {128, 128}, {64, 256}};
 
 bool is_aligned(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * kElement % kAlignment == 0;
@@ -58,19 +56,12 @@ std::vector<Choice> choices(const Product& product) {
     return all;
   }
   for (const Choice& tile : kTiles) {
-    const KernelInfo* const kernel = kernel_of(product, tile);
-    if (kernel == nullptr) continue;
-    all.push_back(tile);
-    const int64_t tiles = tiles_of(product, *kernel);
-    const int64_t clusters = clusters_on(*kernel);
-    if (tiles % clusters != 0 && tiles < 4 * clusters) {
-      all.push_back({tile.rows, tile.columns, true});
-    }
+    if (kernel_of(product, tile) != nullptr) all.push_back(tile);
   }
   return all;
 }
 
-void run(const Product& product, const Choice& choice, cudaStream_t stream) {
+void run(const Product& product, const Choice& choice) {
   const KernelInfo* const kernel = kernel_of(product, choice);
   TORCH_OVERLAP_CHECK(kernel != nullptr, kRuntime,
                       "gemm: expected a kernel of this tile, got none");
@@ -96,22 +87,10 @@ void run(const Product& product, const Choice& choice, cudaStream_t stream) {
   params.epilogue.gelu = product.gelu;
   const int64_t tiles = tiles_of(product, *kernel);
   const int64_t clusters = clusters_on(*kernel);
-  at::Tensor parts;
-  at::Tensor ready;
-  if (choice.shares) {
-    // The last whole wave, and what is left over.
-    const int64_t waves = tiles / clusters;
-    params.shared_tiles = static_cast<int>(tiles - std::max<int64_t>(0, waves - 1) * clusters);
-    const int64_t blocks = clusters * kernel->cluster;
-    const auto device = at::TensorOptions(at::kCUDA, c10::cuda::current_device());
-    parts = at::empty({blocks * kernel->rows * kernel->columns}, device.dtype(at::kFloat));
-    ready = at::zeros({blocks}, device.dtype(at::kInt));
-    params.parts = parts.mutable_data_ptr<float>();
-    params.part_ready = reinterpret_cast<uint32_t*>(ready.mutable_data_ptr<int32_t>());
-  }
-  const int64_t used = choice.shares ? clusters : std::min(tiles, clusters);
-  cuda::check(launch_gemm(*kernel, params, static_cast<int>(used * kernel->cluster), stream),
-              "gemm: a kernel of our own");
+  cuda::check(
+      launch_gemm(*kernel, params, static_cast<int>(std::min(tiles, clusters) * kernel->cluster),
+                  c10::cuda::getCurrentCUDAStream()),
+      "gemm: a kernel of our own");
 }
 
 }  // namespace torch_overlap::sm90

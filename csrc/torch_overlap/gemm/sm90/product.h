@@ -1,7 +1,6 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <vector>
@@ -30,19 +29,17 @@ struct Product {
   bool gelu = false;
 };
 
-// A way to compute it: the tile, and whether blocks share tiles along k where whole ones would
-// leave some of them idle.
+// A way to compute it: the tile.
 struct Choice {
   int rows = 0;
   int columns = 0;
-  bool shares = false;
 };
 
 // All ways there are on the current device; none where it is no sm_90, or where tensor copies
 // cannot read the matrices: they want rows at multiples of 16 bytes.
 std::vector<Choice> choices(const Product& product);
 
-// On `stream`, the current one. Capture-safe once a kernel has run on this device.
-void run(const Product& product, const Choice& choice, cudaStream_t stream);
+// On the current stream. Capture-safe once the kernel has run on this device.
+void run(const Product& product, const Choice& choice);
 
 }  // namespace torch_overlap::sm90

@@ -83,10 +83,6 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
 
 // --- Tensor copies
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                             int x, int y) {
   asm volatile(

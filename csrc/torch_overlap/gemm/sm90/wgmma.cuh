@@ -11,9 +11,6 @@ namespace torch_overlap::sm90 {
 // Types of the operands; the name is that of the instruction.
 struct Bf16 {};
 struct F16 {};
-struct E4m3 {};
-struct E4m3E5m2 {};
-struct E5m2E4m3 {};
 
 template <int n>
 struct Columns {};
@@ -77,31 +74,14 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                  ", p, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                                                                    \
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(lhs_turned), "n"(rhs_turned));            \
   }
-#define TO_WGMMA_8(tag, type, n, half, a, b, accumulate)                                                                        \
-  template <int lhs_turned, int rhs_turned>                                                                                     \
-  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
-    static_assert(lhs_turned == 0 && rhs_turned == 0, "8-bit operands are read along k");                                       \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
-                 ", p, 1, 1;\n}"                                                                                                \
-                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
-  }
 #define TO_WGMMA_OF_16(tag, type)                         \
   TO_WGMMA_16(tag, type, 64, 32, 32, 33, 34, 35, 36)      \
   TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)     \
   TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)    \
   TO_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
-#define TO_WGMMA_OF_8(tag, type)               \
-  TO_WGMMA_8(tag, type, 64, 32, 32, 33, 34)    \
-  TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66)   \
-  TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98)   \
-  TO_WGMMA_8(tag, type, 256, 128, 128, 129, 130)
 
 TO_WGMMA_OF_16(Bf16, "bf16.bf16")
 TO_WGMMA_OF_16(F16, "f16.f16")
-TO_WGMMA_OF_8(E4m3, "e4m3.e4m3")
-TO_WGMMA_OF_8(E4m3E5m2, "e4m3.e5m2")
-TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 
 #undef TO_TEN
 #undef TO_D4
@@ -116,9 +96,7 @@ TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 #undef TO_D_96
 #undef TO_D_128
 #undef TO_WGMMA_16
-#undef TO_WGMMA_8
 #undef TO_WGMMA_OF_16
-#undef TO_WGMMA_OF_8
 // clang-format on
 
 }  // namespace torch_overlap::sm90

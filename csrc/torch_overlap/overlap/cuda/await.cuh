@@ -24,7 +24,8 @@ inline __device__ void await_word(const ChannelWords& words, const uint32_t* wor
       control, word,
       [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
       what, look_at_host_ns);
-  if (!is_there || load_acquire(gone) == 0) return;
+  // A rank that has gone since then has done its part of this.
+  if (!is_there || reached(load_acquire(word), epoch)) return;
   what.kind = WaitKind::gone;
   give_up(control, what, 0);
 }

@@ -35,9 +35,6 @@ class GatherUnits {
     }
     return false;
   }
-  __device__ __forceinline__ bool is_whole(const sm90::Unit&) const { return true; }
-  __device__ __forceinline__ int helpers(const sm90::Unit&) const { return 0; }
-  __device__ __forceinline__ int helper(int) const { return 0; }
 
  private:
   const FusedGatherParams& p_;

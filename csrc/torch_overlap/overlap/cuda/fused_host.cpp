@@ -1,6 +1,7 @@
 #include "torch_overlap/overlap/cuda/fused_host.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
@@ -49,7 +50,12 @@ VectorType vector_type(const at::Tensor& vector) {
 
 // As a tensor copy reads it; copied where it lies otherwise.
 at::Tensor mappable(const at::Tensor& matrix) {
-  return sm90::is_mappable(matrix) ? matrix : matrix.contiguous().clone();
+  return sm90::is_mappable(matrix) ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
+}
+
+// Where such a matrix may be written; copied to where it belongs afterwards.
+at::Tensor mappable_out(const at::Tensor& matrix) {
+  return sm90::is_mappable(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
 }
 
 struct Operands {
@@ -162,6 +168,9 @@ std::string fused_obstacle(const FusedShape& shape) {
 }
 
 void run_fused(CudaTransport& transport, const FusedGather& problem) {
+  TORCH_OVERLAP_CHECK(transport.uses_copy_engine(), kUnsupported,
+                      "fused all-gather and product: expected copy engines to move the rows, got a "
+                      "buffer with use_ce=False; kernels would find no SM free");
   const int rank = transport.words().rank;
   const RowShare& rows = problem.rows;
   const auto device = problem.own.device();
@@ -176,6 +185,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
     return count * ceil_div(n, kernel.columns);
   };
   const KernelInfo& kernel = choose_kernel(find_fused_gather, operands, sms, units);
+  const at::Tensor out = mappable_out(problem.gemm.out);
   FusedGatherParams params{};
   if (operands.lhs.size(0) > 0) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
@@ -188,7 +198,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t begin = rows.begin(chunk);
     const int64_t length = rows.length(chunk);
-    params.out[chunk] = store_map(problem.gemm.out.narrow(0, begin, length));
+    params.out[chunk] = store_map(out.narrow(0, begin, length));
     params.begin[chunk] = static_cast<int>(begin);
     params.rows[chunk] = static_cast<int>(length);
     params.flag[chunk] = transport.flag(rank, chunk);
@@ -201,6 +211,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   check(
       launch_fused_gather(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
       "fused all-gather and product");
+  if (!out.is_same(problem.gemm.out)) problem.gemm.out.copy_(out);
 }
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
@@ -218,8 +229,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = std::max(1, kRowGroup / rows.size);
-  const at::Tensor out =
-      sm90::is_mappable(problem.out) ? problem.out : problem.out.contiguous().clone();
+  const at::Tensor out = mappable_out(problem.out);
   const auto dtype = out.scalar_type();
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
   for (int chunk = 0; chunk < rows.size; ++chunk) {

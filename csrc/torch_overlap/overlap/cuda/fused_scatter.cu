@@ -137,9 +137,14 @@ __device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t
     }
     sm90::barrier_wait(filled, fills & 1);
     ++fills;
+    // Others wait for the last tiles, and nothing is loaded behind them.
+    ScatterUnits<Config> ahead = units;
+    Unit following;
+    const bool paced =
+        !own && p.pace_ns != 0 && ahead.next(following) && following.chunk != p.words.rank;
     for (int k = 0; k < P::kCount; ++k) {
       const P piece(k);
-      if (!own && p.pace_ns != 0) {
+      if (paced) {
         while (now_ns() < next) __nanosleep(100);
         next = now_ns() + p.pace_ns;
       }
@@ -232,7 +237,7 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
     for (int k = 0; k < kPieces; ++k) {
       sm90::round_to_shared<Config>(
           p.gemm, mine.sums[k / Config::kChunks], k % Config::kChunks,
-          mine_at + k * Config::kStoreBytes, 0,
+          mine_at + k * Config::kStoreBytes,
           unit.column * Config::kColumns + mine.column() + k % Config::kChunks * 64, !own);
     }
     sm90::fence_shared_for_copies();

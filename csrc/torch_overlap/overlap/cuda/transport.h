@@ -38,6 +38,7 @@ class CudaTransport final : public Transport {
                   at::ScalarType dtype) const override;
 
   // For kernels that wait and tell by themselves.
+  bool uses_copy_engine() const { return options_.use_ce; }
   const ChannelWords& words() const { return words_; }
   WaitControl control() const;
   uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
