@@ -192,10 +192,11 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
     for _ in range(100):
         i = choice.randrange(2)
         late, eager = choice.randrange(comm.get_size()), choice.random() < 0.3
+        cycles = choice.randrange(1, 10) * 1_500_000
         case, (graph, outs) = cases[i], graphs[i]
         case.fill()
         if comm.get_rank() == late:
-            torch.cuda._sleep(choice.randrange(1, 10) * 1_500_000)
+            torch.cuda._sleep(cycles)
         if eager:
             case.check(case.run())
             continue
