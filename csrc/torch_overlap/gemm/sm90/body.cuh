@@ -6,24 +6,21 @@
 
 // A persistent matrix product for Hopper. One block an SM, three warpgroups:
 //
-//   0   one thread loads the stages of both operands by tensor copies, as far ahead as shared
-//   memory
-//       goes, over the borders of tiles
-//   1 2 each multiplies its part of the tile out of shared memory into registers (wgmma), applies
-//   the
-//       epilogue, puts 64 x 64 outputs at a time in shared memory and has them stored by tensor
-//       copies, which go on while the next tile is computed
+//   0     one thread loads the stages of both operands by tensor copies, as far ahead as
+//         shared memory goes, over the borders of tiles
+//   1, 2  each multiplies its part of the tile out of shared memory into registers (wgmma),
+//         applies the epilogue, puts 64 x 64 outputs at a time in shared memory and has them
+//         stored by tensor copies, which go on while the next tile is computed
 //
 // Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps
 // that are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels
 // and of DeepGEMM.
 //
 // What differs between the plain product and those that talk to other ranks is in `Work`:
-//   Units units(p)                          the units of this block, next() after next()
-//   const CUtensorMap* lhs(unit, &row)      where the rows of lhs lie; called before a unit is
-//   loaded, by
-//                                           the thread that loads: waits until they are there
-//   void store(unit, shared, column, row)   of 64 x 64 outputs
+//   units(p)                          the units of this block, next() after next()
+//   lhs(unit, &row)                   the map of the rows of lhs; called by the thread that
+//                                     loads before it does: waits until they are there
+//   store(unit, from, column, row)    stores 64 x 64 outputs
 namespace torch_overlap::sm90 {
 
 template <typename Config>

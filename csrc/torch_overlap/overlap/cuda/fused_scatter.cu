@@ -9,13 +9,13 @@
 // memory, which the mover (one thread of the first warpgroup) and the two that multiply hand to
 // each other:
 //
-//   tile of another rank     multiply ... | sums -> shared |filled|
-//   mover                                                         | stores | emptied | all written:
-//   tell
+//   tile of another rank
+//     multiply    ... | sums -> shared | filled
+//     mover                              stores | emptied | all written: tell the owner
 //
-//   tile of the own rows     multiply ... |        | sums += shared |taken| ... | result -> shared
-//   |filled| mover                    told? load a | loaded |                 told? load b ...
-//   stores
+//   tile of the own rows
+//     multiply    ...          | sums += shared | taken ... | result -> shared | filled
+//     mover       told? loaded |                  told? loaded                   stores
 //
 // What a tile of the own rows waits for is computed by the others before any tile of theirs that
 // comes later in the order, and those wait for earlier ones of this rank: nothing waits in a
