@@ -48,6 +48,8 @@ VectorType vector_type(const at::Tensor& vector) {
   }
 }
 
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // As a tensor copy reads it; copied where it lies otherwise.
 at::Tensor mappable(const at::Tensor& matrix) {
   return sm90::is_mappable(matrix) ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
@@ -78,9 +80,10 @@ int sm_count(c10::Device device) {
 
 using Find = const KernelInfo* (*)(const KernelKey&);
 
-// The tile whose waves take the least time. `units`: how many tiles (of a cluster) of this shape.
-template <typename Units>
-const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, const Units& units) {
+// The tile whose waves take the least time. `waves(kernel, side_by_side)`: how many there are where
+// so many clusters run at a time.
+template <typename Waves>
+const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, const Waves& waves) {
   const auto type = operands.lhs.scalar_type();
   const KernelInfo* best = nullptr;
   double least = std::numeric_limits<double>::infinity();
@@ -93,9 +96,8 @@ const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, co
               .rows = tile.rows,
               .columns = tile.columns});
     if (kernel == nullptr) continue;
-    const int64_t side_by_side = sms / kernel->cluster;
-    const int64_t waves = (units(*kernel) + side_by_side - 1) / side_by_side;
-    const double time = static_cast<double>(waves * tile.rows * tile.columns) * tile.cost;
+    const int64_t count = waves(*kernel, int64_t{sms} / kernel->cluster);
+    const double time = static_cast<double>(count * tile.rows * tile.columns) * tile.cost;
     if (time >= least) continue;
     least = time;
     best = kernel;
@@ -103,8 +105,6 @@ const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, co
   TORCH_OVERLAP_CHECK(best != nullptr, kRuntime, "fused: expected a kernel, got none");
   return *best;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // What both kinds of kernels have alike.
 sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
@@ -177,14 +177,21 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   const Operands operands = operands_of(problem.gemm, problem.own);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const int sms = sm_count(device);
+  const auto units_of = [&](const KernelInfo& kernel, int chunk) {
+    return ceil_div(rows.length(chunk), int64_t{kernel.rows} * kernel.cluster) *
+           ceil_div(n, kernel.columns);
+  };
   const auto units = [&](const KernelInfo& kernel) {
     int64_t count = 0;
-    for (int chunk = 0; chunk < rows.size; ++chunk) {
-      count += ceil_div(rows.length(chunk), int64_t{kernel.rows} * kernel.cluster);
-    }
-    return count * ceil_div(n, kernel.columns);
+    for (int chunk = 0; chunk < rows.size; ++chunk) count += units_of(kernel, chunk);
+    return count;
   };
-  const KernelInfo& kernel = choose_kernel(find_fused_gather, operands, sms, units);
+  // Tiles of other chunks have hardly come when a wave that the own ones do not fill would begin.
+  const auto waves = [&](const KernelInfo& kernel, int64_t side_by_side) {
+    const int64_t own = units_of(kernel, rank);
+    return ceil_div(own, side_by_side) + ceil_div(units(kernel) - own, side_by_side);
+  };
+  const KernelInfo& kernel = choose_kernel(find_fused_gather, operands, sms, waves);
   const at::Tensor out = mappable_out(problem.gemm.out);
   FusedGatherParams params{};
   if (operands.lhs.size(0) > 0) {
@@ -225,7 +232,10 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
   };
   const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
-  const KernelInfo& kernel = choose_kernel(find_fused_scatter, operands, sms, units);
+  const auto waves = [&](const KernelInfo& kernel, int64_t side_by_side) {
+    return ceil_div(units(kernel), side_by_side);
+  };
+  const KernelInfo& kernel = choose_kernel(find_fused_scatter, operands, sms, waves);
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = std::max(1, kRowGroup / rows.size);
