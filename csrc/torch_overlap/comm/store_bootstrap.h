@@ -17,8 +17,6 @@ class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
                  Milliseconds timeout);
 
   std::vector<std::string> all_gather(const std::string& mine) override;
-  // For callers that still say so: nothing is left to do.
-  void leave() noexcept {}
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -35,14 +35,6 @@ class CallbackBootstrap final : public Bootstrap {
   const OverlapGroup::Callbacks callbacks_;
 };
 
-// Also when an error ends the meeting: its keys do not stay in the store.
-struct LeavesAtEnd {
-  Bootstrap* bootstrap;
-  ~LeavesAtEnd() {
-    if (auto* of_store = dynamic_cast<StoreBootstrap*>(bootstrap)) of_store->leave();
-  }
-};
-
 }  // namespace
 
 PretendUnreachable::PretendUnreachable() { ++pretending_unreachable; }
@@ -97,7 +89,6 @@ std::vector<std::string> OverlapGroup::exchange(const std::string& what,
                                                 const std::string& mine) const {
   const auto met = bootstrap(what);
   if (!met) return {mine};
-  const LeavesAtEnd leaves{met.get()};
   return met->all_gather(mine);
 }
 
@@ -143,7 +134,6 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     if (fault) throw Error(fault.kind, fault.text);
     channel->obstacle_ = "the communicator has no peers";
   } else {
-    const LeavesAtEnd leaves{bootstrap.get()};
     agree(*bootstrap, request.op, fault);
     const auto digests = bootstrap->all_gather(request.digest);
     for (int rank = 1; rank < group->size(); ++rank) {

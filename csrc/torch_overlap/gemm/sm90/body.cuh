@@ -87,14 +87,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
       const uint32_t to = shared + at.stage * Config::kStageBytes;
       const int depth = k * Config::kDepth;
       barrier_expect(full, Config::kStageBytes);
-      if constexpr (Config::kLhsAlongK) {
-        tensor_load(to, lhs, full, depth, row);
-      } else {
-#pragma unroll
-        for (int i = 0; i < Config::kRows; i += 64) {
-          tensor_load(to + i * 128, lhs, full, row + i, depth);
-        }
-      }
+      tensor_load(to, lhs, full, depth, row);
       load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
     }
   }
@@ -131,10 +124,10 @@ class Multiplier {
       for (int step = 0; step < Config::kSteps; ++step) {
 #pragma unroll
         for (int r = 0; r < Config::kRepeats; ++r) {
-          wgmma<!Config::kLhsAlongK, !Config::kRhsAlongK>(
-              typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
-              operand<Config::kLhsAlongK>(lhs + r * 64 * 128, step),
-              operand<Config::kRhsAlongK>(rhs, step), k != 0 || step != 0);
+          wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
+                                        operand<true>(lhs + r * 64 * 128, step),
+                                        operand<Config::kRhsAlongK>(rhs, step),
+                                        k != 0 || step != 0);
         }
       }
       wgmma_commit();

@@ -24,37 +24,35 @@ struct Tile {
                                  ((kRows + kColumns) * 128);
 };
 
-template <typename Kernel, typename T, typename In, typename Out, int kElementBytes,
-          bool kLhsAlongK, bool kRhsAlongK>
+template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlongK>
 KernelInfo instance() {
-  using Config = TileConfig<In, Out, kElementBytes, T::kRows, T::kColumns, T::kRowGroups,
-                            kLhsAlongK, kRhsAlongK, T::kCluster, T::kStages, T::kStoreBuffers>;
+  using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
+                            T::kStages, T::kStoreBuffers>;
   return {Kernel::template of<Config>(),
           Config::kRows,
           Config::kColumns,
           Config::kCluster,
           Config::kDepth,
+          Config::kThreads,
           Config::kSharedBytes};
 }
 
-template <typename Kernel, typename In, typename Out, int kElementBytes, bool kLhsAlongK,
-          bool kRhsAlongK, typename... Tiles>
+template <typename Kernel, typename In, typename Out, bool kRhsAlongK, typename... Tiles>
 const KernelInfo* find_tile(const KernelKey& key) {
-  static const KernelInfo all[] = {
-      instance<Kernel, Tiles, In, Out, kElementBytes, kLhsAlongK, kRhsAlongK>()...};
+  static const KernelInfo all[] = {instance<Kernel, Tiles, In, Out, kRhsAlongK>()...};
   for (const KernelInfo& one : all) {
     if (one.rows == key.rows && one.columns == key.columns) return &one;
   }
   return nullptr;
 }
 
-// Of products whose lhs lies along k, by 16-bit types and the way that rhs lies.
+// By 16-bit types and the way that rhs lies.
 // Kernel::of<Config>() is the kernel's address.
 template <typename Kernel, typename... Tiles>
 const KernelInfo* find_instance(const KernelKey& key) {
   const auto of = [&]<typename In, typename Out>(In, Out) {
-    return key.rhs_along_k ? find_tile<Kernel, In, Out, 2, true, true, Tiles...>(key)
-                           : find_tile<Kernel, In, Out, 2, true, false, Tiles...>(key);
+    return key.rhs_along_k ? find_tile<Kernel, In, Out, true, Tiles...>(key)
+                           : find_tile<Kernel, In, Out, false, Tiles...>(key);
   };
   if (key.in == OperandType::bf16 && key.out == VectorType::bf16)
     return of(Bf16{}, __nv_bfloat16{});
@@ -71,7 +69,7 @@ cudaError_t launch(const KernelInfo& kernel, const Params& params, int blocks,
   cluster.val.clusterDim = {static_cast<unsigned int>(kernel.cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
-  config.blockDim = dim3(384);
+  config.blockDim = dim3(static_cast<unsigned int>(kernel.threads));
   config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
   config.stream = stream;
   config.attrs = &cluster;

@@ -9,11 +9,10 @@ namespace torch_overlap::sm90 {
 
 enum class OperandType : int { bf16, f16 };
 
-// Which kernel.
+// Which kernel; rows of lhs lie along k.
 struct KernelKey {
   OperandType in;
   VectorType out;  // bf16 or f16, as the operands
-  bool lhs_along_k;
   bool rhs_along_k;
   int rows;  // of a tile
   int columns;
@@ -24,7 +23,8 @@ struct KernelInfo {
   int rows;
   int columns;
   int cluster;
-  int depth;  // of k in a stage
+  int depth;    // of k in a stage
+  int threads;  // of a block
   int shared_bytes;
 };
 // Null: there is none.

@@ -29,7 +29,6 @@ const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
   const bool is_half = product.dtype == at::kHalf;
   return find_kernel({.in = is_half ? OperandType::f16 : OperandType::bf16,
                       .out = is_half ? VectorType::f16 : VectorType::bf16,
-                      .lhs_along_k = true,
                       .rhs_along_k = product.rhs_along_k,
                       .rows = choice.rows,
                       .columns = choice.columns});

@@ -10,10 +10,9 @@
 namespace torch_overlap::sm90 {
 
 // Two warpgroups compute a tile of kRows x kColumns: one below the other (kRowGroups 2) or side by
-// side (1). `LhsAlongK`: whether the rows of the operand in memory run along k.
-template <typename In_, typename Out_, int kElementBytes_, int kRows_, int kColumns_,
-          int kRowGroups_, bool kLhsAlongK_, bool kRhsAlongK_, int kCluster_, int kStages_,
-          int kStoreBuffers_>
+// side (1). Rows of lhs run along k in memory; `RhsAlongK`: whether those of rhs do.
+template <typename In_, typename Out_, int kRows_, int kColumns_, int kRowGroups_, bool kRhsAlongK_,
+          int kCluster_, int kStages_, int kStoreBuffers_>
 struct TileConfig {
   using In = In_;
   using Out = Out_;
@@ -21,7 +20,6 @@ struct TileConfig {
   static constexpr int kColumns = kColumns_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kColumnGroups = 2 / kRowGroups;
-  static constexpr bool kLhsAlongK = kLhsAlongK_;
   static constexpr bool kRhsAlongK = kRhsAlongK_;
   // Blocks of a cluster compute tiles that lie one below the other, and share what they read of
   // rhs: each loads a part of it for all.
@@ -30,8 +28,8 @@ struct TileConfig {
   // Of 64 x 64 outputs, for each warpgroup.
   static constexpr int kStoreBuffers = kStoreBuffers_;
 
-  static constexpr int kDepth = 128 / kElementBytes_;  // of k, in a stage
-  static constexpr int kSteps = 4;                     // wgmma along k, 32 bytes each
+  static constexpr int kDepth = 64;  // of k, in a stage: 128 bytes
+  static constexpr int kSteps = 4;   // wgmma along k, 32 bytes each
   // What a warpgroup computes: kRepeats products of 64 x kWidth.
   static constexpr int kRepeats = kRows / kRowGroups / 64;
   static constexpr int kWidth = kColumns / kColumnGroups;

@@ -89,7 +89,6 @@ struct GatherKernel {
 
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key) {
   using sm90::Tile;
-  if (!key.lhs_along_k) return nullptr;
   return sm90::find_instance<GatherKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 128, 2, 1, 2>>(key);
 }
 

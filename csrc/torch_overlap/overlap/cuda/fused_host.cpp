@@ -91,7 +91,6 @@ const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, co
     const KernelInfo* const kernel =
         find({.in = type == at::kHalf ? sm90::OperandType::f16 : sm90::OperandType::bf16,
               .out = type == at::kHalf ? VectorType::f16 : VectorType::bf16,
-              .lhs_along_k = true,
               .rhs_along_k = operands.rhs_along_k,
               .rows = tile.rows,
               .columns = tile.columns});
@@ -278,7 +277,6 @@ void load_fused_kernels() {
           const KernelInfo* const kernel =
               find({.in = in,
                     .out = in == sm90::OperandType::f16 ? VectorType::f16 : VectorType::bf16,
-                    .lhs_along_k = true,
                     .rhs_along_k = along_k,
                     .rows = tile.rows,
                     .columns = tile.columns});

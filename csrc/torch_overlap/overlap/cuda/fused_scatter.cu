@@ -290,7 +290,6 @@ struct ScatterKernel {
 
 const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key) {
   using sm90::Tile;
-  if (!key.lhs_along_k) return nullptr;
   return sm90::find_instance<ScatterKernel, Tile<128, 256, 2, 1, 4>, Tile<128, 128, 2, 1, 2>>(key);
 }
 

@@ -231,14 +231,7 @@ std::shared_ptr<SymmetricMemory> rendezvous_unless_failed(const CommRuntime& run
         const c10::cuda::CUDAStreamGuard guard(stream);
         const cuda::RelaxedCapture relaxed;
         StoreBootstrap bootstrap(store, request.name, rank, size, timeout);
-        try {
-          auto memory = SymmetricMemory::rendezvous(bootstrap, request);
-          bootstrap.leave();
-          return memory;
-        } catch (...) {
-          bootstrap.leave();
-          throw;
-        }
+        return SymmetricMemory::rendezvous(bootstrap, request);
       });
   auto memory = task.get_future();
   std::thread(std::move(task)).detach();

@@ -106,7 +106,7 @@ class Patience {
 
   // All threads of a kernel may wait: most of them leave the host's word to the first.
   __device__ static uint64_t look_interval() {
-    return threadIdx.x == 0 ? kLookAtHostNs : 500 * kLookAtHostNs;
+    return threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
   }
 
   __device__ __noinline__ bool is_over_now(const DirectParams& p, int peer, uint32_t expected,
