@@ -207,6 +207,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // finalize() that waits in another thread.
   void abort();
   bool is_aborted() const;
+  // Is the current stream being captured into a graph?
+  bool is_capturing() const { return membership()->backend->is_capturing(); }
   // Whether abort() ends what is under way: true for every backend here.
   bool is_abort_supported() const { return true; }
 

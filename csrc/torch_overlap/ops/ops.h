@@ -36,6 +36,9 @@ TORCH_OVERLAP_API Tensor all_to_all_v(const Tensor& x, c10::SymIntArrayRef out_s
                                       c10::SymIntArrayRef in_splits, std::string_view comm);
 TORCH_OVERLAP_API Tensor broadcast(const Tensor& x, int64_t root, std::string_view comm);
 TORCH_OVERLAP_API Tensor permute(const Tensor& x, at::IntArrayRef pairs, std::string_view comm);
+TORCH_OVERLAP_API Tensor reshard(const Tensor& x, std::string_view mesh,
+                                 std::string_view from_layout, std::string_view to_layout,
+                                 c10::SymIntArrayRef shape);
 TORCH_OVERLAP_API void send(const Tensor& x, int64_t dst, std::string_view comm);
 TORCH_OVERLAP_API Tensor wait_tensor(const Tensor& x);
 

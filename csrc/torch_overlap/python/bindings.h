@@ -25,6 +25,7 @@ void register_gloo(pybind11::module_& module);         // who makes torch's gloo
 void register_c10d(pybind11::module_& module);         // the torch.distributed backend
 void register_gemm(pybind11::module_& module);         // ScalingMode, GemmArgs, the products
 void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
+void register_spmd(pybind11::module_& module);         // MeshComms: a mesh that is connected
 void register_overlap(pybind11::module_& module);      // CommOverlap classes and their registry
 
 }  // namespace torch_overlap::python

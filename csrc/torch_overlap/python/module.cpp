@@ -24,5 +24,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_c10d(module);
   register_gemm(module);
   register_mesh(module);
+  register_spmd(module);
   register_overlap(module);
 }

@@ -1,0 +1,53 @@
+#include "torch_overlap/ops/reshard.h"
+
+#include "torch_overlap/ops/register.h"
+
+namespace torch_overlap::ops {
+namespace {
+
+// From one layout to another, by the cheapest plan. Made of other operators: autograd, tracing and
+// vmap take it apart.
+Tensor reshard_kernel(const Tensor& x, std::string_view mesh, std::string_view from,
+                      std::string_view to, c10::SymIntArrayRef sym_shape) {
+  const auto comms = spmd::MeshComms::find(mesh);
+  mesh::Shape shape;
+  for (const c10::SymInt& n : sym_shape) shape.push_back(n.guard_int(__FILE__, __LINE__));
+  const auto plan =
+      comms->plan(from, to, shape, static_cast<int64_t>(x.element_size()));
+  const auto extents = mesh::extents_at(plan->from, shape, comms->index());
+  bool fits = x.dim() == static_cast<int64_t>(extents.size());
+  for (size_t d = 0; fits && d < extents.size(); ++d) {
+    fits = x.sym_size(static_cast<int64_t>(d)).guard_int(__FILE__, __LINE__) == extents[d].size;
+  }
+  TORCH_OVERLAP_CHECK(fits, kValue, "reshard: expected the local part of ", list_string(shape),
+                      " under ", from, ", ",
+                      list_string(mesh::local_shape(plan->from, shape, comms->rank())), ", got ",
+                      x.sym_sizes());
+  Tensor y = x;
+  for (const mesh::Step& step : plan->steps) y = run_step(y, step, shape, *comms);
+  return y;
+}
+
+}  // namespace
+
+Tensor reshard(const Tensor& x, std::string_view mesh, std::string_view from, std::string_view to,
+               c10::SymIntArrayRef shape) {
+  static const auto handle = find_op<decltype(reshard_kernel)>("reshard");
+  return handle.call(x, mesh, from, to, shape);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def(
+      "reshard(Tensor x, str mesh, str from_layout, str to_layout, SymInt[] shape) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+  m.impl("reshard", torch_overlap::ops::reshard_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+  m.impl("reshard", torch_overlap::ops::reshard_kernel);
+}

@@ -1,0 +1,164 @@
+#include <ATen/ops/alias.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/empty_like.h>
+
+#include "torch_overlap/ops/register.h"
+#include "torch_overlap/ops/reshard.h"
+
+// The casts of reshard.h. They send nothing forwards. A cast that keeps the value is an alias below
+// autograd, where compilers know what an alias is; the kernels copy, for who calls them otherwise.
+namespace torch_overlap::ops {
+namespace {
+
+Tensor kept_or(const Tensor& x, bool mine, double fill) {
+  return mine ? at::alias(x) : at::full_like(x, fill);
+}
+
+// --- I -> R -------------------------------------------------------------------------------------
+
+class InvariantToReplicated : public Function<InvariantToReplicated> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, std::string_view comm,
+                        int64_t group_size) {
+    ctx->saved_data["comm"] = std::string(comm);
+    ctx->saved_data["group_size"] = group_size;
+    const BelowAutograd guard;
+    return at::alias(x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {ops::all_reduce(grads[0].contiguous(), "sum", ctx->saved_data["comm"].toStringRef(),
+                            ctx->saved_data["group_size"].toInt(), "I"),
+            {},
+            {}};
+  }
+};
+
+Tensor invariant_to_replicated_kernel(const Tensor& x, std::string_view, int64_t) {
+  return x.clone();
+}
+Tensor invariant_to_replicated_meta(const Tensor& x, std::string_view, int64_t) {
+  return at::empty_like(x);
+}
+Tensor invariant_to_replicated_autograd(const Tensor& x, std::string_view comm,
+                                        int64_t group_size) {
+  if (needs_autograd(x)) return InvariantToReplicated::apply(x, comm, group_size);
+  return at::alias(x);
+}
+
+// --- R -> I -------------------------------------------------------------------------------------
+
+class ReplicatedToInvariant : public Function<ReplicatedToInvariant> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, bool mine) {
+    ctx->saved_data["mine"] = mine;
+    const BelowAutograd guard;
+    return at::alias(x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {invariant_to_pending(grads[0], ctx->saved_data["mine"].toBool(), 0), {}};
+  }
+};
+
+Tensor replicated_to_invariant_kernel(const Tensor& x, bool) { return x.clone(); }
+Tensor replicated_to_invariant_meta(const Tensor& x, bool) { return at::empty_like(x); }
+Tensor replicated_to_invariant_autograd(const Tensor& x, bool mine) {
+  if (needs_autograd(x)) return ReplicatedToInvariant::apply(x, mine);
+  return at::alias(x);
+}
+
+// --- to P ---------------------------------------------------------------------------------------
+
+class ToPending : public Function<ToPending> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, bool mine, double fill,
+                        bool invariant) {
+    ctx->saved_data["mine"] = mine;
+    ctx->saved_data["invariant"] = invariant;
+    const BelowAutograd guard;
+    return kept_or(x, mine, fill);
+  }
+
+  // The gradient of a pending sum is replicated. Of an invariant x it is that, of a replicated one
+  // it is pending.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const bool mine = ctx->saved_data["mine"].toBool();
+    const bool invariant = ctx->saved_data["invariant"].toBool();
+    return {invariant ? replicated_to_invariant(grads[0], mine)
+                      : replicated_to_pending(grads[0], mine, 0),
+            {},
+            {},
+            {}};
+  }
+};
+
+Tensor to_pending_kernel(const Tensor& x, bool mine, double fill, bool) {
+  return mine ? x.clone() : at::full_like(x, fill);
+}
+Tensor to_pending_meta(const Tensor& x, bool, double, bool) { return at::empty_like(x); }
+Tensor to_pending_autograd(const Tensor& x, bool mine, double fill, bool invariant) {
+  if (needs_autograd(x)) return ToPending::apply(x, mine, fill, invariant);
+  return kept_or(x, mine, fill);
+}
+
+Tensor to_pending(const Tensor& x, bool mine, double fill, bool invariant) {
+  static const auto handle = find_op<decltype(to_pending_kernel)>("_to_pending");
+  return handle.call(x, mine, fill, invariant);
+}
+
+}  // namespace
+
+Tensor invariant_to_replicated(const Tensor& x, const std::string& comm, int64_t size) {
+  static const auto handle =
+      find_op<decltype(invariant_to_replicated_kernel)>("_invariant_to_replicated");
+  return handle.call(x, comm, size);
+}
+
+Tensor replicated_to_invariant(const Tensor& x, bool mine) {
+  static const auto handle =
+      find_op<decltype(replicated_to_invariant_kernel)>("_replicated_to_invariant");
+  return handle.call(x, mine);
+}
+
+Tensor replicated_to_pending(const Tensor& x, bool mine, double fill) {
+  return to_pending(x, mine, fill, /*invariant=*/false);
+}
+
+Tensor invariant_to_pending(const Tensor& x, bool mine, double fill) {
+  return to_pending(x, mine, fill, /*invariant=*/true);
+}
+
+}  // namespace torch_overlap::ops
+
+TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
+  m.def("_invariant_to_replicated(Tensor x, str comm, int group_size) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def("_replicated_to_invariant(Tensor x, bool mine) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("_to_pending(Tensor x, bool mine, float fill, bool invariant) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+  m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);
+  m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_kernel);
+  m.impl("_to_pending", torch_overlap::ops::to_pending_kernel);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+  m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_meta);
+  m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_meta);
+  m.impl("_to_pending", torch_overlap::ops::to_pending_meta);
+}
+
+TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+  m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_autograd);
+  m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_autograd);
+  m.impl("_to_pending", torch_overlap::ops::to_pending_autograd);
+}

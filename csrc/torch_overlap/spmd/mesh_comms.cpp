@@ -1,0 +1,220 @@
+#include "torch_overlap/spmd/mesh_comms.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "torch_overlap/base/errors.h"
+
+namespace torch_overlap::spmd {
+namespace {
+
+using mesh::AxisList;
+using mesh::AxisRef;
+using mesh::Layout;
+using mesh::Mesh;
+using mesh::Plan;
+using mesh::Shape;
+
+constexpr size_t kMostPlans = 4096;
+constexpr size_t kAxesWithAllSets = 3;
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<MeshComms>> entries;
+};
+
+Registry& mesh_registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+// The order of the mesh; axes of size 1 join nobody.
+AxisList in_mesh_order(AxisList axes) {
+  std::erase_if(axes, [](const AxisRef& ref) { return ref.size == 1; });
+  std::sort(axes.begin(), axes.end());
+  return axes;
+}
+
+std::vector<AxisList> default_sets(const Mesh& mesh) {
+  AxisList all;
+  for (const mesh::Axis& axis : mesh.axes()) {
+    if (axis.size > 1) all.push_back(mesh.axis(axis.name));
+  }
+  std::vector<AxisList> sets;
+  if (all.size() > kAxesWithAllSets) {
+    for (const AxisRef& ref : all) sets.push_back({ref});
+    sets.push_back(all);
+    return sets;
+  }
+  for (uint32_t mask = 1; mask < 1U << all.size(); ++mask) {
+    AxisList set;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if ((mask >> i & 1U) != 0) set.push_back(all[i]);
+    }
+    sets.push_back(std::move(set));
+  }
+  return sets;
+}
+
+int64_t checked_rank(const Mesh& mesh, const TorchComm& comm, const std::string& name) {
+  std::vector<int64_t> ranks = mesh.ranks();
+  std::sort(ranks.begin(), ranks.end());
+  const bool fits = static_cast<int64_t>(ranks.size()) == comm.size() && ranks.front() == 0 &&
+                    ranks.back() == comm.size() - 1;
+  TORCH_OVERLAP_CHECK(fits, kValue, "connect '", name, "': expected a mesh of the ", comm.size(),
+                      " ranks of '", comm.name(), "', got ", mesh.str(), " of ranks ",
+                      list_string(mesh.ranks()), "; split the communicator first");
+  return comm.rank();
+}
+
+}  // namespace
+
+MeshComms::MeshComms(Mesh mesh, std::shared_ptr<TorchComm> comm, std::string name,
+                     mesh::CostModel cost)
+    : mesh_(std::move(mesh)),
+      comm_(std::move(comm)),
+      name_(std::move(name)),
+      cost_(std::move(cost)),
+      rank_(checked_rank(mesh_, *comm_, name_)),
+      index_(mesh_.index_of(rank_)) {}
+
+MeshComms::~MeshComms() {
+  Registry& registry = mesh_registry();
+  std::lock_guard lock(registry.mutex);
+  std::erase_if(registry.entries, [](const auto& entry) { return entry.expired(); });
+}
+
+std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchComm> comm,
+                                              std::string name, mesh::CostModel cost,
+                                              const std::vector<AxisList>& sets) {
+  TORCH_OVERLAP_CHECK(comm != nullptr, kValue, "connect: expected a communicator, got none");
+  TORCH_OVERLAP_CHECK(!name.empty(), kValue, "connect: expected a name that is not empty, got ''");
+  cost.check();
+  std::shared_ptr<MeshComms> made(
+      new MeshComms(std::move(mesh), std::move(comm), std::move(name), std::move(cost)));
+  Registry& registry = mesh_registry();
+  {
+    std::vector<std::shared_ptr<MeshComms>> others;  // may die here, after the lock
+    std::lock_guard lock(registry.mutex);
+    for (const auto& entry : registry.entries) {
+      auto other = entry.lock();
+      if (!other) continue;
+      TORCH_OVERLAP_CHECK(other->name_ != made->name_ || other->maker_ != made->maker_, kValue,
+                          "connect: expected a name that no live mesh has, got '", made->name_,
+                          "'; give another one, or close that mesh and drop it");
+      others.push_back(std::move(other));
+    }
+  }
+  made->prepare(sets.empty() ? default_sets(made->mesh_) : sets);
+  std::lock_guard lock(registry.mutex);
+  registry.entries.push_back(made);
+  return made;
+}
+
+std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
+  std::vector<std::shared_ptr<MeshComms>> found;  // dies after the lock
+  std::string known;
+  {
+    Registry& registry = mesh_registry();
+    std::lock_guard lock(registry.mutex);
+    for (const auto& entry : registry.entries) {
+      auto one = entry.lock();
+      if (!one) continue;
+      if (one->name_ != name) known += concat(known.empty() ? "" : ", ", one->name_);
+      found.push_back(std::move(one));
+    }
+  }
+  std::erase_if(found, [&](const auto& one) { return one->name_ != name; });
+  if (found.size() == 1) return found.front();
+  for (const auto& one : found) {
+    if (one->maker_ == std::this_thread::get_id()) return one;
+  }
+  fail(ErrorKind::kValue, "mesh: expected the name of a connected mesh",
+       found.empty() ? "" : " of this thread", ", got '", name, "'; there are [", known, "]");
+}
+
+std::string MeshComms::axes_name(const AxisList& axes) const {
+  std::string out;
+  for (const AxisRef& ref : axes) out += concat(out.empty() ? "" : ",", mesh_.name(ref));
+  return out;
+}
+
+void MeshComms::prepare(const std::vector<AxisList>& sets) {
+  std::lock_guard lock(mutex_);
+  for (const AxisList& axes : sets) {
+    for (const AxisRef& ref : axes) mesh_.check(ref);
+    make_group(in_mesh_order(axes), /*may_split=*/true);
+  }
+}
+
+const Group& MeshComms::group(const AxisList& axes, bool may_split) {
+  std::lock_guard lock(mutex_);
+  return make_group(in_mesh_order(axes), may_split);
+}
+
+const Group& MeshComms::make_group(const AxisList& axes, bool may_split) {
+  const auto known = groups_.find(axes);
+  if (known != groups_.end()) return known->second;
+  TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_, "': expected an open mesh, got one that ",
+                      "was closed");
+  Group made{.axes = axes, .indices = mesh_.group_at(index_, axes), .comm = {}, .comm_name = {}};
+  if (made.indices.size() > 1) {
+    std::vector<int> ranks;
+    for (const int64_t index : made.indices) {
+      ranks.push_back(static_cast<int>(mesh_.ranks()[static_cast<size_t>(index)]));
+    }
+    std::vector<int> all(static_cast<size_t>(comm_->size()));
+    std::iota(all.begin(), all.end(), 0);
+    if (ranks == all) {
+      made.comm = comm_;
+    } else {
+      TORCH_OVERLAP_CHECK(may_split && !comm_->is_capturing(), kState, "mesh '", name_,
+                          "': expected a communicator over [", axes_name(axes),
+                          "], got none, and none is made while a graph is captured or a compiler "
+                          "traces; call prepare(\"",
+                          axes_name(axes), "\") before");
+      made.comm = comm_->split(ranks, concat(name_, "/", axes_name(axes)));
+    }
+    made.comm_name = made.comm->name();
+  }
+  return groups_.emplace(axes, std::move(made)).first->second;
+}
+
+std::shared_ptr<const Plan> MeshComms::plan(const Layout& from, const Layout& to,
+                                            const Shape& shape, int64_t element_size) {
+  return plan(from.str(), to.str(), shape, element_size);
+}
+
+std::shared_ptr<const Plan> MeshComms::plan(std::string_view from, std::string_view to,
+                                            const Shape& shape, int64_t element_size) {
+  std::string key;
+  key.reserve(from.size() + to.size() + 8 * shape.size() + 8);
+  key.append(from).append(">").append(to).append(" ");
+  for (const int64_t n : shape) {
+    key.append(reinterpret_cast<const char*>(&n), sizeof(n));
+  }
+  key.append(reinterpret_cast<const char*>(&element_size), sizeof(element_size));
+  {
+    std::lock_guard lock(mutex_);
+    const auto known = plans_.find(key);
+    if (known != plans_.end()) return known->second;
+  }
+  auto made = std::make_shared<const Plan>(mesh::plan_reshard(
+      Layout::parse(mesh_, from), Layout::parse(mesh_, to), shape, element_size, cost_));
+  std::lock_guard lock(mutex_);
+  if (plans_.size() >= kMostPlans) plans_.clear();
+  return plans_.try_emplace(std::move(key), std::move(made)).first->second;
+}
+
+void MeshComms::close() {
+  std::lock_guard lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  for (auto& [axes, group] : groups_) {
+    if (group.comm && group.comm != comm_ && !group.comm->is_finalized()) group.comm->finalize();
+  }
+  groups_.clear();
+}
+
+}  // namespace torch_overlap::spmd
