@@ -1,81 +1,99 @@
-"""Which rule an operator of torch has."""
+"""Which rule an ATen operator has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch import fx
 
 from torch_overlap.mesh._core import OpRule
+from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.rules_compute import COMPUTE
+from torch_overlap.mesh.rules_move import MOVES
 
 __all__ = ["known_operators", "rule_of"]
 
-Shape = tuple[int, ...]
-Shapes = Sequence[Shape]
-
-# How elementwise operators treat pending inputs. An operator with a scalar beside a tensor is in _SCALAR as well.
-_LINEAR = {"neg", "dropout", "native_dropout"}
-_MOVE = {"clone", "contiguous", "detach", "detach_", "alias", "lift_fresh_copy"}
-_ADD = {"add", "sub", "add_", "sub_"}
+# How elementwise operators treat pending inputs. An operator with a scalar beside a tensor may treat them in another
+# way: see _elementwise.
+_LINEAR = {"neg", "dropout", "native_dropout", "alpha_dropout", "feature_dropout", "zeros_like", "real", "imag"}
+_MOVE = {"clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive", "resolve_conj",
+         "resolve_neg"}  # fmt: skip
+_ADD = {"add", "sub"}
 _NONLINEAR = {
-    "relu", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "pow",
-    "abs", "sin", "cos", "erf", "softplus", "leaky_relu", "elu", "hardswish", "hardtanh", "mish", "clamp", "clamp_min",
-    "clamp_max", "maximum", "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
-    "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "isnan", "isinf", "floor", "ceil",
-    "round", "sign", "remainder", "fmod", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "relu_",
-    "silu_", "logsigmoid", "rsub", "floor_divide",
+    "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "exp", "exp2", "log", "log2", "log10", "log1p",
+    "expm1", "sqrt", "rsqrt", "reciprocal", "pow", "square", "abs", "sin", "cos", "tan", "asin", "acos", "atan",
+    "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "softplus", "softsign", "leaky_relu",
+    "elu", "selu", "celu", "hardswish", "hardsigmoid", "hardtanh", "hardshrink", "softshrink", "threshold", "mish",
+    "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where",
+    "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not",
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "__and__",
+    "__or__", "__xor__", "__lshift__", "__rshift__", "isnan", "isinf", "isfinite", "isclose", "nan_to_num", "floor",
+    "ceil", "round", "trunc", "frac", "sign", "sgn", "signbit", "remainder", "fmod", "floor_divide", "rsub",
+    "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "logsigmoid", "addcmul", "addcdiv", "lerp",
+    "logaddexp", "logaddexp2", "hypot", "xlogy", "heaviside", "copysign", "lgamma", "digamma", "sinc", "rad2deg",
+    "deg2rad", "copy", "fill", "logit", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "soft_margin_loss",
 }  # fmt: skip
-_RESHAPE = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "squeeze_copy"}
-_REDUCTION = {"sum", "mean", "amax", "amin", "prod"}
+_CASTS = {"to", "_to_copy"}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "relu_", "silu_", "detach_"}  # in graphs that others traced
+_LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+           "binary_cross_entropy_with_logits"}  # fmt: skip
 
 
 def known_operators() -> list[str]:
     """Names of the ATen operators that have a rule; others run on whole tensors."""
-    elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | {"mul", "div", "mul_", "div_", "to", "_to_copy", "type_as"}
-    products = {"addmm", "baddbmm"}
-    return sorted(elementwise | products | _RESHAPE | _REDUCTION | set(_OTHERS))
+    elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | _CASTS | _IN_PLACE | {"mul", "div", "type_as"}
+    return sorted(elementwise | {"addmm", "baddbmm"} | set(COMPUTE) | set(MOVES))
 
 
-def rule_of(name: str, node: fx.Node, tensors: Sequence[fx.Node], shapes: Shapes, out_shapes: Shapes) -> OpRule | None:
-    """The rule of an ATen operator on these tensors; None where there is none."""
-    if name in _RESHAPE:
-        return OpRule.reshape(shapes[0], out_shapes[0])
-    if name in _REDUCTION:
-        dims = _argument(node, 1, "dim", [])
-        keepdim = bool(_argument(node, 2, "keepdim", False))
-        return OpRule.reduction(name, shapes[0], [dims] if isinstance(dims, int) else list(dims or []), keepdim)
-    if name in _OTHERS:
-        return _OTHERS[name](node, shapes, out_shapes)
-    how = _elementwise(name, node, tensors)
-    return OpRule.elementwise(name, shapes, how) if how else None
+def rule_of(call: Call) -> OpRule | None:
+    """The rule of an operator on these operands.
+
+    None where there is none: then the operands have to be whole (OpRule.opaque), which is right and slow. A name that
+    is known may still have none with some arguments.
+    """
+    if not call.inputs:
+        return None
+    rule = _find(call)
+    if rule is None or rule.inputs != [x.shape for x in call.inputs]:
+        return None
+    return rule if rule.outputs == [x.shape for x in call.outputs] else None
 
 
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+def _find(call: Call) -> OpRule | None:
+    name = call.name
+    make = MOVES.get(name) or COMPUTE.get(name)
+    try:
+        if make is not None:
+            return make(call)
+        if name in _IN_PLACE:
+            name = name.removesuffix("_")
+        how = _elementwise(name, call)
+        return OpRule.elementwise(name, [x.shape for x in call.inputs], how) if how else None
+    except ValueError:  # operands that torch takes, in a form that the rule does not know
+        return None
 
 
-def _elementwise(name: str, node: fx.Node, tensors: Sequence[fx.Node]) -> str | None:
-    has_scalar = len(tensors) < 2
-    if name in ("mul", "mul_"):
+def _elementwise(name: str, call: Call) -> str | None:
+    has_scalar = len(call.inputs) < 2
+    if name == "mul":
         return "linear" if has_scalar else "multiply"
-    if name in ("div", "div_"):
-        rounds = node.kwargs.get("rounding_mode") is not None
-        starts_with_tensor = node.args[0] in tensors
-        if rounds or not starts_with_tensor:
+    if name == "div":
+        rounds = call.argument(2, "rounding_mode") is not None
+        if rounds or call.args[0] is not call.inputs[0]:
             return "nonlinear"
         return "linear" if has_scalar else "divide"
-    if name in ("to", "_to_copy", "type_as"):
-        before, after = tensors[0].meta["val"].dtype, node.meta["val"].dtype
-        return "move" if _widens(before, after) else "nonlinear"
+    if name in _CASTS or name == "type_as":
+        if len(call.inputs) != 1 and name != "type_as":
+            return None
+        return "move" if len(call.inputs) == 1 and _widens(call.inputs[0].dtype, call.outputs[0].dtype) else "nonlinear"
     if name in _LINEAR:
-        trains = name != "neg" and bool(_argument(node, 2, "train", True))
+        trains = "dropout" in name and bool(call.argument(2, "train", True))
         return "nonlinear" if trains else "linear"  # ranks would drop other elements
     if name in _MOVE:
         return "move"
     if name in _ADD:
         return "nonlinear" if has_scalar else "add"  # a scalar would be added once a rank
+    if name in _LOSSES and len(call.outputs[0].shape) == 0:
+        return "nonlinear" if all(not x.shape for x in call.inputs) else None
     return "nonlinear" if name in _NONLINEAR else None
 
 
@@ -87,85 +105,3 @@ def _widens(before: torch.dtype, after: torch.dtype) -> bool:
         return False
     small, large = torch.finfo(before), torch.finfo(after)
     return large.eps <= small.eps and large.max >= small.max and large.tiny <= small.tiny
-
-
-def _transpose(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule:
-    order = list(range(len(shapes[0])))
-    name = str(node.target).removeprefix("aten.").split(".")[0]
-    if name == "permute":
-        order = list(node.args[1])  # type: ignore[arg-type]
-    elif len(order) > 1:
-        a, b = (0, 1) if name == "t" else (-2, -1) if name == "mT" else node.args[1:3]
-        order[a], order[b] = order[b], order[a]  # type: ignore[index]
-    return OpRule.transpose(shapes[0], order)
-
-
-def _slice(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule | None:
-    dim = int(_argument(node, 1, "dim", 0))
-    begin, end = _argument(node, 2, "start", 0) or 0, _argument(node, 3, "end", None)
-    size = shapes[0][dim]
-    begin = max(begin + size, 0) if begin < 0 else min(begin, size)
-    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
-    if int(_argument(node, 4, "step", 1)) != 1:
-        return None
-    return OpRule.slice(shapes[0], dim, [(begin, max(begin, end))])
-
-
-def _split(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule:
-    dim = int(_argument(node, 2, "dim", 0))
-    parts, at = [], 0
-    for shape in out_shapes:
-        parts.append((at, at + shape[dim]))
-        at += shape[dim]
-    return OpRule.slice(shapes[0], dim, parts)
-
-
-def _take(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule:
-    name = str(node.target)
-    dim = 0 if "embedding" in name else int(node.args[1])  # type: ignore[arg-type]
-    return OpRule.take(shapes[0], shapes[1], dim)
-
-
-def _along(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule | None:
-    dims = _argument(node, 1, "dim", -1)
-    name = str(node.target).removeprefix("aten.").split(".")[0]
-    if len(out_shapes) != 1:
-        return None
-    return OpRule.along(name.removeprefix("_"), shapes[0], [dims] if isinstance(dims, int) else list(dims))
-
-
-def _norm(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule | None:
-    normalized = node.args[1]
-    dims = len(normalized) if isinstance(normalized, list | tuple) else 1
-    return OpRule.norm(shapes[0], dims, len(shapes) - 1) if len(out_shapes) == 1 else None
-
-
-def _conv(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule:
-    groups = int(_argument(node, 6, "groups", 1))
-    return OpRule.conv(shapes[0], shapes[1], out_shapes[0], groups, len(shapes) > 2)
-
-
-def _attention(node: fx.Node, shapes: Shapes, out_shapes: Shapes) -> OpRule | None:
-    if len(shapes) != 3 or float(_argument(node, 4, "dropout_p", 0.0)) != 0:
-        return None  # a mask may depend on any position
-    return OpRule.attention(shapes[0], shapes[1], shapes[2], bool(_argument(node, 5, "is_causal", False)))
-
-
-_Rule = Callable[[fx.Node, Shapes, Shapes], "OpRule | None"]
-_OTHERS: dict[str, _Rule] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), lambda n, s, o: OpRule.matmul(s[0], s[1])),
-    "linear": lambda n, s, o: OpRule.linear(s[0], s[1], len(s) > 2),
-    **dict.fromkeys(("t", "transpose", "permute", "mT", "numpy_T"), _transpose),
-    "expand": lambda n, s, o: OpRule.broadcast(s[0], o[0]),
-    "broadcast_to": lambda n, s, o: OpRule.broadcast(s[0], o[0]),
-    "cat": lambda n, s, o: OpRule.concat(list(s), int(_argument(n, 1, "dim", 0))),
-    "slice": _slice,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
-    **dict.fromkeys(("embedding", "index_select"), _take),
-    **dict.fromkeys(
-        ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "logcumsumexp"), _along
-    ),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
-    "scaled_dot_product_attention": _attention,
-}

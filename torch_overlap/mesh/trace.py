@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from torch_overlap.mesh._core import Graph, Layout, Mesh, OpRule
+from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
 
@@ -118,6 +119,10 @@ def _shape(node: fx.Node) -> Shape:
     return tuple(int(n) for n in node.meta["val"].shape)
 
 
+def _operand(tensor: torch.Tensor) -> Operand:
+    return Operand(tuple(int(n) for n in tensor.shape), tensor.dtype)
+
+
 class _Builder:
     """Adds nodes of torch's graph to the planner's."""
 
@@ -134,40 +139,49 @@ class _Builder:
         return self.numbers[node]
 
     def call(self, node: fx.Node) -> None:
-        name = str(node.target).removeprefix("aten.").split(".")[0]
-        if name == "<built-in function getitem>":
+        if str(node.target) == "<built-in function getitem>":
             source, index = node.args
             self.numbers[node] = self.parts[source][int(index)]  # type: ignore[index, arg-type]
             return
         results = node.meta.get("val")
-        outputs = [r for r in _flat(results if isinstance(results, list | tuple) else [results])
-                   if isinstance(r, torch.Tensor)]  # fmt: skip
+        is_sequence = isinstance(results, list | tuple)
+        outputs = [_operand(r) for r in _flat(results if is_sequence else [results]) if isinstance(r, torch.Tensor)]
         if not outputs:
             return
-        tensors = [a for a in _flat(node.args) + _flat(list(node.kwargs.values()))
-                   if isinstance(a, fx.Node) and a in self.numbers]  # fmt: skip
+        arguments = _flat(node.args) + _flat(list(node.kwargs.values()))
+        tensors = [a for a in arguments if isinstance(a, fx.Node) and a in self.numbers]
         if not tensors:  # arange, zeros: the same everywhere
             for_all = Layout.replicated(self.graph.mesh, len(_shape(node)))
             self.value(node, node.name, for_all)
             return
+        args, kwargs = self._operands(node.args), self._operands(dict(node.kwargs))
+        call = Call(node.target, args, kwargs, outputs, is_sequence=is_sequence)
         inputs = [self.numbers[t] for t in tensors]
-        shapes = [_shape(t) for t in tensors]
-        out_shapes = [tuple(int(n) for n in r.shape) for r in outputs]
+        shapes = [x.shape for x in call.inputs]
         size = outputs[0].dtype.itemsize
-        if name in ("addmm", "baddbmm") and not node.kwargs:
-            inputs, shapes = self._product(node, inputs, shapes, size), [shapes[0], out_shapes[0]]
-            rule: OpRule | None = OpRule.elementwise("add", shapes, "add")
+        rule: OpRule | None
+        if call.name in ("addmm", "baddbmm") and not node.kwargs:
+            inputs, shapes = self._product(node, inputs, shapes, size), [shapes[0], outputs[0].shape]
+            rule = OpRule.elementwise("add", shapes, "add")
         else:
-            rule = rule_of(name, node, tensors, shapes, out_shapes)
-        if rule is None or rule.outputs != out_shapes or rule.inputs != shapes:
-            self.traced.unknown.append(name)
-            rule = OpRule.opaque(name, shapes, out_shapes)
+            rule = rule_of(call)
+        if rule is None:
+            self.traced.unknown.append(call.name)
+            rule = OpRule.opaque(call.name, shapes, [x.shape for x in outputs])
         names = [node.name if len(outputs) == 1 else f"{node.name}.{i}" for i in range(len(outputs))]
         made = self.graph.add_node(rule, inputs, names, size)
-        if isinstance(results, list | tuple):
+        if is_sequence:
             self.parts[node] = made
         else:
             self.numbers[node] = made[0]
+
+    def _operands(self, args: Any) -> Any:
+        """Arguments of a Call: operands for what has a value in the graph."""
+        if isinstance(args, dict):
+            return {key: self._operands(value) for key, value in args.items()}
+        if isinstance(args, list | tuple):
+            return [self._operands(value) for value in args]
+        return _operand(args.meta["val"]) if isinstance(args, fx.Node) and args in self.numbers else args
 
     def _product(self, node: fx.Node, inputs: list[int], shapes: list[Shape], size: int) -> list[int]:
         product = self.graph.add_node(OpRule.matmul(shapes[1], shapes[2]), inputs[1:], [f"{node.name}.mm"], size)

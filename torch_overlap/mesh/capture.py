@@ -1,0 +1,277 @@
+"""What a torch function does, as ATen operators on tensors of global shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_overlap._C import UnsupportedError
+from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.expand import EXPANSIONS
+from torch_overlap.mesh.fast_calls import fast_call
+from torch_overlap.mesh.random_ops import refuse_random
+from torch_overlap.mesh.rules import rule_of
+
+__all__ = ["Program", "Recorded", "Ref", "capture"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor in the result: its number."""
+
+    number: int
+
+
+class Recorded(NamedTuple):
+    """An operator, and the numbers of its values."""
+
+    call: Call
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass
+class Program:
+    """What a function does.
+
+    Attributes:
+        operands: The Operands among its arguments, in order: values 0, 1, ... The same Operand object twice is two.
+        constants: Plain tensors that it uses, by the numbers of their values: the same on every rank.
+        steps: Its operators, in order. One without inputs (arange, zeros) gives the same on every rank.
+        writes: The function changed these operands in place: their number, and that of the value they have now.
+        result: What it returns, a Ref in place of each tensor; of an iterator, the tuple.
+    """
+
+    operands: list[Operand]
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    steps: list[Recorded] = field(default_factory=list)
+    writes: dict[int, int] = field(default_factory=dict)
+    result: Any = None
+
+    def results(self, values: Callable[[int], Any]) -> Any:
+        """The result with values(number) in place of its tensors."""
+        if isinstance(self.result, Ref):
+            return values(self.result.number)
+        return pytree.tree_map_only(Ref, lambda ref: values(ref.number), self.result)
+
+
+def capture(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> Program:
+    """The ATen operators of `func(*args, **kwargs)`, where tensors are Operands; nothing is computed.
+
+    `func` is a function of torch, torch.nn.functional or torch.Tensor, dunders among them. Operators that have a rule
+    stay whole (linear, layer_norm, reshape); others made of several come as these; some are put in other terms so that
+    each part has a rule (a mean loss: a sum, a count, a division). Plain tensors among the arguments are constants.
+
+    `device`: where the operands live. Arguments that name it are understood; other devices are refused.
+
+    Raises:
+        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device.
+        Exception: those of torch, for operands that do not fit.
+    """
+    kwargs = kwargs or {}
+    if not kwargs:
+        call = fast_call(func, args)
+        if call is not None:
+            count = len(call.inputs)
+            return Program(call.inputs, {}, [Recorded(call, tuple(range(count)), (count,))], {}, Ref(count))
+    recorder = _Recorder()
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves = [recorder.argument(leaf, device) for leaf in leaves]
+    recorder.close_operands()
+    inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
+    program = recorder.program
+    if isinstance(result, Iterator):
+        result = tuple(result)
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        result = pytree.tree_map_only(Tensor, recorder.ref, result)
+    program.result = result
+    return program
+
+
+class _Recorder(SchemaCheckMode):
+    """Sees operators before composite ones are taken apart: torch lets only modes of its own kinds do so."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self.program = Program([])
+        self._arguments: list[tuple[Tensor, Tensor | None]] = []
+        self._next = 0
+        self._alive: list[Tensor] = []  # so that no id comes twice
+        self._numbers: dict[int, int] = {}
+        self._real: dict[int, Tensor] = {}  # what stands for a tensor with data
+        self._owner: dict[int, int] = {}  # the operand whose tensor this is
+
+    def argument(self, leaf: Any, device: torch.device | None) -> Any:
+        if isinstance(leaf, Operand):
+            made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            self.program.operands.append(leaf)
+            self._arguments.append((made, None))
+            return made
+        if isinstance(leaf, Tensor):
+            made = leaf.detach().to("meta")
+            self._arguments.append((made, leaf))
+            return made
+        if isinstance(leaf, torch.device):
+            if device is not None and (leaf.type != device.type or leaf.index not in (None, device.index)):
+                raise UnsupportedError(
+                    f"capture: expected the device of the operands, {device}, got {leaf}; move the local tensors"
+                )
+            return torch.device("meta")
+        return leaf
+
+    def close_operands(self) -> None:
+        """Numbers the arguments: operands first."""
+        for made, _ in (a for a in self._arguments if a[1] is None):
+            self._owner[id(made)] = self._number(made)
+        for made, constant in self._arguments:
+            if constant is not None:
+                self.program.constants[self._number(made)] = constant
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        with enable_python_dispatcher(), self:
+            return function()
+
+    def ref(self, tensor: Tensor) -> Ref:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = self._same_as(tensor)
+        return Ref(self._numbers[id(tensor)])
+
+    def _same_as(self, tensor: Tensor) -> int:
+        """Factories such as torch.arange return another object than their operator did."""
+        storage = tensor.untyped_storage()._cdata
+        for known in reversed(self._alive):
+            if known.untyped_storage()._cdata == storage and known.shape == tensor.shape:
+                self._alive.append(tensor)
+                return self._numbers[id(known)]
+        self.program.constants[self._number(tensor)] = tensor
+        return self._numbers[id(tensor)]
+
+    def _number(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        self._numbers[id(tensor)] = self._next
+        self._next += 1
+        return self._next - 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._constants(args), self._constants(kwargs or {})
+        if func is torch.ops.aten.lift_fresh.default:
+            return args[0]
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        operands = self._operands(args), self._operands(kwargs)
+        call = Call(func, *operands, [])
+        refuse_random(call)
+        result = _on_meta(func, args, kwargs)
+        outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
+        outputs = [t for t in outputs if isinstance(t, Tensor)]
+        if not outputs:
+            return result
+        call = Call(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
+        expansion = EXPANSIONS.get(call.name)
+        if expansion is not None:
+            expanded = self._instead(lambda: expansion(*args, **kwargs))
+            if expanded is not NotImplemented:
+                return expanded
+        elif call.inputs and _is_composite(func) and rule_of(call) is None:
+            expanded = self._instead(lambda: func.decompose(*args, **kwargs))
+            if expanded is not NotImplemented:
+                return expanded
+        self._record(call, args, kwargs, outputs)
+        return result
+
+    def _record(self, call: Call, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+        inputs = [t for t in [*_flat(args), *_flat(list(kwargs.values()))] if isinstance(t, Tensor)]
+        numbers = tuple(self.ref(t).number for t in inputs)
+        self.program.steps.append(Recorded(call, numbers, tuple(self._number(t) for t in outputs)))
+
+    def _instead(self, function: Callable[[], Any]) -> Any:
+        """Records what `function` does; nothing if it writes to parts of tensors or is not to be had."""
+        count = len(self.program.steps)
+        try:
+            result = self.run(function)
+        except UnsupportedError:
+            result = NotImplemented
+        if result is NotImplemented:
+            del self.program.steps[count:]
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Records x.add_(y) as a new value of x."""
+        target = args[0] if args else None
+        name = str(func).removeprefix("aten.").split(".")[0]
+        if name == "detach_":
+            return target
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        functional = getattr(packet, func._overloadname, None)
+        if not isinstance(target, Tensor) or not name.endswith("_") or functional is None or self._has_views(target):
+            refuse_random(Call(func, self._operands(args), self._operands(kwargs), []))
+            raise UnsupportedError(
+                f"{name}: expected to write to a whole tensor, got a part of one, or out=; make a new tensor with "
+                "torch.where, torch.cat or an operator that returns its result"
+            )
+        call = Call(functional, self._operands(args), self._operands(kwargs), [_operand(target)])
+        refuse_random(call)
+        _on_meta(func, args, kwargs)
+        self._record(call, args, kwargs, [target])
+        if id(target) in self._owner:
+            self.program.writes[self._owner[id(target)]] = self._numbers[id(target)]
+        return target
+
+    def _has_views(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return any(t is not tensor and t.untyped_storage()._cdata == storage for t in self._alive)
+
+    def _constants(self, args: Any) -> Any:
+        """The arguments, with meta tensors for those that have data."""
+        if isinstance(args, dict):
+            return {key: self._constants(value) for key, value in args.items()}
+        if isinstance(args, list | tuple):
+            return type(args)(self._constants(value) for value in args)
+        if not isinstance(args, Tensor) or args.device.type == "meta":
+            return args
+        if id(args) not in self._real:
+            self._real[id(args)] = made = args.detach().to("meta")
+            self._alive.append(args)
+            self.program.constants[self._number(made)] = args
+        return self._real[id(args)]
+
+    def _operands(self, args: Any) -> Any:
+        if isinstance(args, dict):
+            return {key: self._operands(value) for key, value in args.items()}
+        if isinstance(args, list | tuple):
+            return type(args)(self._operands(value) for value in args)
+        return _operand(args) if isinstance(args, Tensor) else args
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._DisablePythonDispatcher():
+        return func(*args, **kwargs)
+
+
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _operand(tensor: Tensor) -> Operand:
+    return Operand(tuple(tensor.shape), tensor.dtype)
+
+
+def _flat(args: Any) -> list[Any]:
+    if isinstance(args, list | tuple):
+        return [item for arg in args for item in _flat(arg)]
+    return [args]

@@ -1,0 +1,209 @@
+"""Operators put in terms of others that have rules, as plain torch code: traced once more instead of the operator.
+
+A function gets the arguments of the ATen operator; NotImplemented leaves the operator as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_overlap.mesh.expand_losses import LOSSES, as_type
+
+__all__ = ["EXPANSIONS"]
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= tensors[0].dim() + 1
+    return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _select(x: Tensor, dim: int, index: int) -> Tensor:
+    index %= x.shape[dim]
+    return x.narrow(dim, index, 1).squeeze(dim)
+
+
+def _unbind(x: Tensor, dim: int = 0) -> Any:
+    if x.shape[dim] == 0:
+        return NotImplemented
+    return tuple(part.squeeze(dim) for part in x.split(1, dim))
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    product = a @ b
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _addbmm(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _addmm(bias, a.transpose(0, 1).flatten(1), b.flatten(0, 1), beta, alpha)
+
+
+def _addr(bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return _addmm(bias, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+
+
+def _pad(x: Tensor, pads: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    if mode != "constant":
+        return NotImplemented
+    for i in range(len(pads) // 2):
+        dim = x.dim() - 1 - i
+        before, after = int(pads[2 * i]), int(pads[2 * i + 1])
+        cut_before, cut_after = max(-before, 0), max(-after, 0)
+        if cut_before or cut_after:
+            x = x.narrow(dim, cut_before, x.shape[dim] - cut_before - cut_after)
+        shape = list(x.shape)
+        parts = [x]
+        for size, at in ((before, 0), (after, len(parts))):
+            if size > 0:
+                shape[dim] = size
+                fill = torch.full(shape, value or 0, dtype=x.dtype, device=x.device)
+                parts.insert(at if at == 0 else len(parts), fill)
+        if len(parts) > 1:
+            x = torch.cat(parts, dim)
+    return x
+
+
+def _constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Any:
+    return _pad(x, pads, "constant", value)
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    x = x.reshape((1,) * (len(repeats) - x.dim()) + tuple(x.shape))
+    between = [size for n in x.shape for size in (1, n)]
+    wide = [size for r, n in zip(repeats, x.shape, strict=True) for size in (r, n)]
+    return x.reshape(between).expand(wide).reshape([r * n for r, n in zip(repeats, x.shape, strict=True)])
+
+
+def _repeat_interleave(x: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+    if not isinstance(repeats, int):
+        return NotImplemented
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    dim %= x.dim()
+    wide = list(x.shape)
+    wide.insert(dim + 1, repeats)
+    out = list(x.shape)
+    out[dim] *= repeats
+    return x.unsqueeze(dim + 1).expand(wide).reshape(out)
+
+
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if x.dim() == 0:
+        return NotImplemented
+    values, indices = torch.sort(x, dim=dim, descending=largest)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
+    if num_classes < 0:
+        return NotImplemented
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
+
+
+def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """A norm of everything: of sums, so that no part is moved. Those along dimensions have a rule."""
+    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
+        return NotImplemented
+    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
+        return NotImplemented
+    ord, result = float(ord), dtype or x.dtype
+    narrow = result in (torch.float16, torch.bfloat16)
+    x = as_type(x, torch.float32 if narrow else result)
+    every = list(range(x.dim()))
+    if math.isinf(ord):
+        out = x.abs().amax(every, keepdim) if ord > 0 else x.abs().amin(every, keepdim)
+    elif ord == 0:
+        out = (x != 0).to(x.dtype).sum(every, keepdim)
+    elif ord == 1:
+        out = x.abs().sum(every, keepdim)
+    else:
+        powers = (x * x if ord == 2 else x.abs().pow(ord)).sum(every, keepdim)
+        is_zero = powers == 0  # there the gradient is zero as well
+        root = powers.masked_fill(is_zero, 1)
+        out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)
+    return as_type(out, result)
+
+
+def _var(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None) -> Any:
+    """A variance of everything: two sums. Those along dimensions have a rule."""
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim, unbiased = None, dim
+    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
+        return NotImplemented
+    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
+        return NotImplemented
+    lost = correction if correction is not None else 1 if unbiased is None or unbiased else 0
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        x = x.to(torch.float32)
+    every = list(range(x.dim()))
+    far = x - x.mean(every, True)
+    count = x.numel() - lost
+    total = (far * far).sum(every, keepdim)
+    return as_type(total / max(count, 0), dtype)
+
+
+def _std(*args: Any, **kwargs: Any) -> Any:
+    out = _var(*args, **kwargs)
+    return out if out is NotImplemented else out.sqrt()
+
+
+def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    return _truth(x, dim, keepdim, torch.amax)
+
+
+def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+    return _truth(x, dim, keepdim, torch.amin)
+
+
+def _truth(x: Tensor, dim: Any, keepdim: bool, reduce: Callable[..., Tensor]) -> Any:
+    if x.dim() == 0 or x.numel() == 0:
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return reduce((x != 0).to(torch.int32), dims, keepdim).to(torch.bool)
+
+
+def _full(size: Any, value: Any, x: Tensor, dtype: Any) -> Tensor:
+    return torch.full(size, value, dtype=dtype or x.dtype, device=x.device)
+
+
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+EXPANSIONS: dict[str, Callable[..., Any]] = {
+    "stack": _stack,
+    "select": _select,
+    "unbind": _unbind,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "addmv": _addmm,
+    "addbmm": _addbmm,
+    "addr": _addr,
+    "pad": _pad,
+    "constant_pad_nd": _constant_pad,
+    "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    "topk": _topk,
+    "one_hot": _one_hot,
+    "linalg_vector_norm": _norm,
+    "var": _var,
+    "std": _std,
+    "any": _any,
+    "all": _all,
+    "glu": _glu,
+    "new_zeros": lambda x, size, dtype=None, **_: _full(size, 0, x, dtype),
+    "new_ones": lambda x, size, dtype=None, **_: _full(size, 1, x, dtype),
+    "new_full": lambda x, size, value, dtype=None, **_: _full(size, value, x, dtype),
+    "new_empty": lambda x, size, dtype=None, **_: _full(size, 0, x, dtype),
+    **LOSSES,
+}

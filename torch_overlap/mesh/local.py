@@ -1,0 +1,215 @@
+"""What a rank runs on its own parts of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_overlap.mesh._core import Layout, OpRule
+from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.local_take import local_gather, local_take
+from torch_overlap.mesh.random_ops import refuse_random
+from torch_overlap.mesh.rules_move import RESHAPES, taken_index, whole
+
+__all__ = ["Local", "local_call"]
+
+Local = Callable[[Sequence[Tensor]], Any]
+
+
+def local_call(
+    call: Call,
+    rule: OpRule | None,
+    input_layouts: Sequence[Layout],
+    output_layouts: Sequence[Layout],
+    rank: int,
+    device: torch.device | None = None,
+) -> Local:
+    """The operator on the parts of one rank: takes its local tensors, in the order of call.inputs, and returns a
+    tensor, or a tuple or list as the operator does.
+
+    The layouts are those of a Strategy of `rule` (None: operands are whole). The parts of all ranks together, as the
+    output layouts say, are the result of the operator on the global tensors. Nothing waits for a device, so the
+    function may be captured; it is differentiable where the operator is: the gradient of an input is that of the
+    rank's own part.
+
+    `device`: where tensors are made by an operator without inputs (arange, zeros).
+
+    Raises:
+        UnsupportedError: an operator that draws random numbers.
+    """
+    refuse_random(call)
+    parts = _Parts(
+        call,
+        [layout.local_shape(x.shape, rank) for x, layout in zip(call.inputs, input_layouts, strict=True)],
+        [layout.local_shape(x.shape, rank) for x, layout in zip(call.outputs, output_layouts, strict=True)],
+        list(input_layouts),
+        rank,
+    )
+    make = _TABLE.get(call.name)
+    local = make(parts) if make is not None and parts.is_cut() else None
+    if local is None:
+        local = _with_device(call, device).run()
+    return local
+
+
+class _Parts(NamedTuple):
+    call: Call
+    inputs: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
+    layouts: list[Layout]
+    rank: int
+
+    def is_cut(self) -> bool:
+        """Is any operand cut, or was a view of contiguous memory asked for?"""
+        call = self.call
+        return call.name in RESHAPES or any(
+            local != operand.shape
+            for local, operand in zip([*self.inputs, *self.outputs], [*call.inputs, *call.outputs], strict=True)
+        )
+
+    def offset(self, index: int, dim: int) -> int:
+        """Where the own part of an input begins."""
+        return self.layouts[index].offsets(self.call.inputs[index].shape, self.rank)[dim]
+
+
+def _with_device(call: Call, device: torch.device | None) -> Call:
+    """Tensors that were made on meta are made where the inputs are."""
+    if call.kwargs.get("device") is None or call.kwargs["device"].type != "meta":
+        return call
+    return call.with_arguments(call.args, {**call.kwargs, "device": device})
+
+
+def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """A constant that depends on the inputs all the same: the backward pass must visit them on every rank."""
+    out = tensors[0].new_full(tuple(shape), value, dtype=dtype)
+    for t in tensors:
+        if t.requires_grad and dtype.is_floating_point:
+            out = out + t.reshape(-1)[:0].sum().to(dtype)
+    return out
+
+
+def _reshape(parts: _Parts) -> Local:
+    shape = parts.outputs[0]
+    return lambda tensors: tensors[0].reshape(shape)
+
+
+def _expand(parts: _Parts) -> Local:
+    shape = parts.outputs[0]
+    return lambda tensors: tensors[0].expand(shape)
+
+
+def _mean(parts: _Parts) -> Local | None:
+    """A sum over the own part, divided by the global number of elements."""
+    call, (shape,) = parts.call, parts.inputs
+    x, out = call.inputs[0], call.outputs[0].dtype
+    dims = whole(call, 1, "dim", None)
+    if all(shape[d] == x.shape[d] for d in dims):
+        return None
+    keepdim = bool(call.argument(2, "keepdim", False))
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    inside = torch.float32 if out in (torch.float16, torch.bfloat16) else out
+    return lambda tensors: (tensors[0].sum(dims, keepdim, dtype=inside) / count).to(out)
+
+
+def _extreme(parts: _Parts) -> Local | None:
+    """What is the maximum of nothing: less than anything."""
+    call, dtype = parts.call, parts.call.outputs[0].dtype
+    if len(call.inputs) != 1 or len(call.outputs) != 1 or 0 not in parts.inputs[0]:
+        return None
+    info = None if dtype is torch.bool else torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    is_max = call.name in ("amax", "max")
+    if dtype.is_floating_point:
+        value: Any = float("-inf") if is_max else float("inf")
+    else:
+        value = not is_max if info is None else info.min if is_max else info.max
+    shape = parts.outputs[0]
+    return lambda tensors: _zeros_with_gradient(shape, value, dtype, tensors)
+
+
+def _pieces(parts: _Parts) -> Local | None:
+    """A slice that takes everything: of a sharded dimension as well."""
+    call = parts.call
+    if len(call.outputs) != 1 or call.outputs[0].shape != call.inputs[0].shape:
+        return None
+    if call.is_sequence:
+        return lambda tensors: [tensors[0].view_as(tensors[0])]
+    return lambda tensors: tensors[0].view_as(tensors[0])
+
+
+def _embedding(parts: _Parts) -> Local | None:
+    return _take_along(parts, 0, padding=int(parts.call.argument(2, "padding_idx", -1)))
+
+
+def _index_select(parts: _Parts) -> Local | None:
+    return _take_along(parts, int(parts.call.args[1]))
+
+
+def _index(parts: _Parts) -> Local | None:
+    dim = taken_index(parts.call)
+    return None if dim is None else _take_along(parts, dim, wraps=parts.call.inputs[0].shape[dim])
+
+
+def _take_along(parts: _Parts, dim: int, *, wraps: int = 0, padding: int = -1) -> Local | None:
+    shape = parts.call.inputs[0].shape
+    dim %= len(shape)
+    own = parts.inputs[0][dim]
+    if own == shape[dim]:
+        return None
+    return local_take(own, parts.offset(0, dim), dim, wraps=wraps, padding=padding)
+
+
+def _gather(parts: _Parts) -> Local | None:
+    shape = parts.call.inputs[0].shape
+    dim = int(parts.call.args[1]) % len(shape)
+    if parts.inputs[0][dim] == shape[dim]:
+        return None
+    return local_gather(parts.inputs[0][dim], parts.offset(0, dim), dim)
+
+
+def _conv(parts: _Parts) -> Local | None:
+    """As many groups as are here; nothing from no channels but the bias."""
+    call, (x, weight) = parts.call, parts.inputs[:2]
+    place = 8 if call.name == "convolution" else 6
+    dtype, shape = call.outputs[0].dtype, parts.outputs[0]
+    if 0 in x or 0 in weight:
+        ones = (1,) * (len(shape) - 2)
+
+        def nothing(tensors: Sequence[Tensor]) -> Tensor:
+            zeros = _zeros_with_gradient(shape, 0, dtype, tensors[:2])
+            return zeros + tensors[2].reshape(-1, *ones) if len(tensors) > 2 else zeros
+
+        return nothing
+    groups = int(call.argument(place, "groups", 1))
+    here = x[1] // weight[1]
+    if here == groups:
+        return None
+    args = list(call.args)
+    args[place] = here
+    return call.with_arguments(args).run()
+
+
+def _attention(parts: _Parts) -> Local | None:
+    if 0 not in parts.outputs[0]:
+        return None
+    shape, dtype = parts.outputs[0], parts.call.outputs[0].dtype
+    return lambda tensors: _zeros_with_gradient(shape, 0, dtype, tensors)
+
+
+_TABLE: dict[str, Callable[[_Parts], Local | None]] = {
+    **dict.fromkeys(sorted(RESHAPES), _reshape),
+    **dict.fromkeys(("expand", "broadcast_to", "expand_copy"), _expand),
+    "mean": _mean,
+    **dict.fromkeys(("amax", "amin", "max", "min"), _extreme),
+    **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"), _pieces),
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index": _index,
+    "gather": _gather,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
+    "scaled_dot_product_attention": _attention,
+}

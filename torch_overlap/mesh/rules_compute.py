@@ -1,0 +1,181 @@
+"""Rules of operators that compute: products, reductions, softmax, norms, convolutions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_overlap.mesh._core import OpRule
+from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.rules_move import equation, names_of, whole
+
+__all__ = ["COMPUTE"]
+
+
+def _matmul(call: Call) -> OpRule:
+    return OpRule.matmul(call.inputs[0].shape, call.inputs[1].shape)
+
+
+def _linear(call: Call) -> OpRule:
+    return OpRule.linear(call.inputs[0].shape, call.inputs[1].shape, len(call.inputs) > 2)
+
+
+def _reduction(call: Call) -> OpRule | None:
+    name = {"max": "amax", "min": "amin"}.get(call.name, call.name)
+    x = call.inputs[0]
+    if call.name in ("max", "min") and (len(call.outputs) == 2 or len(call.inputs) == 2):
+        return _extreme(call)
+    dims = call.argument(1, "dim", None)
+    keepdim = bool(call.argument(2, "keepdim", False))
+    return OpRule.reduction(name, x.shape, [dims] if isinstance(dims, int) else list(dims or []), keepdim)
+
+
+def _extreme(call: Call) -> OpRule | None:
+    if len(call.inputs) == 2:  # of two tensors
+        return OpRule.elementwise(call.name, [x.shape for x in call.inputs])
+    return _whole_along(call)
+
+
+def _whole_along(call: Call) -> OpRule | None:
+    """Needs all of some dimensions, and leaves size 1, nothing, or as many there: argmax, logsumexp, sort."""
+    shape = call.inputs[0].shape
+    index, name, default = _DIMS.get(call.name, (1, "dim", None))
+    dims = whole(call, index, name, default)
+    inside = names_of(shape, whole=dims)
+    outs = []
+    for out in call.outputs:
+        if out.shape == shape:
+            outs.append(inside)
+        elif len(out.shape) == len(shape):
+            outs.append(["1" if d in dims else inside[d] for d in range(len(shape))])
+        else:
+            outs.append([inside[d] for d in range(len(shape)) if d not in dims])
+    return _einsum_rule(call, [inside], outs)
+
+
+# Where the dimensions are, if not second.
+_DIMS: dict[str, tuple[int, str, Any]] = {
+    "linalg_vector_norm": (2, "dim", None),
+    "norm": (2, "dim", None),
+    "kthvalue": (2, "dim", -1),
+    "sort": (1, "dim", -1),
+    "argsort": (1, "dim", -1),
+    "cummax": (1, "dim", -1),
+    "cummin": (1, "dim", -1),
+}
+
+
+def _einsum_rule(call: Call, inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]) -> OpRule:
+    return OpRule.einsum(call.name, equation(inputs, outputs), [x.shape for x in call.inputs])
+
+
+def _along(call: Call) -> OpRule | None:
+    if len(call.outputs) != 1 or len(call.inputs) != 1:
+        return None
+    dims = call.argument(1, "dim", -1)
+    name = call.name.removeprefix("_")
+    return OpRule.along(name, call.inputs[0].shape, [dims] if isinstance(dims, int) else list(dims))
+
+
+def _norm(call: Call) -> OpRule | None:
+    normalized = call.args[1]
+    dims = len(normalized) if isinstance(normalized, list | tuple) else 1
+    shape = call.inputs[0].shape
+    if len(call.outputs) == 1:
+        return OpRule.norm(shape, dims, len(call.inputs) - 1)
+    first = len(shape) - dims
+    names = names_of(shape, whole=range(first, len(shape)))
+    statistics = [*names[:first], *["1"] * dims]
+    return _einsum_rule(call, [names, *[names[first:]] * (len(call.inputs) - 1)], [names, statistics, statistics])
+
+
+def _group_norm(call: Call) -> OpRule | None:
+    names = names_of(call.inputs[0].shape, whole=range(1, len(call.inputs[0].shape)))
+    return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
+
+
+def _batch_norm(call: Call) -> OpRule | None:
+    if call.argument(5, "training", False):
+        return None  # statistics of the whole batch
+    names = names_of(call.inputs[0].shape)
+    return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
+
+
+def _conv(call: Call) -> OpRule | None:
+    x, weight = call.inputs[0].shape, call.inputs[1].shape
+    if call.name == "convolution":
+        if call.argument(6, "transposed", False):
+            return None
+        groups = int(call.argument(8, "groups", 1))
+    else:
+        groups = int(call.argument(6, "groups", 1))
+    return OpRule.conv(x, weight, call.outputs[0].shape, groups, len(call.inputs) > 2)
+
+
+def _attention(call: Call) -> OpRule | None:
+    if float(call.argument(4, "dropout_p", 0.0)) != 0:
+        return None
+    query, key, value, *mask = (x.shape for x in call.inputs)
+    is_causal = bool(call.argument(5, "is_causal", False))
+    if not mask:
+        return OpRule.attention(query, key, value, is_causal)
+    rank = len(query)
+    if rank < 3 or query[: rank - 3] != key[: rank - 3] or len(mask[0]) > rank:
+        return None
+    batch = [f"b{d}" for d in range(rank - 3)]
+    heads, kv_heads = query[-3], key[-3]
+    kv = "1" if kv_heads == 1 else "h"
+    joined = kv if heads == kv_heads else "r" if kv_heads == 1 else "(h r)"
+    full = [*batch, joined, "s", "t!"]
+    sizes = [*query[:-1], key[-2]]
+    masked = []
+    for d, n in enumerate(mask[0]):
+        at = rank - len(mask[0]) + d
+        masked.append("1" if n == 1 and sizes[at] != 1 else full[at])
+    return _einsum_rule(
+        call,
+        [[*batch, joined, "s", "d!"], [*batch, kv, "t!", "d!"], [*batch, kv, "t!", "e"], masked],
+        [[*batch, joined, "s", "e"]],
+    )
+
+
+def _einsum(call: Call) -> OpRule | None:
+    text = str(call.args[0]).replace(" ", "")
+    left, arrow, right = text.partition("->")
+    terms = left.split(",")
+    if "." in text or any(len(set(term)) != len(term) for term in terms):
+        return None  # an ellipsis, a diagonal
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    shapes = [x.shape for x in call.inputs]
+    ins = [["1" if n == 1 else c for c, n in zip(term, s, strict=True)] for term, s in zip(terms, shapes, strict=True)]
+    out = ["1" if n == 1 else c for c, n in zip(right, call.outputs[0].shape, strict=True)]
+    return _einsum_rule(call, ins, [out])
+
+
+def _whole_last(call: Call, count: int) -> OpRule | None:
+    """Batches of vectors or matrices that have to be whole."""
+    shape = call.inputs[0].shape
+    return OpRule.along(call.name, shape, list(range(-count, 0))) if len(call.inputs) == 1 else None
+
+
+COMPUTE: dict[str, Callable[[Call], OpRule | None]] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
+    "linear": _linear,
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "prod", "max", "min"), _reduction),
+    **dict.fromkeys(
+        ("argmax", "argmin", "logsumexp", "sort", "argsort", "median", "nanmedian", "mode", "kthvalue", "cummax",
+         "cummin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "nansum", "aminmax", "count_nonzero"),
+        _whole_along,
+    ),
+    **dict.fromkeys(
+        ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), _along
+    ),
+    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm"), _norm),
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
+    "scaled_dot_product_attention": _attention,
+    "einsum": _einsum,
+    "cholesky": lambda call: _whole_last(call, 2),
+}  # fmt: skip
