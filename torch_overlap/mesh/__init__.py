@@ -30,7 +30,24 @@ from torch_overlap.mesh._core import (
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
+from torch_overlap.mesh.communication import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assume_partial,
+    axis_index,
+    broadcast,
+    gather_all_axes,
+    pmean,
+    ppermute,
+    reduce_scatter,
+    reshard,
+    shard,
+)
+from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
+from torch_overlap.mesh.dispatch import Recipe, recipe_of
+from torch_overlap.mesh.sharded import Sharded, from_local, gradient_layout
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
 
@@ -43,23 +60,42 @@ __all__ = [
     "GraphPlan",
     "Layout",
     "Mesh",
+    "MeshComms",
     "OpRule",
     "P",
     "Plan",
     "Propagation",
+    "Recipe",
+    "Sharded",
     "ShardingChoice",
     "ShardingSpec",
     "Step",
     "Strategy",
     "Traced",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "assume_partial",
     "auto_shard",
+    "axis_index",
+    "broadcast",
     "collect",
+    "connect",
     "distribute",
+    "from_local",
+    "gather_all_axes",
+    "gradient_layout",
     "greedy_reshard",
     "load_cost_model",
     "plan_reshard",
+    "pmean",
+    "ppermute",
     "propagate",
+    "recipe_of",
+    "reduce_scatter",
+    "reshard",
     "save_cost_model",
+    "shard",
     "simulate",
     "to_layout",
     "trace",

@@ -44,7 +44,7 @@ MeshCommsPtr connect(const mesh::Mesh& mesh, const std::shared_ptr<TorchComm>& c
 
 void register_spmd(py::module_& module) {
   py::class_<MeshComms, MeshCommsPtr>(
-      module, "MeshComms",
+      module, "MeshComms", py::dynamic_attr(),
       R"(A mesh, this rank's place in it, and a communicator for each set of its axes. See torch_overlap.mesh.connect.)")
       .def_property_readonly("mesh", &MeshComms::mesh, "The Mesh.")
       .def_property_readonly("name", &MeshComms::name, "Its name in the process.")

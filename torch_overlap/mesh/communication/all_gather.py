@@ -1,0 +1,48 @@
+"""all_gather, gather_all_axes: dimensions that are whole again.
+
+Shape: the global one stays. Layout: the axes of the dimension become invariant. Gradient: S -> I, each rank's part of
+its own gradient; nothing is sent. Cost: (N-1)/N of the gathered tensor.
+"""
+
+from __future__ import annotations
+
+from torch_overlap.mesh.communication.base import CollectiveOperation, Move, settled, wrap_dim
+from torch_overlap.mesh.sharded import Sharded, Spec, with_invariant_rest
+
+__all__ = ["AllGatherOp", "GatherAllAxesOp", "all_gather", "gather_all_axes"]
+
+
+class AllGatherOp(CollectiveOperation):
+    """Gathers one dimension; see all_gather."""
+
+    name = "all_gather"
+
+    def move(self, spec: Spec, axis: int) -> Move:
+        dim = wrap_dim(self.name, spec, axis, "axis")
+        return Move(spec.layout, settled(spec.layout, list(spec.layout.dims[dim])), tuple(spec.shape))
+
+
+class GatherAllAxesOp(CollectiveOperation):
+    """Gathers and reduces everything; see gather_all_axes."""
+
+    name = "gather_all_axes"
+
+    def move(self, spec: Spec) -> Move:
+        whole = spec.layout.with_partial(None).with_dims([None] * len(spec.shape))
+        return Move(spec.layout, with_invariant_rest(whole), tuple(spec.shape))
+
+
+_all_gather, _gather_all_axes = AllGatherOp(), GatherAllAxesOp()
+
+
+def all_gather(x: Sharded, axis: int) -> Sharded:
+    """`x` with dimension `axis` whole on every rank: over all axes that shard it, and no others.
+
+    What is sharded elsewhere, or pending, stays so. Negative dimensions count from the end.
+    """
+    return _all_gather(x, axis)
+
+
+def gather_all_axes(x: Sharded) -> Sharded:
+    """`x` whole on every rank: what is pending is reduced, what is sharded is gathered. Invariant along every axis."""
+    return _gather_all_axes(x)

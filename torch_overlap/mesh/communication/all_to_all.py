@@ -1,0 +1,65 @@
+"""all_to_all: a sharding moves from one dimension to another.
+
+Shape: the global one stays. Layout: the axes of `concat_axis` leave it and are the last ones of `split_axis`.
+Gradient: the way back. Cost: (N-1)/N of a rank's tensor.
+"""
+
+from __future__ import annotations
+
+from torch_overlap._C import InvalidValueError
+from torch_overlap.mesh.communication.base import CollectiveOperation, Move, wrap_dim
+from torch_overlap.mesh.sharded import Sharded, Spec
+
+__all__ = ["AllToAllOp", "all_to_all"]
+
+
+class AllToAllOp(CollectiveOperation):
+    """Moves a sharding; see all_to_all."""
+
+    name = "all_to_all"
+
+    def move(self, spec: Spec, split_axis: int, concat_axis: int) -> Move:
+        split = wrap_dim(self.name, spec, split_axis, "split_axis")
+        concat = wrap_dim(self.name, spec, concat_axis, "concat_axis")
+        if split == concat:
+            raise InvalidValueError(f"{self.name}: expected two dimensions, got split_axis and concat_axis {split}")
+        layout = spec.layout
+        dims = [list(d) for d in layout.dims]
+        dims[split] += dims[concat]
+        dims[concat] = []
+        parts = 1
+        for name in dims[split]:
+            parts *= layout.mesh.axis(name).size
+        if spec.shape[split] % parts:
+            raise InvalidValueError(
+                f"{self.name}: expected dimension {split} of {tuple(spec.shape)} divisible by the {parts} ranks of "
+                f"{dims[split]}, got {spec.shape[split]}; reshard it where parts may differ"
+            )
+        return Move(layout, layout.with_dims(dims), tuple(spec.shape))
+
+
+_all_to_all = AllToAllOp()
+
+
+def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True) -> Sharded:
+    """Dimension `concat_axis`, sharded until now, becomes whole, and `split_axis` is sharded over the same axes.
+
+    `tiled=False`: the parts of `concat_axis` are stacked, not joined: the dimension becomes two, [parts, part].
+
+    Raises:
+        InvalidValueError: `split_axis` is not divisible by the number of parts.
+    """
+    y = _all_to_all(x, split_axis, concat_axis)
+    if tiled:
+        return y
+    dim = wrap_dim("all_to_all", x.spec, concat_axis, "concat_axis")
+    parts = 1
+    for name in x.layout.dims[dim]:
+        parts *= x.layout.mesh.axis(name).size
+    if x.shape[dim] % parts:
+        raise InvalidValueError(
+            f"all_to_all: expected dimension {dim} of {tuple(x.shape)} divisible by its {parts} parts, to stack them, "
+            f"got {x.shape[dim]}"
+        )
+    stacked: Sharded = y.unflatten(dim, (parts, x.shape[dim] // parts))
+    return stacked

@@ -1,0 +1,44 @@
+"""axis_index: where each rank is along an axis.
+
+Shape: [size of the axis], one element a rank. Layout: sharded along the axis. No gradient, no cost.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_overlap._C import MeshComms
+from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.communication.base import CollectiveOperation, axis_names
+from torch_overlap.mesh.sharded import Sharded, spec_of, with_invariant_rest
+
+__all__ = ["AxisIndexOp", "axis_index"]
+
+
+class AxisIndexOp(CollectiveOperation):
+    """Coordinates as data; see axis_index."""
+
+    name = "axis_index"
+
+    def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:  # type: ignore[override]
+        (axis,) = axis_names(self.name, mesh.mesh, axis_name)
+        layout = with_invariant_rest(Layout(mesh.mesh, [axis]))
+        local = torch.full((1,), mesh.coordinate(axis), dtype=torch.int32, device=mesh.comm.get_device())
+        return Sharded(local, spec_of(mesh, layout, (mesh.mesh.axis(axis).size,), torch.int32))
+
+    def estimate_cost(self, *_: object, **__: object) -> float:
+        return 0.0
+
+    def communication_cost(self, *_: object, **__: object) -> float:
+        return 0.0
+
+
+_axis_index = AxisIndexOp()
+
+
+def axis_index(mesh: MeshComms, axis_name: str) -> Sharded:
+    """An int32 Sharded [size of the axis] of which each rank has one element, its coordinate along the axis.
+
+    `mesh.coordinate(axis)` is the same number as an int on the host.
+    """
+    return _axis_index(mesh, axis_name)

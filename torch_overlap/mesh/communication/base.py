@@ -1,0 +1,145 @@
+"""What the communication operations have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+
+from torch_overlap._C import InvalidTypeError, InvalidValueError
+from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
+from torch_overlap.mesh.sharded import Sharded, Spec, spec_of
+
+__all__ = ["Axes", "CollectiveOperation", "Move", "axis_names", "base_name", "wrap_dim"]
+
+Axes = None | str | Iterable[str]
+
+
+class Move(NamedTuple):
+    """What an operation is: local tensors, taken as parts under `source`, are brought under `target`.
+
+    An operation that only moves data takes them as what they are. One that reduces takes each rank's tensor as a term.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+
+
+class CollectiveOperation:
+    """A communication operation: a rule for shape and layout, from which follow cost, gradient and execution.
+
+    The gradient is that of the plan's steps, by what the layouts say of each axis (R, I, S, P): a value that becomes
+    invariant has a gradient that is whole on every rank. An operation may be used under vmap (`torch_overlap.mesh.vmap`).
+    """
+
+    name = "collective"
+
+    def move(self, spec: Spec, *args: Any, **kwargs: Any) -> Move:
+        """The rule, on what is known of an operand."""
+        raise NotImplementedError
+
+    def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
+        spec = self._spec(x)
+        source, target, shape = self.move(spec, *args, **kwargs)
+        taken = Sharded(x.local, spec_of(spec.mesh, source, shape, spec.dtype)) if source != spec.layout else x
+        return taken._reshard(target)
+
+    def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
+        """The steps that the operation takes on this operand."""
+        spec = self._spec(x)
+        source, target, shape = self.move(spec, *args, **kwargs)
+        return plan_reshard(source, target, shape, spec.dtype.itemsize, cost or spec.mesh.cost)
+
+    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
+        """Seconds, by the cost model of the mesh or the given one."""
+        return self.plan(x, *args, cost=cost, **kwargs).seconds
+
+    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
+        """Bytes that a rank sends: all_reduce 2(N-1)/N of its tensor, all_gather, reduce_scatter and all_to_all
+        (N-1)/N of the larger of input and output."""
+        return self.plan(x, *args, **kwargs).wire_bytes
+
+    def _spec(self, x: Any) -> Spec:
+        if not isinstance(x, Sharded):
+            raise InvalidTypeError(
+                f"{self.name}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one"
+            )
+        return x.spec
+
+
+def base_name(axis: str) -> str:
+    """The axis of a part of one."""
+    return axis.split(":")[0]
+
+
+def axis_names(op: str, mesh: Mesh, axes: Axes) -> list[str]:
+    """Names of axes, each of which the mesh has and is named once."""
+    names = [axes] if isinstance(axes, str) else list(axes or [])
+    for name in names:
+        mesh.axis(name)
+    if len(set(names)) != len(names):
+        raise InvalidValueError(f"{op}: expected each axis once, got {names}")
+    return names
+
+
+def wrap_dim(op: str, spec: Spec, dim: int, what: str) -> int:
+    """`dim` as a dimension from the front."""
+    count = len(spec.shape)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise InvalidTypeError(f"{op}: expected an int as {what}, got {type(dim).__name__}")
+    if not -count <= dim < count:
+        raise InvalidValueError(f"{op}: expected {what} in [{-count}, {count - 1}] for {tuple(spec.shape)}, got {dim}")
+    return dim % count
+
+
+def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
+    """The axis of a mesh of one; of another, the caller must say which."""
+    names = [name for name, size in spec.mesh.mesh.axes.items() if size > 1] or list(spec.mesh.mesh.axes)
+    if len(names) != 1:
+        raise InvalidValueError(f"{op}: expected {what} on {spec.mesh.mesh}, where {spec.text} leaves it open, got None")
+    return names[:1]
+
+
+def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
+    """Local tensors as terms of a reduction over `axes`: where an axis shards a dimension, that dimension gets the
+    size of the parts, which must be equal. The target is left as the source."""
+    layout, shape = spec.layout, list(spec.shape)
+    dims = [list(d) for d in layout.dims]
+    for dim, names in enumerate(dims):
+        gone = [n for n in names if n in axes]
+        if not gone:
+            continue
+        if names[len(names) - len(gone) :] != gone:
+            raise InvalidValueError(
+                f"{op}: expected {gone} to be the last axes of dimension {dim}, got {tuple(names)} in {layout}"
+            )
+        before = 1
+        for name in names:
+            before *= layout.mesh.axis(name).size
+        parts = 1
+        for name in gone:
+            parts *= layout.mesh.axis(name).size
+        if shape[dim] % before:
+            raise InvalidValueError(
+                f"{op}: expected parts of equal size to reduce, dimension {dim} divisible by {before}, got {shape[dim]}"
+            )
+        shape[dim] //= parts
+        dims[dim] = names[: len(names) - len(gone)]
+    partial = {**layout.partial, **dict.fromkeys(axes, kind)}
+    for name in axes:
+        if layout.partial.get(name, kind) != kind:
+            raise InvalidValueError(
+                f"{op}: expected '{kind}' for {name}, whose value is pending as '{layout.partial[name]}', got another; "
+                "reduce it that way first"
+            )
+    source = Layout(layout.mesh, dims, partial, [n for n in layout.invariant if n not in axes])
+    return Move(source, source, tuple(shape))
+
+
+def settled(layout: Layout, axes: Sequence[str]) -> Layout:
+    """The layout with these axes, pending or in a dimension until now, invariant."""
+    dims = [[n for n in names if n not in axes] for names in layout.dims]
+    partial = {n: kind for n, kind in layout.partial.items() if n not in axes}
+    return Layout(layout.mesh, dims, partial, [*layout.invariant, *(n for n in axes if n not in layout.invariant)])

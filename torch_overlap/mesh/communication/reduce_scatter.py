@@ -1,0 +1,58 @@
+"""reduce_scatter: the sum of all ranks' local tensors, each rank keeps its part.
+
+Shape: as of all_reduce. Layout: the axes are the last ones of the dimension. Gradient: all_gather along the same
+dimension. Cost: (N-1)/N of a rank's tensor.
+"""
+
+from __future__ import annotations
+
+from torch_overlap._C import InvalidValueError
+from torch_overlap.mesh.communication.all_reduce import AllReduceOp
+from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, Move, axis_names, terms, the_only_axis, wrap_dim
+from torch_overlap.mesh.sharded import Sharded, Spec
+
+__all__ = ["ReduceScatterOp", "reduce_scatter"]
+
+
+class ReduceScatterOp(CollectiveOperation):
+    """Reduces and scatters; see reduce_scatter."""
+
+    name = "reduce_scatter"
+
+    def move(self, spec: Spec, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Move:
+        dim = wrap_dim(self.name, spec, axis, "axis")
+        layout = spec.layout
+        names = axis_names(self.name, spec.mesh.mesh, axes)
+        names = names or list(layout.partial) or list(layout.dims[dim]) or the_only_axis(self.name, spec, "axes")
+        kind = AllReduceOp()._kind(reduce_op)
+        kinds = {kind or layout.partial.get(name, "sum") for name in names}
+        if len(kinds) > 1:
+            raise InvalidValueError(f"{self.name}: expected one reduction for {names}, got {sorted(kinds)}")
+        source, _, shape = terms(self.name, spec, names, kinds.pop())
+        parts = 1
+        for name in (*source.dims[dim], *names):
+            parts *= source.mesh.axis(name).size
+        if shape[dim] % parts:
+            raise InvalidValueError(
+                f"{self.name}: expected dimension {dim} of {shape} divisible by the {parts} ranks of "
+                f"{[*source.dims[dim], *names]}, got {shape[dim]}; reshard it where parts may differ"
+            )
+        dims = [list(d) for d in source.dims]
+        dims[dim] += names
+        partial = {n: k for n, k in source.partial.items() if n not in names}
+        return Move(source, source.with_partial(partial).with_dims(dims), shape)
+
+
+_reduce_scatter = ReduceScatterOp()
+
+
+def reduce_scatter(x: Sharded, axis: int, axes: Axes = None, reduce_op: str | None = None) -> Sharded:
+    """The reduction of all ranks' local tensors over `axes`, of which each rank keeps its part of dimension `axis`.
+
+    Without `axes`: what is pending; of a value that is not, the axes of that dimension, whose parts are then the terms,
+    or the one axis of the mesh, whose copies are. `reduce_op` as for all_reduce.
+
+    Raises:
+        InvalidValueError: the dimension is not divisible by the number of parts.
+    """
+    return _reduce_scatter(x, axis, axes, reduce_op)

@@ -1,0 +1,79 @@
+"""shard: how a tensor gets on a mesh.
+
+Shape: the global one stays. Layout: the one that is asked for. Gradient: of a plain tensor, which is the same on every
+rank, the whole one on every rank. Cost: nothing is sent for a plain tensor; of a Sharded that of reshard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
+from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.communication.base import CollectiveOperation, Move
+from torch_overlap.mesh.sharded import Sharded, Spec, layout_of, spec_of, with_invariant_rest
+
+__all__ = ["ShardOp", "shard"]
+
+
+class ShardOp(CollectiveOperation):
+    """A tensor on a mesh; see shard."""
+
+    name = "shard"
+
+    def move(self, spec: Spec, to: Any = None, replicated_axes: Iterable[str] = (),
+             partial_sum_axes: Iterable[str] = ()) -> Move:  # fmt: skip
+        layout = layout_of(to, spec.mesh, len(spec.shape))
+        pending, whole = sorted(partial_sum_axes), set(replicated_axes)
+        if pending or whole:
+            used = {n for dim in layout.dims for n in dim} & (whole | set(pending))
+            if used or whole & set(pending):
+                raise InvalidValueError(
+                    f"shard: expected axes that are one of sharded, replicated and partial, got {layout} with "
+                    f"replicated {sorted(whole)} and partial {pending}"
+                )
+            layout = with_invariant_rest(Layout(layout.mesh, layout.dims, pending))
+        return Move(spec.layout, layout, tuple(spec.shape))
+
+
+_shard = ShardOp()
+
+
+def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axes: Iterable[str] = (),
+          partial_sum_axes: Iterable[str] = ()) -> Sharded:  # fmt: skip
+    """`x` as a Sharded on `mesh`.
+
+    w = shard(w, mesh, P(None, "tp"))
+
+    A plain tensor is the whole one, the same on every rank; each rank keeps its part, and nothing is sent. A Sharded is
+    resharded. A leaf that requires a gradient stays out of it: the result is differentiable with respect to it; for a
+    parameter of which only the part is kept, shard under no_grad and call `requires_grad_()`.
+
+    Args:
+        spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it leaves out
+            are invariant (the same on every rank, and so is the gradient), unless it is a Layout.
+        replicated_axes: Axes that must stay whole: an error if `spec` uses them.
+        partial_sum_axes: Axes along which the result is a pending sum: the value on the first rank, zeros elsewhere.
+
+    Raises:
+        InvalidTypeError: `x` is no tensor, or on another device than the mesh.
+        InvalidValueError: a Sharded of another mesh.
+    """
+    if isinstance(x, Sharded):
+        if x.mesh is not mesh:
+            raise InvalidValueError(f"shard: expected a Sharded on {mesh}, got one on {x.mesh}; gather it first")
+        return _shard(x, spec, replicated_axes, partial_sum_axes)
+    if not isinstance(x, Tensor):
+        raise InvalidTypeError(f"shard: expected a tensor, got {type(x).__name__}")
+    if x.device.type != mesh.comm.get_device().type:
+        raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
+    layout = with_invariant_rest(Layout.replicated(mesh.mesh, x.dim()))
+    whole = Sharded(x, spec_of(mesh, layout, x.shape, x.dtype))
+    out = _shard(whole, spec, replicated_axes, partial_sum_axes)
+    if out.local is not x and out.local.is_leaf and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        out.local = out.local.clone()  # the part alone, not a view that keeps the whole
+    whole._copies = None
+    return out

@@ -1,0 +1,41 @@
+"""connect: a mesh of the ranks of a communicator, with a communicator for each set of its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch_overlap._C import MeshComms, TorchComm, _connect
+from torch_overlap.mesh._core import CostModel, Mesh
+
+__all__ = ["MeshComms", "connect"]
+
+
+def connect(
+    mesh: Mesh | Mapping[str, int] | str,
+    comm: TorchComm,
+    *,
+    name: str = "mesh",
+    cost: CostModel | None = None,
+    sets: Sequence[str] | None = None,
+) -> MeshComms:
+    """Makes the communicators of a mesh. Collective over `comm`, whose ranks are those of the mesh.
+
+    mesh = connect({"dp": 2, "tp": 4}, comm)
+    w = shard(torch.empty(4096, 4096), mesh, P(None, "tp"))
+
+    `sets`: the sets of axes that get a communicator ("dp", "dp,tp"). Without it: all sets of a mesh of up to three
+    axes; of a larger one each axis, and all together. Another set is split off when it is first used, which is an
+    error in a CUDA graph capture and under torch.compile: name it here, or call `prepare`.
+
+    `cost`: what plans are made with, the same on all ranks; of H200s unless given. `name`: of its own in the process,
+    the beginning of the communicators' names.
+
+    Errors: a mesh of other ranks; a name that a live mesh has.
+    """
+    if isinstance(mesh, str):
+        mesh = Mesh.parse(mesh)
+    elif not isinstance(mesh, Mesh):
+        mesh = Mesh(mesh)
+    made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
+    made._specs, made._recipes = {}, {}
+    return made

@@ -1,0 +1,196 @@
+"""How a torch function runs on Sharded values.
+
+The first call with operands that lie so captures the function as ATen operators on tensors of global shape, plans each
+one (`propagate`), and keeps a recipe: what is moved where, what runs on local tensors, how the results lie. Every
+other call looks the recipe up and runs it. Recipes depend on nothing but layouts, shapes and dtypes: they are the same
+on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
+from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, propagate
+from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.capture import Program, Ref, capture
+from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.rules import rule_of
+from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
+
+__all__ = ["Executed", "Recipe", "call", "recipe_of"]
+
+MOST_RECIPES = 8192
+
+
+@dataclass
+class Executed:
+    """One operator of a recipe.
+
+    Attributes:
+        call: The operator, on global shapes.
+        chosen: What `propagate` found; None without operands.
+        inputs: (value, where it is needed).
+        local: What a rank runs.
+        outputs: How the results lie.
+    """
+
+    call: Call
+    chosen: Propagation | None
+    inputs: list[tuple[int, Spec]]
+    local: Callable[[Sequence[Tensor]], Any]
+    outputs: list[Spec]
+
+
+class Recipe:
+    """How a function runs on operands that lie so.
+
+    Attributes:
+        steps: Its operators.
+    """
+
+    def __init__(self, program: Program, steps: list[Executed], constants: list[Sharded]) -> None:
+        self.steps = steps
+        self._program, self._constants = program, constants
+        # One operator that gives the result, as most functions are.
+        self._only = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
+        if self._only is not None and program.result != Ref(len(program.operands)):
+            self._only = None
+
+    def run(self, operands: list[Sharded]) -> Any:
+        step = self._only
+        if step is not None:
+            return Sharded(step.local([operands[i]._moved(to) for i, to in step.inputs]), step.outputs[0])
+        values = operands + self._constants
+        for step in self.steps:
+            out = step.local([values[i]._moved(to) for i, to in step.inputs])
+            if step.call.is_sequence:
+                values.extend(map(Sharded, out, step.outputs))
+            else:
+                values.append(Sharded(out, step.outputs[0]))
+        return self._program.results(values.__getitem__)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """What is moved, in order."""
+        return [p for step in self.steps if step.chosen for p in step.chosen.plans if p.steps]
+
+    def explain(self) -> str:
+        """The operators, where each one runs and what it needs moved, with the alternatives."""
+        return "".join(
+            step.chosen.explain() if step.chosen else f"{step.call.name}: the same on every rank\n" for step in self.steps
+        )
+
+
+def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`func(*args, **kwargs)` where some arguments are Sharded."""
+    operands: list[Sharded] = []
+    key = (func, *[_key(a, operands) for a in args])
+    if kwargs:
+        key += tuple((name, _key(value, operands)) for name, value in kwargs.items())
+    recipes = operands[0].spec.recipes
+    recipe = recipes.get(key)
+    if recipe is None:
+        recipe = _make(func, args, kwargs, operands)
+        if len(recipes) >= MOST_RECIPES:
+            recipes.clear()
+        recipes[key] = recipe
+    return recipe.run(operands)
+
+
+def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
+    """How `func(*args, **kwargs)` would run; nothing is computed or sent."""
+    operands: list[Sharded] = []
+    for value in (*args, *kwargs.values()):
+        _key(value, operands)
+    if not operands:
+        raise InvalidTypeError("recipe_of: expected a Sharded among the arguments, got none")
+    return _make(func, args, kwargs, operands)
+
+
+def _key(value: Any, operands: list[Sharded]) -> Any:
+    """What of an argument a recipe depends on. Collects the Sharded ones."""
+    kind = type(value)
+    if kind is Sharded:
+        operands.append(value)
+        return value.spec
+    if kind is int or kind is float or kind is bool:
+        return kind, value  # 1 == 1.0 == True
+    if kind is list or kind is tuple:
+        return kind, tuple(_key(item, operands) for item in value)
+    if isinstance(value, Tensor):
+        raise InvalidTypeError(
+            f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them; "
+            "shard(x, mesh) says that it is the same on every rank, from_local how its parts lie"
+        )
+    if kind is slice:
+        return slice, value.start, value.stop, value.step
+    return value
+
+
+def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Sharded]) -> Recipe:
+    mesh = operands[0].spec.mesh
+    for x in operands:
+        if x.spec.mesh is not mesh:
+            raise InvalidValueError(
+                f"{_name(func)}: expected operands on one mesh, got {mesh} and {x.spec.mesh}; shard them again"
+            )
+    program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, operands[0].device)
+    if program.writes:
+        raise UnsupportedError(
+            f"{_name(func)}: expected a function that changes no Sharded, got one in place; use the form that returns "
+            "a new one, or work on .local"
+        )
+    device = operands[0].device
+    constants = [_constant(program.constants[i], mesh, device) for i in sorted(program.constants)]
+    specs = [x.spec for x in operands + constants]
+    steps = []
+    for recorded in program.steps:
+        step = _plan(recorded.call, recorded.inputs, [specs[i] for i in recorded.inputs], mesh, device)
+        specs.extend(step.outputs)
+        steps.append(step)
+    return Recipe(program, steps, constants)
+
+
+def _constant(value: Tensor, mesh: MeshComms, device: torch.device) -> Sharded:
+    """A tensor that the function itself makes: the same on every rank."""
+    layout = with_invariant_rest(Layout.replicated(mesh.mesh, value.dim()))
+    return Sharded(value.to(device), spec_of(mesh, layout, value.shape, value.dtype))
+
+
+def _as_operands(value: Any) -> Any:
+    if isinstance(value, Sharded):
+        return Operand(tuple(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return type(value)(_as_operands(item) for item in value)
+    return value
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", func)).strip("_")
+
+
+def _plan(call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: MeshComms, device: torch.device) -> Executed:
+    """How one operator runs on inputs that lie so."""
+    if not inputs:
+        layouts = [with_invariant_rest(Layout.replicated(mesh.mesh, len(o.shape))) for o in call_.outputs]
+        outputs = [spec_of(mesh, y, o.shape, o.dtype) for y, o in zip(layouts, call_.outputs, strict=True)]
+        return Executed(call_, None, [], local_call(call_, None, [], layouts, mesh.rank, device), outputs)
+    rule = rule_of(call_)
+    if rule is None:
+        rule = OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
+    sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
+    chosen = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
+    needed = [
+        spec_of(mesh, layout, spec.shape, spec.dtype) for layout, spec in zip(chosen.inputs, inputs, strict=True)
+    ]
+    local = local_call(call_, rule, chosen.inputs, chosen.outputs, mesh.rank, device)
+    outputs = [
+        spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(chosen.outputs, call_.outputs, strict=True)
+    ]
+    return Executed(call_, chosen, list(zip(numbers, needed, strict=True)), local, outputs)

@@ -1,0 +1,340 @@
+"""Sharded: a tensor whose parts lie on the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
+from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
+
+__all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spec_of"]
+
+_reshard = torch.ops.torch_overlap.reshard
+
+
+class Spec:
+    """What a Sharded is, apart from its numbers. One object for equal ones: compared by identity.
+
+    Attributes:
+        mesh, layout, shape (global), dtype.
+        text: The layout in words, as operators take it.
+        recipes: How functions run on this mesh; see dispatch.
+    """
+
+    __slots__ = ("dtype", "layout", "mesh", "recipes", "shape", "text")
+
+    def __init__(self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
+        self.text = str(layout)
+        self.recipes: dict[Any, Any] = mesh._recipes
+
+    def __repr__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} {self.text} on {self.mesh.mesh}"
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, self.mesh.rank)
+
+
+def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    """The Spec of these: the same object for the same ones."""
+    size = torch.Size(shape)
+    key = (layout, size, dtype)
+    spec: Spec | None = mesh._specs.get(key)
+    if spec is None:
+        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype)
+    return spec
+
+
+def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
+    """A layout from any way to write one. What P, a ShardingSpec or entries leave out is invariant: the same value on
+    all ranks, and the same gradient. A Layout, or its text, is taken as it is."""
+    layout = to_layout(spec, mesh.mesh, num_dims)
+    if isinstance(spec, Layout | str):
+        return layout
+    return with_invariant_rest(layout)
+
+
+def with_invariant_rest(layout: Layout) -> Layout:
+    """The layout with every axis that it does not use made invariant."""
+    used = {name.split(":")[0] for dim in layout.dims for name in dim}
+    used |= {name.split(":")[0] for name in layout.partial}
+    return layout.with_invariant([name for name in layout.mesh.axes if name not in used])
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """How the gradient of a value with this layout lies: pending where the value is replicated, and the other way
+    round; sharded and invariant as the value is."""
+    used = {name.split(":")[0] for dim in layout.dims for name in dim} | {n.split(":")[0] for n in layout.invariant}
+    used |= {name.split(":")[0] for name in layout.partial}
+    return layout.with_partial([name for name in layout.mesh.axes if name not in used])
+
+
+class Sharded:
+    """A tensor of global shape `shape`, of which this rank has `local`.
+
+    Ordinary torch functions, methods and operators take it: each finds the cheapest way to run on what lies where
+    (`propagate`), brings its operands there, and runs on local tensors. Pending sums are reduced where somebody needs
+    them. All ranks call the same functions in the same order. It is no torch.Tensor: local tensors carry the autograd
+    graph, and `grad` is that of `local`.
+
+    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there.
+
+    Attributes:
+        local: This rank's part. Of a pending value: its term.
+        layout: Where the parts lie.
+        mesh: The connected mesh.
+    """
+
+    __slots__ = ("__weakref__", "_copies", "local", "spec")
+
+    def __init__(self, local: Tensor, spec: Spec) -> None:
+        self.local, self.spec = local, spec
+        self._copies: dict[tuple[str, bool], tuple[Tensor, int]] | None = None
+
+    # --- What it is
+
+    @property
+    def layout(self) -> Layout:
+        return self.spec.layout
+
+    @property
+    def mesh(self) -> MeshComms:
+        return self.spec.mesh
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.spec.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.local.is_leaf
+
+    @property
+    def grad(self) -> Sharded | None:
+        """The gradient, as it lies: see gradient_layout."""
+        if self.local.grad is None:
+            return None
+        layout = gradient_layout(self.layout)
+        return Sharded(self.local.grad, spec_of(self.mesh, layout, self.shape, self.local.grad.dtype))
+
+    @grad.setter
+    def grad(self, value: None) -> None:
+        if value is not None:
+            raise InvalidTypeError("Sharded.grad: expected None, got a value; set local.grad")
+        self.local.grad = None
+
+    def dim(self) -> int:
+        return len(self.spec.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.spec.shape if dim is None else self.spec.shape[dim]
+
+    def numel(self) -> int:
+        return self.spec.shape.numel()
+
+    def element_size(self) -> int:
+        return self.spec.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.spec.dtype.is_floating_point
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d Sharded")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.spec}, local {tuple(self.local.shape)})"
+
+    # --- Moving it
+
+    def reshard(self, spec: Any) -> Sharded:
+        """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
+        return self._reshard(layout_of(spec, self.mesh, self.ndim))
+
+    def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
+              partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
+        """`torch_overlap.mesh.shard` of it."""
+        from torch_overlap.mesh.communication.shard import shard
+
+        return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
+
+    def _reshard(self, layout: Layout) -> Sharded:
+        target = spec_of(self.mesh, layout, self.shape, self.dtype)
+        return self if target is self.spec else Sharded(self._moved(target), target)
+
+    def _moved(self, target: Spec) -> Tensor:
+        """The local tensor under another layout. Moved once for all who ask."""
+        if target is self.spec:
+            return self.local
+        if torch.compiler.is_compiling():
+            return _moved(self.local, self.spec, target)
+        key = (target.text, torch.is_grad_enabled())
+        copies = self._copies
+        if copies is not None:
+            known = copies.get(key)
+            if known is not None and known[1] == self.local._version:
+                return known[0]
+        else:
+            copies = self._copies = {}
+        moved = _moved(self.local, self.spec, target)
+        copies[key] = (moved, self.local._version)
+        if self.local.is_leaf and moved.requires_grad and moved is not self.local:
+            # The graph behind a copy of a leaf is gone after backward().
+            moved.register_hook(lambda _: copies.clear())
+        return moved
+
+    def full(self) -> Tensor:
+        """The whole tensor, on every rank; with the same gradient on every rank."""
+        return self.reshard(None).local
+
+    full_tensor = full
+
+    def to_local(self) -> Tensor:
+        """This rank's part. Of a pending value it is an error: take `local`, or reshard."""
+        if self.layout.partial:
+            raise StateError(
+                f"to_local: expected a value that is not pending, got {self.layout}; reshard it, or take .local"
+            )
+        return self.local
+
+    # --- Autograd
+
+    def requires_grad_(self, requires_grad: bool = True) -> Sharded:
+        self.local.requires_grad_(requires_grad)
+        return self
+
+    def detach(self) -> Sharded:
+        return Sharded(self.local.detach(), self.spec)
+
+    def retain_grad(self) -> None:
+        self.local.retain_grad()
+
+    def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
+                 create_graph: bool = False) -> None:  # fmt: skip
+        """Of a scalar, or with a gradient of its shape, which is brought where the gradient belongs."""
+        if gradient is None:
+            if self.shape.numel() != 1:
+                raise RuntimeError("backward: expected a scalar, got a Sharded of shape " f"{tuple(self.shape)}; give a gradient")
+            # Of an invariant value every rank has the whole gradient.
+            self.reshard(None).local.backward(None, retain_graph, create_graph)
+            return
+        own = gradient._reshard(gradient_layout(self.layout))
+        self.local.backward(own.local, retain_graph, create_graph)
+
+    # --- Numbers
+
+    def item(self) -> Any:
+        return self.full().item()
+
+    def tolist(self) -> Any:
+        return self.full().tolist()
+
+    def numpy(self) -> Any:
+        return self.full().numpy()
+
+    def __bool__(self) -> bool:
+        return bool(self.full())
+
+    def __float__(self) -> float:
+        return float(self.full())
+
+    def __int__(self) -> int:
+        return int(self.full())
+
+    def __array__(self, *_: Any) -> NoReturn:
+        raise TypeError("Sharded: expected a plain tensor for numpy, got a Sharded; take .full() or .local")
+
+    __hash__ = object.__hash__
+
+    # --- Torch
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
+        from torch_overlap.mesh.dispatch import call
+
+        return call(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(Tensor, name, None)
+        if method is None or name.startswith("__"):
+            raise AttributeError(f"'Sharded' object has no attribute '{name}'")
+        if not callable(method):
+            return _call(method.__get__, self)  # T, mT
+        return lambda *args, **kwargs: _call(method, self, *args, **kwargs)
+
+
+def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
+    moved: Tensor = _reshard(local, spec.mesh.name, spec.text, target.text, spec.shape)
+    return moved
+
+
+def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from torch_overlap.mesh.dispatch import call
+
+    return call(func, args, kwargs)
+
+
+def _operator(name: str) -> Any:
+    function = getattr(Tensor, name)
+
+    def method(self: Sharded, *args: Any) -> Any:
+        return _call(function, self, *args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
+    "eq ne lt le gt ge and or xor rand ror rxor invert getitem"
+).split():
+    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:
+    """A Sharded of what each rank has already; nothing is sent.
+
+    `spec`: how it lies, any spelling of a layout. `shape`: global; needed where parts are uneven, else it is that of
+    equal parts. A `local` that requires a gradient keeps doing so.
+
+    Raises:
+        InvalidValueError: `local` has not the shape of this rank's part.
+    """
+    layout = layout_of(spec, mesh, local.dim())
+    if shape is None:
+        sizes = [1] * local.dim()
+        for dim, names in enumerate(layout.dims):
+            for name in names:
+                sizes[dim] *= layout.mesh.axis(name).size
+        shape = [n * parts for n, parts in zip(local.shape, sizes, strict=True)]
+    expected = layout.local_shape(shape, mesh.rank)
+    if tuple(local.shape) != expected:
+        raise InvalidValueError(
+            f"from_local: expected {expected}, this rank's part of {tuple(shape)} under {layout}, got "
+            f"{tuple(local.shape)}; give the global shape"
+        )
+    return Sharded(local, spec_of(mesh, layout, shape, local.dtype))
