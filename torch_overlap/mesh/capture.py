@@ -22,6 +22,8 @@ from torch_overlap.mesh.rules import rule_of
 
 __all__ = ["Program", "Recorded", "Ref", "capture"]
 
+_lock = threading.Lock()  # torch keeps the modes before dispatch once for the process: ranks may be threads
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -92,7 +94,7 @@ def capture(
     leaves = [recorder.argument(leaf, device) for leaf in leaves]
     recorder.close_operands()
     inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with _lock, torch._C.DisableTorchFunction(), torch.no_grad():
         result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
     program = recorder.program
     if isinstance(result, Iterator):
