@@ -83,7 +83,8 @@ class Recipe:
     def explain(self) -> str:
         """The operators, where each one runs and what it needs moved, with the alternatives."""
         return "".join(
-            step.chosen.explain() if step.chosen else f"{step.call.name}: the same on every rank\n" for step in self.steps
+            step.chosen.explain() if step.chosen else f"{step.call.name}: the same on every rank\n"
+            for step in self.steps
         )
 
 
@@ -175,7 +176,9 @@ def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func)).strip("_")
 
 
-def _plan(call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: MeshComms, device: torch.device) -> Executed:
+def _plan(
+    call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: MeshComms, device: torch.device
+) -> Executed:
     """How one operator runs on inputs that lie so."""
     if not inputs:
         layouts = [with_invariant_rest(Layout.replicated(mesh.mesh, len(o.shape))) for o in call_.outputs]
@@ -186,11 +189,7 @@ def _plan(call_: Call, numbers: Sequence[int], inputs: Sequence[Spec], mesh: Mes
         rule = OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
     sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
     chosen = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
-    needed = [
-        spec_of(mesh, layout, spec.shape, spec.dtype) for layout, spec in zip(chosen.inputs, inputs, strict=True)
-    ]
+    needed = [spec_of(mesh, layout, spec.shape, spec.dtype) for layout, spec in zip(chosen.inputs, inputs, strict=True)]
     local = local_call(call_, rule, chosen.inputs, chosen.outputs, mesh.rank, device)
-    outputs = [
-        spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(chosen.outputs, call_.outputs, strict=True)
-    ]
+    outputs = [spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(chosen.outputs, call_.outputs, strict=True)]
     return Executed(call_, chosen, list(zip(numbers, needed, strict=True)), local, outputs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
+from torch_overlap.mesh.spec import to_layout
 
 __all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spec_of"]
 
@@ -62,16 +62,20 @@ def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
 
 def with_invariant_rest(layout: Layout) -> Layout:
     """The layout with every axis that it does not use made invariant."""
-    used = {name.split(":")[0] for dim in layout.dims for name in dim}
-    used |= {name.split(":")[0] for name in layout.partial}
+    used = used_axes(layout)
     return layout.with_invariant([name for name in layout.mesh.axes if name not in used])
+
+
+def used_axes(layout: Layout) -> set[str]:
+    """The axes along which local tensors differ: sharded, or pending."""
+    names = {name for dim in layout.dims for name in dim} | set(layout.partial)
+    return {name.split(":")[0] for name in names}
 
 
 def gradient_layout(layout: Layout) -> Layout:
     """How the gradient of a value with this layout lies: pending where the value is replicated, and the other way
     round; sharded and invariant as the value is."""
-    used = {name.split(":")[0] for dim in layout.dims for name in dim} | {n.split(":")[0] for n in layout.invariant}
-    used |= {name.split(":")[0] for name in layout.partial}
+    used = used_axes(layout) | {name.split(":")[0] for name in layout.invariant}
     return layout.with_partial([name for name in layout.mesh.axes if name not in used])
 
 
@@ -237,7 +241,9 @@ class Sharded:
         """Of a scalar, or with a gradient of its shape, which is brought where the gradient belongs."""
         if gradient is None:
             if self.shape.numel() != 1:
-                raise RuntimeError("backward: expected a scalar, got a Sharded of shape " f"{tuple(self.shape)}; give a gradient")
+                raise RuntimeError(
+                    f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
+                )
             # Of an invariant value every rank has the whole gradient.
             self.reshard(None).local.backward(None, retain_graph, create_graph)
             return
@@ -308,10 +314,11 @@ def _operator(name: str) -> Any:
     return method
 
 
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
-    "eq ne lt le gt ge and or xor rand ror rxor invert getitem"
-).split():
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
+    eq ne lt le gt ge and or xor rand ror rxor invert getitem
+"""
+for _name in _OPERATORS.split():
     setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -12,8 +12,7 @@ Tensor reshard_kernel(const Tensor& x, std::string_view mesh, std::string_view f
   const auto comms = spmd::MeshComms::find(mesh);
   mesh::Shape shape;
   for (const c10::SymInt& n : sym_shape) shape.push_back(n.guard_int(__FILE__, __LINE__));
-  const auto plan =
-      comms->plan(from, to, shape, static_cast<int64_t>(x.element_size()));
+  const auto plan = comms->plan(from, to, shape, static_cast<int64_t>(x.element_size()));
   const auto extents = mesh::extents_at(plan->from, shape, comms->index());
   bool fits = x.dim() == static_cast<int64_t>(extents.size());
   for (size_t d = 0; fits && d < extents.size(); ++d) {
@@ -39,9 +38,8 @@ Tensor reshard(const Tensor& x, std::string_view mesh, std::string_view from, st
 }  // namespace torch_overlap::ops
 
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
-  m.def(
-      "reshard(Tensor x, str mesh, str from_layout, str to_layout, SymInt[] shape) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  m.def("reshard(Tensor x, str mesh, str from_layout, str to_layout, SymInt[] shape) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {

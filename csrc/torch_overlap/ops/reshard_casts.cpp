@@ -1,6 +1,6 @@
 #include <ATen/ops/alias.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full_like.h>
 
 #include "torch_overlap/ops/register.h"
 #include "torch_overlap/ops/reshard.h"

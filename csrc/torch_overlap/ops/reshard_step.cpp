@@ -178,8 +178,8 @@ class Run {
     const Parts parts(comms_, members, step_.axes, after_[static_cast<size_t>(dim)]);
     const AxisList invariant = invariant_ones(step_.axes, step_.after);
     const std::string_view grad = invariant.size() == step_.axes.size() ? "I" : "R";
-    const Tensor gathered = ops::all_gather(padded(x, dim, parts.largest), dim, members.comm_name,
-                                            size(members), grad);
+    const Tensor gathered =
+        ops::all_gather(padded(x, dim, parts.largest), dim, members.comm_name, size(members), grad);
     return with_gradient(from_members(gathered, dim, parts), invariant);
   }
 
@@ -198,9 +198,8 @@ class Run {
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
     const Parts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
-    const Tensor mine = ops::reduce_scatter(to_members(x, dim, parts), dim,
-                                            to_string(step_.reduce), members.comm_name,
-                                            size(members));
+    const Tensor mine = ops::reduce_scatter(to_members(x, dim, parts), dim, to_string(step_.reduce),
+                                            members.comm_name, size(members));
     return mine.narrow(dim, 0, parts.extents[parts.own].size);
   }
 

@@ -29,8 +29,7 @@ std::vector<mesh::AxisList> to_sets(const mesh::Mesh& mesh, const py::args& valu
 }
 
 MeshCommsPtr connect(const mesh::Mesh& mesh, const std::shared_ptr<TorchComm>& comm,
-                     const std::string& name, const mesh::CostModel& cost,
-                     const py::object& sets) {
+                     const std::string& name, const mesh::CostModel& cost, const py::object& sets) {
   std::vector<mesh::AxisList> lists;
   if (!sets.is_none()) {
     for (const py::handle value : py::reinterpret_borrow<py::iterable>(sets)) {
@@ -78,14 +77,12 @@ void register_spmd(py::module_& module) {
       .def(
           "plan",
           [](MeshComms& self, const mesh::Layout& from, const mesh::Layout& to,
-             const mesh::Shape& shape, int64_t element_size) {
-            return *self.plan(from, to, shape, element_size);
-          },
+             const mesh::Shape& shape,
+             int64_t element_size) { return *self.plan(from, to, shape, element_size); },
           py::arg("from_layout"), py::arg("to_layout"), py::arg("shape"), py::arg("element_size"),
           "How a tensor is brought from one layout to another.")
-      .def(
-          "close", &MeshComms::close, py::call_guard<py::gil_scoped_release>(),
-          "Finalizes the communicators that were made here, not the given one. Collective.")
+      .def("close", &MeshComms::close, py::call_guard<py::gil_scoped_release>(),
+           "Finalizes the communicators that were made here, not the given one. Collective.")
       .def("__repr__", [](const MeshComms& self) {
         return concat("<", self.mesh().str(), " '", self.name(), "' rank ", self.rank(), ">");
       });

@@ -7,10 +7,16 @@ and product, which raise when one is asked. Cost: 2(N-1)/N of the tensor.
 
 from __future__ import annotations
 
-
-
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, Move, axis_names, settled, terms, the_only_axis
+from torch_overlap.mesh.communication.base import (
+    Axes,
+    CollectiveOperation,
+    Move,
+    axis_names,
+    settled,
+    terms,
+    the_only_axis,
+)
 from torch_overlap.mesh.sharded import Sharded, Spec
 
 __all__ = ["AllReduceOp", "PMeanOp", "all_reduce", "pmean"]
@@ -55,7 +61,9 @@ class PMeanOp(AllReduceOp):
     def move(self, spec: Spec, axis_name: Axes = None) -> Move:  # type: ignore[override]
         pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
         if pending:
-            raise InvalidValueError(f"pmean: expected a value that is no pending reduction over {pending}, got {spec.text}")
+            raise InvalidValueError(
+                f"pmean: expected a value that is no pending reduction over {pending}, got {spec.text}"
+            )
         axes = axis_names(self.name, spec.mesh.mesh, axis_name) or the_only_axis(self.name, spec, "axis_name")
         layout = spec.layout.with_partial({n: k for n, k in spec.layout.partial.items() if n not in axes})
         plain = Spec(spec.mesh, layout, spec.shape, spec.dtype)
@@ -90,5 +98,3 @@ def pmean(x: Sharded, axis_name: Axes = None) -> Sharded:
     Of a value that is the same along the axis: that value. Gradient: 1/N of the result's.
     """
     return _pmean(x, axis_name)
-
-

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-
-
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of
+from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, used_axes
 
-__all__ = ["Axes", "CollectiveOperation", "Move", "axis_names", "base_name", "wrap_dim"]
+__all__ = [
+    "Axes",
+    "CollectiveOperation",
+    "LocalOperation",
+    "Move",
+    "axis_names",
+    "in_mesh_order",
+    "settled",
+    "terms",
+    "the_only_axis",
+    "used_axes",
+    "wrap_dim",
+]
 
 Axes = None | str | Iterable[str]
 
@@ -69,9 +79,28 @@ class CollectiveOperation:
         return x.spec
 
 
-def base_name(axis: str) -> str:
-    """The axis of a part of one."""
-    return axis.split(":")[0]
+class LocalOperation(CollectiveOperation):
+    """An operation on local tensors as they are, whatever they mean: one collective over some axes."""
+
+    collective = ""  # as CostModel.collective knows it
+
+    def group(self, spec: Spec, *args: Any, **kwargs: Any) -> list[str]:
+        """The axes, for these arguments, which are checked."""
+        raise NotImplementedError
+
+    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
+        spec = self._spec(x)
+        links = spec.mesh.mesh.links(self.group(spec, *args, **kwargs))
+        return (cost or spec.mesh.cost).collective(self.collective, links, x.local.numel() * x.element_size())
+
+    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
+        spec = self._spec(x)
+        ranks = len(spec.mesh.mesh.group(spec.mesh.rank, self.group(spec, *args, **kwargs)))
+        return wire_bytes(self.collective, ranks, x.local.numel() * x.element_size())
+
+
+def in_mesh_order(mesh: Mesh, names: Iterable[str]) -> list[str]:
+    return sorted(names, key=list(mesh.axes).index)
 
 
 def axis_names(op: str, mesh: Mesh, axes: Axes) -> list[str]:
@@ -98,7 +127,9 @@ def the_only_axis(op: str, spec: Spec, what: str) -> list[str]:
     """The axis of a mesh of one; of another, the caller must say which."""
     names = [name for name, size in spec.mesh.mesh.axes.items() if size > 1] or list(spec.mesh.mesh.axes)
     if len(names) != 1:
-        raise InvalidValueError(f"{op}: expected {what} on {spec.mesh.mesh}, where {spec.text} leaves it open, got None")
+        raise InvalidValueError(
+            f"{op}: expected {what} on {spec.mesh.mesh}, where {spec.text} leaves it open, got None"
+        )
     return names[:1]
 
 

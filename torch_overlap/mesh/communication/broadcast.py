@@ -9,59 +9,42 @@ from __future__ import annotations
 import torch
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh._core import CostModel, wire_bytes
-from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, axis_names
-from torch_overlap.mesh.sharded import Sharded, Spec
+from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order, used_axes
+from torch_overlap.mesh.sharded import Sharded, Spec, spec_of
 
 __all__ = ["BroadcastOp", "broadcast"]
 
 
-class BroadcastOp(CollectiveOperation):
+class BroadcastOp(LocalOperation):
     """One rank's tensor for all; see broadcast."""
 
-    name = "broadcast"
+    name = collective = "broadcast"
 
     def __call__(self, x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
         spec = self._spec(x)
-        names = self._axes(spec, root, axes)
+        names = self.group(spec, root, axes)
         comm = spec.mesh.group_comm(names)
         if comm is None:
             return x
-        layout = spec.layout
-        # Of an invariant result each rank has the whole gradient: only the root's may count.
-        whole = layout.with_invariant([n for n in layout.invariant if n not in names])
+        # The operator sums all gradients for the root, so its result is replicated: of an invariant one, each of which
+        # is the whole, one rank's counts.
+        plain = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in names])
         local = torch.ops.torch_overlap.broadcast(x.local, root, comm.get_name())
-        from torch_overlap.mesh.sharded import spec_of
+        replicated = Sharded(local, spec_of(spec.mesh, plain, spec.shape, spec.dtype))
+        return replicated._reshard(plain.with_invariant([*plain.invariant, *names]))
 
-        return Sharded(local, spec_of(spec.mesh, whole, spec.shape, spec.dtype))._reshard(
-            whole.with_invariant([*whole.invariant, *names])
-        )
-
-    def estimate_cost(self, x: Sharded, root: int = 0, axes: Axes = None, cost: CostModel | None = None) -> float:
-        spec = self._spec(x)
-        names = self._axes(spec, root, axes)
-        size = float(x.local.numel() * x.element_size())
-        return (cost or spec.mesh.cost).collective("broadcast", spec.mesh.mesh.links(names), size)
-
-    def communication_cost(self, x: Sharded, root: int = 0, axes: Axes = None) -> float:
-        spec = self._spec(x)
-        count = len(spec.mesh.mesh.group(spec.mesh.rank, self._axes(spec, root, axes)))
-        return wire_bytes("broadcast", count, float(x.local.numel() * x.element_size()))
-
-    def _axes(self, spec: Spec, root: int, axes: Axes) -> list[str]:
-        mesh, layout = spec.mesh.mesh, spec.layout
-        used = {n.split(":")[0] for dim in layout.dims for n in dim} | {n.split(":")[0] for n in layout.partial}
-        names = axis_names(self.name, mesh, axes) or [n for n in mesh.axes if n not in used]
-        names.sort(key=list(mesh.axes).index)
-        if used & set(names):
+    def group(self, spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
+        mesh, differ = spec.mesh.mesh, used_axes(spec.layout)
+        names = axis_names(self.name, mesh, axes) or [n for n in mesh.axes if n not in differ]
+        if differ & set(names):
             raise InvalidValueError(
-                f"{self.name}: expected axes along which local tensors are copies, got {sorted(used & set(names))} of "
+                f"broadcast: expected axes along which local tensors are copies, got {sorted(differ & set(names))} of "
                 f"{spec.text}"
             )
         count = len(mesh.group(spec.mesh.rank, names))
         if not 0 <= root < count:
-            raise InvalidValueError(f"{self.name}: expected a root below {count}, the ranks along {names}, got {root}")
-        return names
+            raise InvalidValueError(f"broadcast: expected a root below {count}, the ranks along {names}, got {root}")
+        return in_mesh_order(mesh, names)
 
 
 _broadcast = BroadcastOp()

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.all_reduce import AllReduceOp
-from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, Move, axis_names, terms, the_only_axis, wrap_dim
+from torch_overlap.mesh.communication.base import (
+    Axes,
+    CollectiveOperation,
+    Move,
+    axis_names,
+    terms,
+    the_only_axis,
+    wrap_dim,
+)
 from torch_overlap.mesh.sharded import Sharded, Spec
 
 __all__ = ["ReduceScatterOp", "reduce_scatter"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, Move, axis_names
-from torch_overlap.mesh.sharded import Sharded, Spec, layout_of
+from torch_overlap.mesh.sharded import Sharded, Spec, layout_of, used_axes
 
 __all__ = ["AssumePartialOp", "ReshardOp", "assume_partial", "reshard"]
 
@@ -31,10 +31,10 @@ class AssumePartialOp(CollectiveOperation):
     def move(self, spec: Spec, axes: Axes, reduce_op: str = "sum") -> Move:
         names = axis_names(self.name, spec.mesh.mesh, axes)
         layout = spec.layout
-        used = {n for dim in layout.dims for n in dim} | set(layout.partial)
-        if used & set(names):
+        taken = sorted(used_axes(layout) & set(names))
+        if taken:
             raise InvalidValueError(
-                f"{self.name}: expected axes along which the value is whole, got {sorted(used & set(names))} of {layout}"
+                f"{self.name}: expected axes along which the value is whole, got {taken} of {layout}"
             )
         partial = {**layout.partial, **dict.fromkeys(names, reduce_op)}
         left = layout.with_invariant([n for n in layout.invariant if n not in names]).with_partial(partial)

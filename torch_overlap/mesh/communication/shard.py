@@ -53,8 +53,8 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     parameter of which only the part is kept, shard under no_grad and call `requires_grad_()`.
 
     Args:
-        spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it leaves out
-            are invariant (the same on every rank, and so is the gradient), unless it is a Layout.
+        spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it leaves
+            out are invariant (the same on every rank, and so is the gradient), unless it is a Layout.
         replicated_axes: Axes that must stay whole: an error if `spec` uses them.
         partial_sum_axes: Axes along which the result is a pending sum: the value on the first rank, zeros elsewhere.
 
@@ -73,7 +73,11 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     layout = with_invariant_rest(Layout.replicated(mesh.mesh, x.dim()))
     whole = Sharded(x, spec_of(mesh, layout, x.shape, x.dtype))
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
-    if out.local is not x and out.local.is_leaf and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+    if (
+        out.local is not x
+        and out.local.is_leaf
+        and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    ):
         out.local = out.local.clone()  # the part alone, not a view that keeps the whole
     whole._copies = None
     return out
