@@ -19,7 +19,8 @@ at `group_size` only: fake tensors, `torch.compile` and export need no communica
 """
 
 # The modules of torch_overlap.ops, in the order of the page, and a function of each.
-SECTIONS = (("collectives", "all_reduce"), ("fused", "all_gather_matmul"), ("gemm", "gemm"), ("windows", "put"))
+SECTIONS = (("collectives", "all_reduce"), ("resharding", "reshard"), ("fused", "all_gather_matmul"), ("gemm", "gemm"),
+            ("windows", "put"))  # fmt: skip
 
 
 def schemas() -> dict[str, str]:

@@ -62,6 +62,7 @@ from torch_overlap.ops.gemm import (
     unswizzle_scales,
     update_scale_,
 )
+from torch_overlap.ops.resharding import reshard
 from torch_overlap.ops.windows import put, signal, wait_signal
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "recv_",
     "reduce_scatter",
     "reduce_scatter_async",
+    "reshard",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",
     "send",

@@ -41,7 +41,7 @@ class CollectiveOperation:
     """A communication operation: a rule for shape and layout, from which follow cost, gradient and execution.
 
     The gradient is that of the plan's steps, by what the layouts say of each axis (R, I, S, P): a value that becomes
-    invariant has a gradient that is whole on every rank. An operation may be used under vmap (`torch_overlap.mesh.vmap`).
+    invariant has a gradient that is whole on every rank.
     """
 
     name = "collective"

@@ -49,7 +49,8 @@ class PPermuteOp(LocalOperation):
             )
         if len({spec.layout.local_shape(spec.shape, rank) for rank in ranks}) > 1:
             raise InvalidValueError(
-                f"ppermute: expected local tensors of one shape along {names}, got {tuple(spec.shape)} under {spec.text}"
+                f"ppermute: expected local tensors of one shape along {names}, got "
+                f"{tuple(spec.shape)} under {spec.text}"
             )
         return names
 
