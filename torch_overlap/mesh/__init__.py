@@ -47,6 +47,7 @@ from torch_overlap.mesh.communication import (
 from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
 from torch_overlap.mesh.dispatch import Recipe, recipe_of
+from torch_overlap.mesh.products import Choice, choices, choosing, linear
 from torch_overlap.mesh.sharded import Sharded, from_local, gradient_layout
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
@@ -54,6 +55,7 @@ from torch_overlap.mesh.trace import Traced, trace
 __all__ = [
     "AutoShard",
     "AxisRef",
+    "Choice",
     "CostModel",
     "DimSpec",
     "Graph",
@@ -79,6 +81,8 @@ __all__ = [
     "auto_shard",
     "axis_index",
     "broadcast",
+    "choices",
+    "choosing",
     "collect",
     "connect",
     "distribute",
@@ -86,6 +90,7 @@ __all__ = [
     "gather_all_axes",
     "gradient_layout",
     "greedy_reshard",
+    "linear",
     "load_cost_model",
     "plan_reshard",
     "pmean",

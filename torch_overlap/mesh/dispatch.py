@@ -20,6 +20,7 @@ from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, propagat
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import Program, Ref, capture
 from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
 
@@ -38,6 +39,8 @@ class Executed:
         inputs: (value, where it is needed).
         local: What a rank runs.
         outputs: How the results lie.
+        gathers: The form that gathers its first operand while it multiplies.
+        is_pending_product: Its result is pending, and is not computed before it is known how that ends.
     """
 
     call: Call
@@ -45,6 +48,21 @@ class Executed:
     inputs: list[tuple[int, Spec]]
     local: Callable[[Sequence[Tensor]], Any]
     outputs: list[Spec]
+    gathers: GatherProduct | None = None
+    is_pending_product: bool = False
+
+    def run(self, values: Sequence[Sharded]) -> list[Sharded]:
+        if self.gathers is not None:
+            first = values[self.inputs[0][0]]
+            fused = self.gathers.run(first, [values[i]._moved(to) for i, to in self.inputs[1:]])
+            if fused is not None:
+                return [Sharded(fused, self.outputs[0])]
+        operands = [values[i]._moved(to) for i, to in self.inputs]
+        if self.is_pending_product:
+            bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
+            return [Sharded(None, self.outputs[0], PendingProduct(self.call, self.local, operands, bias))]
+        out = self.local(operands)
+        return list(map(Sharded, out, self.outputs)) if self.call.is_sequence else [Sharded(out, self.outputs[0])]
 
 
 class Recipe:
@@ -63,16 +81,11 @@ class Recipe:
             self._only = None
 
     def run(self, operands: list[Sharded]) -> Any:
-        step = self._only
-        if step is not None:
-            return Sharded(step.local([operands[i]._moved(to) for i, to in step.inputs]), step.outputs[0])
+        if self._only is not None:
+            return self._only.run(operands)[0]
         values = operands + self._constants
         for step in self.steps:
-            out = step.local([values[i]._moved(to) for i, to in step.inputs])
-            if step.call.is_sequence:
-                values.extend(map(Sharded, out, step.outputs))
-            else:
-                values.append(Sharded(out, step.outputs[0]))
+            values += step.run(values)
         return self._program.results(values.__getitem__)
 
     @property
@@ -192,4 +205,8 @@ def _plan(
     needed = [spec_of(mesh, layout, spec.shape, spec.dtype) for layout, spec in zip(chosen.inputs, inputs, strict=True)]
     local = local_call(call_, rule, chosen.inputs, chosen.outputs, mesh.rank, device)
     outputs = [spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(chosen.outputs, call_.outputs, strict=True)]
-    return Executed(call_, chosen, list(zip(numbers, needed, strict=True)), local, outputs)
+    made = Executed(call_, chosen, list(zip(numbers, needed, strict=True)), local, outputs)
+    if is_product(call_):
+        made.gathers = gather_product(call_, chosen.plans[0], inputs[0], needed[0])
+        made.is_pending_product = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
+    return made
