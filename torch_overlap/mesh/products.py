@@ -92,7 +92,7 @@ def choices() -> Iterator[list[Choice]]:
 def _choose(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec) -> bool:
     """Is the product better fused with this step?"""
     cost, mesh = spec.mesh.cost, spec.mesh.mesh
-    product = cost.matmul(*map(float, sizes), spec.dtype.itemsize)
+    product = cost.matmul(*sizes, element_size=spec.dtype.itemsize)
     moved = cost.collective(step.kind, mesh.links(step.axes), step.bytes)
     together = cost.overlapped(moved, product, step.ranks)
     if _state.algorithm != "auto":
@@ -236,7 +236,7 @@ class PendingProduct:
 
         assert self._bias is not None
         with self._as_called():
-            added: Sharded = Sharded(out, target) + self._bias
+            added: Sharded = torch.add(Sharded(out, target), self._bias)  # type: ignore[call-overload]
             return added._moved(target)
 
     @contextlib.contextmanager

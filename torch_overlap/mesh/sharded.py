@@ -144,7 +144,11 @@ class Sharded:
 
     @property
     def requires_grad(self) -> bool:
-        return self._local.requires_grad if self._local is not None else bool(self._product and self._product.requires_grad)
+        return (
+            self._local.requires_grad
+            if self._local is not None
+            else bool(self._product and self._product.requires_grad)
+        )
 
     @property
     def is_leaf(self) -> bool:
@@ -273,9 +277,8 @@ class Sharded:
                 raise RuntimeError(
                     f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
                 )
-            # Of an invariant value every rank has the whole gradient.
-            self.reshard(None).local.backward(None, retain_graph, create_graph)
-            return
+            ones = torch.ones_like(self.local.detach())
+            gradient = Sharded(ones, spec_of(self.mesh, layout_of(None, self.mesh, self.ndim), self.shape, self.dtype))
         own = gradient._reshard(gradient_layout(self.layout))
         self.local.backward(own.local, retain_graph, create_graph)
 

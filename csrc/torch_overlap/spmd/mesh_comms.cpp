@@ -102,9 +102,8 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
       if (!other) continue;
       const bool is_other = other->name_ != made->name_ || other->maker_ != made->maker_;
       TORCH_OVERLAP_CHECK(is_other || other->comm_->is_finalized() || other->comm_->is_aborted(),
-                          kValue,
-                          "connect: expected a name that no live mesh has, got '", made->name_,
-                          "'; give another one, or close that mesh");
+                          kValue, "connect: expected a name that no live mesh has, got '",
+                          made->name_, "'; give another one, or close that mesh");
       others.push_back(std::move(other));
     }
   }
