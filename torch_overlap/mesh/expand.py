@@ -126,6 +126,7 @@ def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dt
         out = x.abs().sum(every, keepdim)
     else:
         powers = (x * x if ord == 2 else x.abs().pow(ord)).sum(every, keepdim)
+        powers = powers.clamp_min(0)  # changes nothing, but ends a pending sum, once for both uses
         is_zero = powers == 0  # there the gradient is zero as well
         root = powers.masked_fill(is_zero, 1)
         out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)

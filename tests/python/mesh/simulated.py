@@ -52,9 +52,8 @@ def spread(x: Tensor, layout: Layout, rng: random.Random) -> Value:
     cut = layout.with_partial(None)
     parts = distribute(x.to(torch.float64).numpy(), cut)
     for axis in layout.partial:
-        sizes = mesh.axes[axis] if axis in mesh.axes else 0
         noise = [np.array([rng.randrange(-64, 64) / 16 for _ in range(x.numel())]).reshape(x.shape)
-                 for _ in range(sizes - 1)]  # fmt: skip
+                 for _ in range(mesh.axes[axis] - 1)]  # fmt: skip
         locals_ = [distribute(n, cut) for n in noise]
         for index, rank in enumerate(mesh.ranks):
             at = mesh.coordinate(rank, axis)

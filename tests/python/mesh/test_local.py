@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_overlap.mesh import Mesh
+from torch_overlap.mesh import Layout, Mesh, OpRule, propagate
+from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.rules import rule_of
 
 Make = Callable[[torch.Generator], Tensor]
 
@@ -28,6 +32,11 @@ def integer(high: int, *shape: int) -> Make:
 
 def signed(high: int, *shape: int) -> Make:
     return lambda g: torch.randint(-high, high, shape, generator=g)
+
+
+def distinct(*shape: int) -> Make:
+    """No ties: which of them comes first is nobody's promise."""
+    return lambda g: torch.randperm(math.prod(shape), generator=g).reshape(shape).double() / 8 - 1.53125
 
 
 def truth(*shape: int) -> Make:
@@ -49,7 +58,7 @@ def sorted_values(x: Tensor) -> Tensor:
     return x.sort(1)[0]
 
 
-X, Y, V = real(4, 7), real(4, 7), real(7)
+X, Y, V, D = real(4, 7), real(4, 7), real(7), distinct(4, 7)
 QKV = (real(2, 4, 5, 8), real(2, 2, 6, 8), real(2, 2, 6, 3))
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Make, ...]]] = {
@@ -60,9 +69,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Make, ...]]] = {
     "sub, alpha": (lambda x, y: torch.sub(x, y, alpha=0.5), (X, Y)),
     "rsub": (lambda x: 1 - x, (X,)),
     "mul": (torch.mul, (X, V)),
-    "div": (torch.div, (X, Y)),
+    "div": (torch.div, (X, distinct(4, 7))),
     "div, floor": (lambda x: torch.div(x, 0.5, rounding_mode="floor"), (X,)),
-    "rdiv": (lambda x: 3 / x, (X,)),
+    "rdiv": (lambda x: 3 / (x * x + 1), (X,)),
     "pow": (lambda x: x**2, (X,)),
     "exp": (torch.exp, (X,)),
     "relu": (F.relu, (X,)),
@@ -100,15 +109,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Make, ...]]] = {
     "amax": (lambda x: x.amax(1), (X,)),
     "amin, few": (lambda x: x.amin(0), (real(3, 5),)),
     "max": (torch.max, (X,)),
-    "max, dim": (lambda x: x.max(0), (X,)),
+    "max, dim": (lambda x: x.max(0), (D,)),
     "maximum": (torch.maximum, (X, Y)),
     "prod": (lambda x: x.prod(0), (X,)),
     "any": (lambda m: m.any(1), (truth(4, 7),)),
     "all": (torch.all, (truth(4, 7),)),
-    "argmax": (lambda x: x.argmax(-1), (X,)),
-    "argmin, all": (torch.argmin, (X,)),
-    "sort": (sorted_values, (X,)),
-    "topk": (lambda x: x.topk(3, -1), (X,)),
+    "argmax": (lambda x: x.argmax(-1), (D,)),
+    "argmin, all": (torch.argmin, (D,)),
+    "sort": (sorted_values, (D,)),
+    "topk": (lambda x: x.topk(3, -1), (D,)),
     "logsumexp": (lambda x: x.logsumexp(-1), (X,)),
     "var": (lambda x: x.var(-1, keepdim=True), (X,)),
     "var, all": (lambda x: x.var(), (X,)),
@@ -130,7 +139,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Make, ...]]] = {
     "conv2d, groups": (lambda x, w: F.conv2d(x, w, groups=4), (real(3, 8, 5, 5), real(8, 2, 3, 3))),
     "conv1d, depthwise": (lambda x, w, b: F.conv1d(x, w, b, groups=8), (real(2, 8, 5), real(8, 1, 3), real(8))),
     "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), QKV),
-    "attention, causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (real(3, 4, 5, 8),) * 3),
+    "attention, causal": (lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), (real(3, 4, 5, 8),) * 3),
     "attention, mask": (lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
                         (*QKV, real(2, 1, 5, 6))),
     "attention, by hand": (masked_attention, (real(2, 4, 5, 8),) * 3),
@@ -225,3 +234,72 @@ def test_parts_make_the_whole(name: str, seed: int) -> None:
     for text in sim.MESHES:
         for _ in range(2):
             check(name, Mesh.parse(text), rng)
+
+
+def steps_of(name: str, rng: random.Random) -> list[tuple[Call, list[Tensor]]]:
+    """The operators of a case, with their inputs."""
+    function, makes = CASES[name]
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    tensors = [make(generator) for make in makes]
+    program = sim.captured(function, tensors)
+    values: dict[int, Tensor] = {**dict(enumerate(tensors)), **program.constants}
+    out = []
+    for call, inputs, outputs in program.steps:
+        given = [values[n] for n in inputs]
+        out.append((call, given))
+        whole = [Layout.replicated(Mesh({"x": 1}), len(x.shape)) for x in [*call.inputs, *call.outputs]]
+        run = local_call(call, None, whole[: len(given)], whole[len(given) :], 0, torch.device("cpu"))
+        result = run(given)
+        values.update(zip(outputs, result if call.is_sequence else [result], strict=True))
+    return out
+
+
+def check_gradients(call: Call, tensors: list[Tensor], mesh: Mesh, rng: random.Random) -> None:
+    """The gradients of the parts, of the sum of all outputs with random weights."""
+    shapes = [x.shape for x in call.inputs]
+    rule = rule_of(call) or OpRule.opaque(call.name, shapes, [x.shape for x in call.outputs])
+    layouts = [sim.random_layout(rng, mesh, x.dim(), partial=x.is_floating_point()) for x in tensors]
+    chosen = propagate(rule, layouts, sim.H200).chosen
+    if any(kind != "sum" for layout in chosen.outputs for kind in layout.partial.values()):
+        return  # gradients of maxima are refused
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+    outputs = call.run()([x.clone() for x in leaves])
+    outputs = list(outputs) if call.is_sequence else [outputs]
+    places = [i for i, x in enumerate(outputs) if x.requires_grad]
+    if not places:
+        return
+    weights = {i: torch.tensor([rng.randrange(-8, 8) / 4 for _ in range(outputs[i].numel())]).reshape(outputs[i].shape)
+               .double() for i in places}  # fmt: skip
+    expected = torch.autograd.grad([outputs[i] for i in places], [x for x in leaves if x.requires_grad],
+                                   [weights[i] for i in places], allow_unused=True)  # fmt: skip
+    cut = {i: sim.spread(weights[i], chosen.outputs[i].with_partial(None), rng).parts for i in places}
+    inputs = [sim.spread(x, layout, rng) for x, layout in zip(tensors, chosen.inputs, strict=True)]
+    grads: list[list[Tensor]] = []
+    for index, rank in enumerate(mesh.ranks):
+        own = [x.parts[index].requires_grad_(x.operand.dtype.is_floating_point) for x in inputs]
+        out = local_call(call, rule, chosen.inputs, chosen.outputs, rank)([x.clone() for x in own])
+        out = list(out) if call.is_sequence else [out]
+        got = torch.autograd.grad([out[i] for i in places], [x for x in own if x.requires_grad],
+                                  [cut[i][index] for i in places], allow_unused=True)  # fmt: skip
+        grads.append(list(got))  # type: ignore[arg-type]
+    used = {axis for x in [*chosen.inputs, *chosen.outputs] for axis in [*sum(x.dims, ()), *x.partial]}
+    about = f"{call} as {[str(x) for x in chosen.inputs]} -> {[str(x) for x in chosen.outputs]}"
+    floats = [x for x in inputs if x.operand.dtype.is_floating_point]
+    for i, (value, gradient) in enumerate(zip(floats, expected, strict=True)):
+        parts = [g[i] for g in grads]
+        assert all((part is None) == (gradient is None) for part in parts), about
+        if gradient is None:
+            continue
+        pending = used - set(sum(value.layout.dims, ())) - set(value.layout.partial)
+        layout = Layout(mesh, value.layout.dims, sorted(pending))
+        collected = sim.Value(parts, layout, value.operand).collected()
+        torch.testing.assert_close(collected, gradient, atol=1e-7, rtol=1e-7, msg=lambda m: f"{m}\n{about}")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "batch_norm"])  # running statistics have none
+def test_gradients_of_parts(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    steps = [(call, tensors) for call, tensors in steps_of(name, rng) if any(x.is_floating_point() for x in tensors)]
+    for text in sim.MESHES:
+        for call, tensors in steps:
+            check_gradients(call, tensors, Mesh.parse(text), rng)
