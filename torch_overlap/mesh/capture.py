@@ -75,7 +75,7 @@ def capture(
     stay whole (linear, layer_norm, reshape); others made of several come as these; some are put in other terms so that
     each part has a rule (a mean loss: a sum, a count, a division). Plain tensors among the arguments are constants.
 
-    `device`: where the operands live. Arguments that name it are understood; other devices are refused.
+    `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
     Raises:
         UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device.
@@ -88,7 +88,7 @@ def capture(
             count = len(call.inputs)
             return Program(call.inputs, {}, [Recorded(call, tuple(range(count)), (count,))], {}, Ref(count))
     recorder = _Recorder()
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves, spec = pytree.tree_flatten(_with_devices(func, args, kwargs))
     leaves = [recorder.argument(leaf, device) for leaf in leaves]
     recorder.close_operands()
     inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
@@ -101,6 +101,16 @@ def capture(
         result = pytree.tree_map_only(Tensor, recorder.ref, result)
     program.result = result
     return program
+
+
+def _with_devices(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments, where devices are no strings."""
+    named = dict(kwargs)
+    if isinstance(named.get("device"), str):
+        named["device"] = torch.device(named["device"])
+    if func is Tensor.to:
+        args = [torch.device(arg) if isinstance(arg, str) else arg for arg in args]
+    return tuple(args), named
 
 
 class _Recorder(SchemaCheckMode):
@@ -127,10 +137,9 @@ class _Recorder(SchemaCheckMode):
             self._arguments.append((made, leaf))
             return made
         if isinstance(leaf, torch.device):
-            if device is not None and (leaf.type != device.type or leaf.index not in (None, device.index)):
-                raise UnsupportedError(
-                    f"capture: expected the device of the operands, {device}, got {leaf}; move the local tensors"
-                )
+            index = leaf.index
+            if device is not None and (leaf.type != device.type or index not in (None, device.index)):
+                raise UnsupportedError(f"capture: expected the device of the operands, {device}, got {leaf}")
             return torch.device("meta")
         return leaf
 
@@ -212,22 +221,20 @@ class _Recorder(SchemaCheckMode):
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records x.add_(y) as a new value of x."""
-        target = args[0] if args else None
-        name = str(func).removeprefix("aten.").split(".")[0]
+        name, target = func._schema.name.removeprefix("aten::"), args[0] if args else None
         if name == "detach_":
             return target
-        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        functional = getattr(packet, func._overloadname, None)
+        functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
         if not isinstance(target, Tensor) or not name.endswith("_") or functional is None or self._has_views(target):
-            refuse_random(Call(func, self._operands(args), self._operands(kwargs), []))
             raise UnsupportedError(
                 f"{name}: expected to write to a whole tensor, got a part of one, or out=; make a new tensor with "
                 "torch.where, torch.cat or an operator that returns its result"
             )
-        call = Call(functional, self._operands(args), self._operands(kwargs), [_operand(target)])
-        refuse_random(call)
-        _on_meta(func, args, kwargs)
-        self._record(call, args, kwargs, [target])
+        value = self.run(lambda: functional(*args, **kwargs))
+        if value.dtype != target.dtype:
+            value = self.run(lambda: value.to(target.dtype))
+        _on_meta(func, args, kwargs)  # it may refuse what the other operator takes
+        self._numbers[id(target)] = self._numbers[id(value)]
         if id(target) in self._owner:
             self.program.writes[self._owner[id(target)]] = self._numbers[id(target)]
         return target
