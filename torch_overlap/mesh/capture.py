@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlap._C import UnsupportedError
+from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
+from torch_overlap.mesh.expand_sharded import SHARDED
 from torch_overlap.mesh.fast_calls import fast_call
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules import rule_of
@@ -68,12 +70,16 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
+    layouts: Sequence[Layout | None] = (),
 ) -> Program:
     """The ATen operators of `func(*args, **kwargs)`, where tensors are Operands; nothing is computed.
 
     `func` is a function of torch, torch.nn.functional or torch.Tensor, dunders among them. Operators that have a rule
     stay whole (linear, layer_norm, reshape); others made of several come as these; some are put in other terms so that
     each part has a rule (a mean loss: a sum, a count, a division). Plain tensors among the arguments are constants.
+
+    `layouts`: of the Operands, in order; without it any layout fits as well. Softmax, norms and losses along a
+    dimension that is sharded come as reductions then, which move less than the dimension itself.
 
     `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
@@ -87,7 +93,7 @@ def capture(
         if call is not None:
             count = len(call.inputs)
             return Program(call.inputs, {}, [Recorded(call, tuple(range(count)), (count,))], {}, Ref(count))
-    recorder = _Recorder()
+    recorder = _Recorder(layouts)
     leaves, spec = pytree.tree_flatten(_with_devices(func, args, kwargs))
     leaves = [recorder.argument(leaf, device) for leaf in leaves]
     recorder.close_operands()
@@ -116,7 +122,7 @@ def _with_devices(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 class _Recorder(SchemaCheckMode):
     """Sees operators before composite ones are taken apart: torch lets only modes of its own kinds do so."""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.program = Program([])
         self._arguments: list[tuple[Tensor, Tensor | None]] = []
@@ -124,6 +130,7 @@ class _Recorder(SchemaCheckMode):
         self._alive: list[Tensor] = []  # so that no id comes twice
         self._numbers: dict[int, int] = {}
         self._real: dict[int, Tensor] = {}  # what stands for a tensor with data
+        self._layouts = layouts
         self._owner: dict[int, int] = {}  # the operand whose tensor this is
 
     def argument(self, leaf: Any, device: torch.device | None) -> Any:
@@ -191,7 +198,7 @@ class _Recorder(SchemaCheckMode):
         if not outputs:
             return result
         call = Call(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
-        expansion = EXPANSIONS.get(call.name)
+        expansion = self._sharded(call, args) or EXPANSIONS.get(call.name)
         if expansion is not None:
             expanded = self._instead(lambda: expansion(*args, **kwargs))
             if expanded is not NotImplemented:
@@ -202,6 +209,17 @@ class _Recorder(SchemaCheckMode):
                 return expanded
         self._record(call, args, kwargs, outputs)
         return result
+
+    def _sharded(self, call: Call, args: Any) -> Callable[..., Any] | None:
+        """What to do instead along a dimension that is sharded."""
+        entry = SHARDED.get(call.name)
+        number = self._owner.get(id(args[0]), len(self._layouts)) if entry and args else len(self._layouts)
+        layout = self._layouts[number] if number < len(self._layouts) else None
+        if entry is None or layout is None or not args[0].is_floating_point() or args[0].numel() == 0:
+            return None
+        dims = entry.dims(*args)
+        is_cut = dims is not None and any(layout.dims[d] for d in dims)
+        return entry.function if is_cut else None
 
     def _record(self, call: Call, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
         inputs = [t for t in [*_flat(args), *_flat(list(kwargs.values()))] if isinstance(t, Tensor)]

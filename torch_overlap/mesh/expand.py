@@ -5,14 +5,14 @@ A function gets the arguments of the ATen operator; NotImplemented leaves the op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_overlap.mesh.expand_losses import LOSSES, as_type
+from torch_overlap.mesh.expand_losses import LOSSES
+from torch_overlap.mesh.expand_sharded import norm_of, variance_of
 
 __all__ = ["EXPANSIONS"]
 
@@ -110,46 +110,24 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
 
 def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """A norm of everything: of sums, so that no part is moved. Those along dimensions have a rule."""
-    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
+    if not _is_everything(x, dim):
         return NotImplemented
-    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
-        return NotImplemented
-    ord, result = float(ord), dtype or x.dtype
-    narrow = result in (torch.float16, torch.bfloat16)
-    x = as_type(x, torch.float32 if narrow else result)
-    every = list(range(x.dim()))
-    if math.isinf(ord):
-        out = x.abs().amax(every, keepdim) if ord > 0 else x.abs().amin(every, keepdim)
-    elif ord == 0:
-        out = (x != 0).to(x.dtype).sum(every, keepdim)
-    elif ord == 1:
-        out = x.abs().sum(every, keepdim)
-    else:
-        powers = (x * x if ord == 2 else x.abs().pow(ord)).sum(every, keepdim)
-        powers = powers.clamp_min(0)  # changes nothing, but ends a pending sum, once for both uses
-        is_zero = powers == 0  # there the gradient is zero as well
-        root = powers.masked_fill(is_zero, 1)
-        out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)
-    return as_type(out, result)
+    return norm_of(x, float(ord), range(x.dim()), keepdim, dtype or x.dtype)
+
+
+def _is_everything(x: Tensor, dim: Any) -> bool:
+    every = dim is None or (isinstance(dim, list | tuple) and len(dim) in (0, x.dim()))
+    return every and x.dim() > 0 and x.numel() > 0 and not x.is_complex()
 
 
 def _var(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None) -> Any:
     """A variance of everything: two sums. Those along dimensions have a rule."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
-    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
-        return NotImplemented
-    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
+    if not _is_everything(x, dim):
         return NotImplemented
     lost = correction if correction is not None else 1 if unbiased is None or unbiased else 0
-    dtype = x.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        x = x.to(torch.float32)
-    every = list(range(x.dim()))
-    far = x - x.mean(every, True)
-    count = x.numel() - lost
-    total = (far * far).sum(every, keepdim)
-    return as_type(total / max(count, 0), dtype)
+    return variance_of(x, range(x.dim()), keepdim, lost)
 
 
 def _std(*args: Any, **kwargs: Any) -> Any:

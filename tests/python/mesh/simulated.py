@@ -113,5 +113,5 @@ def run_program(program: Program, operands: Sequence[Value], mesh: Mesh, kinds: 
     return program.results(values.__getitem__)
 
 
-def captured(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Program:
-    return capture(function, [Operand(tuple(x.shape), x.dtype) for x in tensors])
+def captured(function: Callable[..., Any], tensors: Sequence[Tensor], layouts: Sequence[Layout] = ()) -> Program:
+    return capture(function, [Operand(tuple(x.shape), x.dtype) for x in tensors], layouts=layouts)

@@ -215,7 +215,7 @@ def check(name: str, mesh: Mesh, rng: random.Random, kinds: list[str] | None = N
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     tensors = [make(generator) for make in makes]
     layouts = [sim.random_layout(rng, mesh, x.dim(), partial=x.is_floating_point()) for x in tensors]
-    program = sim.captured(function, tensors)
+    program = sim.captured(function, tensors, layouts if rng.random() < 0.5 else ())
     operands = [sim.spread(x, layout, rng) for x, layout in zip(tensors, layouts, strict=True)]
     result = sim.run_program(program, operands, mesh, kinds)
     expected = function(*tensors)

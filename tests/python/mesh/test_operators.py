@@ -26,7 +26,8 @@ def run(function: Callable[..., Any], mesh: Mesh, *given: tuple[Tensor, str], se
     rng, kinds = random.Random(seed), list[str]()
     tensors = [x for x, _ in given]
     operands = [sim.spread(x, Layout.parse(mesh, text), rng) for x, text in given]
-    result = sim.run_program(sim.captured(function, tensors), operands, mesh, kinds)
+    program = sim.captured(function, tensors, [x.layout for x in operands])
+    result = sim.run_program(program, operands, mesh, kinds)
     expected = function(*tensors)
     pairs: Sequence[tuple[Any, Any]] = [(result, expected)]
     if isinstance(expected, tuple | list):
@@ -196,12 +197,16 @@ def test_parts_of_axes() -> None:
     run(F.relu, X4, (data(8, 2), "[x:(1)2],[]"))
 
 
-def test_softmax_of_a_sharded_dimension_is_whole_first() -> None:
-    """B16."""
+def test_softmax_of_a_sharded_dimension_reduces() -> None:
+    """B16: the maximum and the sum; where nobody knows the layout, the dimension is made whole."""
+    x = data(4, 8)
     for dim in (-1, 1):
-        result, kinds = run(lambda x, dim=dim: x.log_softmax(dim), X4, (data(4, 8), "[],[x]"))
-        assert len(kinds) == 1
-        assert not result.layout.partial
+        for function in (torch.log_softmax, torch.softmax):
+            result, kinds = run(lambda x, f=function, dim=dim: f(x, dim), X4, (x, "[],[x]"))
+            assert kinds == ["all_reduce", "all_reduce"]
+            assert str(result.layout) == "[],[x]"
+            unknown = sim.captured(lambda x, f=function, dim=dim: f(x, dim), [x])
+            assert [step.call.name for step in unknown.steps] == [function.__name__]
     assert layout_of(lambda x: x.softmax(-1), X4, (data(4, 8), "[x],[]")) == "[x],[]"
 
 
@@ -244,3 +249,22 @@ def test_attention_keeps_heads_and_batches() -> None:
     assert layout_of(lambda x: x.tril(), mesh, (data(2, 5, 5), "[dp],[],[]")) == "[dp],[],[]"
     _, kinds = run(torch.tril, mesh, (data(4, 4), "[dp],[]"))
     assert kinds
+
+
+def test_losses_of_a_sharded_vocabulary() -> None:
+    """Logits stay where they are: the maximum, the sum, the own class, and the count are reduced."""
+    logits, target = data(6, 64), torch.randint(0, 64, (6,))
+    _, kinds = run(F.cross_entropy, X4, (logits, "[],[x]"), (target, "[]"))
+    assert set(kinds) == {"all_reduce"}
+    both = Mesh.parse("dp=2,tp=2")
+    run(lambda x, t: F.cross_entropy(x, t, reduction="sum", label_smoothing=0.1), both, (logits, "[dp],[tp]"),
+        (target, "[dp]"))  # fmt: skip
+
+
+def test_norms_of_a_sharded_dimension() -> None:
+    x, weight = data(4, 3, 8), data(8)
+    for function in (lambda x, w: F.layer_norm(x, (8,), w, w), lambda x, w: F.rms_norm(x, (8,), w, 1e-6),
+                     lambda x, w: F.normalize(x, dim=-1) * w, lambda x, w: x.var(-1) + w.std(0),
+                     lambda x, w: x.logsumexp((1, 2)) + w[:4]):  # fmt: skip
+        _, kinds = run(function, X4, (x, "[],[],[x]"), (weight, "[x]"))
+        assert "all_to_all" not in kinds
