@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +18,15 @@ from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.expand_sharded import SHARDED
 from torch_overlap.mesh.fast_calls import fast_call
+from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules import rule_of
 
 __all__ = ["Program", "Recorded", "Ref", "capture"]
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A tensor in the result: its number."""
-
-    number: int
-
-
-class Recorded(NamedTuple):
-    """An operator, and the numbers of its values."""
-
-    call: Call
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass
-class Program:
-    """What a function does.
-
-    Attributes:
-        operands: The Operands among its arguments, in order: values 0, 1, ... The same Operand object twice is two.
-        constants: Plain tensors that it uses, by the numbers of their values: the same on every rank.
-        steps: Its operators, in order. One without inputs (arange, zeros) gives the same on every rank.
-        writes: The function changed these operands in place: their number, and that of the value they have now.
-        result: What it returns, a Ref in place of each tensor; of an iterator, the tuple.
-    """
-
-    operands: list[Operand]
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    steps: list[Recorded] = field(default_factory=list)
-    writes: dict[int, int] = field(default_factory=dict)
-    result: Any = None
-
-    def results(self, values: Callable[[int], Any]) -> Any:
-        """The result with values(number) in place of its tensors."""
-        if isinstance(self.result, Ref):
-            return values(self.result.number)
-        return pytree.tree_map_only(Ref, lambda ref: values(ref.number), self.result)
+# What torch says where a meta tensor would have to be read.
+_READS = ("meta tensor", "data-independent", "data-dependent", "register_meta function")
 
 
 def capture(
@@ -84,7 +48,8 @@ def capture(
     `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
     Raises:
-        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device.
+        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device, a result that depends
+            on elements (item, nonzero, a mask as index).
         Exception: those of torch, for operands that do not fit.
     """
     kwargs = kwargs or {}
@@ -98,8 +63,18 @@ def capture(
     leaves = [recorder.argument(leaf, device) for leaf in leaves]
     recorder.close_operands()
     inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
+    try:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0].partition(". ")[0]
+        if isinstance(error, UnsupportedError) or not any(word in text for word in _READS):
+            raise
+        name = getattr(func, "__name__", str(func))
+        raise UnsupportedError(
+            f"{name}: expected a function whose operators and shapes follow from shapes, got one that reads elements "
+            f"({text}); run it on local or gathered tensors"
+        ) from error
     program = recorder.program
     if isinstance(result, Iterator):
         result = tuple(result)

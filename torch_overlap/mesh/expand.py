@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap.mesh.expand_losses import LOSSES
-from torch_overlap.mesh.expand_sharded import norm_of, variance_of
+from torch_overlap.mesh.expand_sharded import as_type, norm_of, settled, variance_of, widened
 
 __all__ = ["EXPANSIONS"]
 
@@ -159,6 +159,40 @@ def _glu(x: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
+def _dist(x: Tensor, y: Tensor, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(x - y, p)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    _: bool = False,
+) -> Any:
+    """With the statistics of the whole batch, from sums."""
+    if not training or x.dim() < 2:
+        return NotImplemented
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    wide = widened(x)
+    mean = settled(wide.mean(dims, True))
+    far = wide - mean
+    variance = settled((far * far).mean(dims, True))
+    count = x.numel() // x.shape[1]
+    if running_mean is not None:
+        running_mean.mul_(1 - momentum).add_(mean.detach().reshape(-1) * momentum)
+    if running_var is not None:
+        running_var.mul_(1 - momentum).add_(variance.detach().reshape(-1) * (momentum * count / max(count - 1, 1)))
+    out = far * (variance + eps).rsqrt()
+    out = out if weight is None else out * weight.reshape(shape)
+    return as_type(out if bias is None else out + bias.reshape(shape), x.dtype)
+
+
 EXPANSIONS: dict[str, Callable[..., Any]] = {
     "stack": _stack,
     "select": _select,
@@ -180,6 +214,8 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "any": _any,
     "all": _all,
     "glu": _glu,
+    "dist": _dist,
+    "batch_norm": _batch_norm,
     "new_zeros": lambda x, size, dtype=None, **_: _full(size, 0, x, dtype),
     "new_ones": lambda x, size, dtype=None, **_: _full(size, 1, x, dtype),
     "new_full": lambda x, size, value, dtype=None, **_: _full(size, value, x, dtype),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SHARDED", "Sharded", "as_type", "norm_of", "variance_of"]
+__all__ = ["SHARDED", "Sharded", "as_type", "norm_of", "settled", "variance_of", "widened"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -23,6 +23,11 @@ def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     return as_type(x, torch.float32 if x.dtype in _HALVES else x.dtype)
+
+
+def settled(x: Tensor) -> Tensor:
+    """The same; but a pending sum ends here, once for all uses of it."""
+    return x.clamp(-math.inf, math.inf)
 
 
 def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
@@ -36,8 +41,7 @@ def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: to
     elif ord == 1:
         out = x.abs().sum(dims, keepdim)
     else:
-        powers = (x * x if ord == 2 else x.abs().pow(ord)).sum(dims, keepdim)
-        powers = powers.clamp_min(0)  # changes nothing, but ends a pending sum, once for both uses
+        powers = settled((x * x if ord == 2 else x.abs().pow(ord)).sum(dims, keepdim))
         is_zero = powers == 0
         root = powers.masked_fill(is_zero, 1)
         out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)

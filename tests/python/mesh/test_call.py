@@ -193,6 +193,14 @@ def test_errors_are_those_of_torch() -> None:
         capture(torch.matmul, (X,))
 
 
+@pytest.mark.parametrize("function", [Tensor.item, torch.nonzero, Tensor.tolist, lambda x: x[x > 0], Tensor.__bool__])
+def test_results_that_depend_on_elements_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        capture(function, (X,))
+    with pytest.raises(UnsupportedError, match="expected a function whose operators and shapes follow from shapes"):
+        capture(torch.nonzero, (X,))
+
+
 def test_devices_are_those_of_the_ranks() -> None:
     mesh, cpu = Mesh({"x": 2}), torch.device("cpu")
     whole = Layout.replicated(mesh, 1)

@@ -268,3 +268,22 @@ def test_norms_of_a_sharded_dimension() -> None:
                      lambda x, w: x.logsumexp((1, 2)) + w[:4]):  # fmt: skip
         _, kinds = run(function, X4, (x, "[],[],[x]"), (weight, "[x]"))
         assert "all_to_all" not in kinds
+
+
+def test_a_batch_norm_knows_the_whole_batch() -> None:
+    x = data(8, 3, 5)
+    mean, variance = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    rng, layouts = random.Random(0), [Layout.parse(X4, text) for text in ("[x],[],[]", "[]", "[]")]
+    operands = [sim.spread(v, layout, rng) for v, layout in zip((x, mean, variance), layouts, strict=True)]
+
+    def function(x: Tensor, mean: Tensor, variance: Tensor) -> Any:
+        out = F.batch_norm(x, mean, variance, training=True, momentum=0.2)
+        return out, mean, variance
+
+    program = sim.captured(function, (x, mean, variance))
+    assert set(program.writes) == {1, 2}
+    kinds: list[str] = []
+    got = sim.run_program(program, operands, X4, kinds)
+    for value, reference in zip(got, function(x, mean, variance), strict=True):
+        torch.testing.assert_close(value.collected(), reference)
+    assert kinds == ["all_reduce", "all_reduce"]
