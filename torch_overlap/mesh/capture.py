@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh._core import Layout
@@ -25,6 +26,8 @@ from torch_overlap.mesh.rules import rule_of
 __all__ = ["Program", "Recorded", "Ref", "capture"]
 
 
+# torch keeps the modes of this kind for all threads.
+_LOCK = threading.RLock()
 # What torch says where a meta tensor would have to be read.
 _READS = ("meta tensor", "data-independent", "data-dependent", "register_meta function")
 
@@ -45,6 +48,8 @@ def capture(
     `layouts`: of the Operands, in order; without it any layout fits as well. Softmax, norms and losses along a
     dimension that is sharded come as reductions then, which move less than the dimension itself.
 
+    Any thread may call it; traces of several threads take turns.
+
     `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
     Raises:
@@ -64,7 +69,7 @@ def capture(
     recorder.close_operands()
     inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with _LOCK, torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
     except (RuntimeError, NotImplementedError) as error:
         text = str(error).partition("\n")[0].partition(". ")[0]

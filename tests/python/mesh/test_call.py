@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from torch_overlap import UnsupportedError
 from torch_overlap.mesh import Layout, Mesh
@@ -235,3 +237,17 @@ def test_an_operator_without_a_rule_is_opaque() -> None:
 def test_a_view_as_another_type_moves_no_pending_sum() -> None:
     (step,) = capture(Tensor.view, (X, torch.int32)).steps
     assert rule_of(step.call) is None
+
+
+def test_threads_take_turns() -> None:
+    cases = list(WHOLE.values())
+    expected = [str(capture(*case).steps) for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda case: str(capture(*case).steps), cases)) == expected
+
+
+def test_modes_do_not_see_what_is_only_traced() -> None:
+    with FlopCounterMode(display=False) as counter:
+        capture(F.scaled_dot_product_attention, (Operand((2, 3, 4, 5), torch.float32),) * 3)
+    assert counter.get_total_flops() == 0

@@ -287,3 +287,14 @@ def test_a_batch_norm_knows_the_whole_batch() -> None:
     for value, reference in zip(got, function(x, mean, variance), strict=True):
         torch.testing.assert_close(value.collected(), reference)
     assert kinds == ["all_reduce", "all_reduce"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_halves_round_once(dtype: torch.dtype) -> None:
+    """A sum of the own part alone would be infinite in float16."""
+    x = (torch.rand(4096) * 40000 + 20000).to(dtype)
+    rng, layout = random.Random(0), Layout.parse(X4, "[x]")
+    (step,) = sim.captured(torch.mean, [x]).steps
+    (value,) = sim.run_call(step.call, [sim.spread(x, layout, rng)], X4)
+    mean = sum(part.double() for part in value.parts)
+    torch.testing.assert_close(mean, x.double().mean(), rtol=4 * torch.finfo(dtype).eps, atol=0)
