@@ -27,7 +27,12 @@ _SPECS = "_torch_overlap_specs"
 
 
 def shard_module(
-    module: nn.Module, mesh: MeshComms, layouts: Mapping[str, Any] | None = None, *, defer_gradients: bool = False
+    module: nn.Module,
+    mesh: MeshComms,
+    layouts: Mapping[str, Any] | None = None,
+    *,
+    defer_gradients: bool = False,
+    move_parameters: bool = False,
 ) -> nn.Module:
     """Leaves each rank its part of the parameters and buffers of `module`, in place. Nothing is sent.
 
@@ -45,6 +50,8 @@ def shard_module(
         defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
             `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass where the
             parameter is used.
+        move_parameters: Parameters are gathered or exchanged where that is cheaper than to move activations (as data
+            parallel training with sharded weights does). Otherwise they are anchored: activations come to them.
 
     Raises:
         InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
@@ -67,7 +74,7 @@ def shard_module(
                 is_parameter = isinstance(whole, nn.Parameter)
                 if defer_gradients and is_parameter:
                     layout = layout.with_invariant(None)
-                parts[id(whole)] = _part(whole, mesh, layout)
+                parts[id(whole)] = _part(whole, mesh, layout, anchored=is_parameter and not move_parameters)
             part, spec = parts[id(whole)]
             if own_name in owner._parameters:
                 owner._parameters[own_name] = part
@@ -84,13 +91,13 @@ def shard_module(
     return module
 
 
-def _part(whole: Tensor, mesh: MeshComms, layout: Layout) -> tuple[Tensor, Spec]:
+def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> tuple[Tensor, Spec]:
     with torch.no_grad():
         part = shard(whole.detach(), mesh, layout)
     local: Tensor = part.local
     if isinstance(whole, nn.Parameter):
         local = nn.Parameter(local, whole.requires_grad)
-    return local, spec_of(mesh, layout, whole.shape, whole.dtype)
+    return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
 
 
 def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
@@ -120,7 +127,7 @@ def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
     """A new one at each reading: what it was moved to is forgotten with it, for weights change."""
     spec: Spec = owner.__dict__[_SPECS][name]
     if stored.dtype != spec.dtype:
-        spec = spec_of(spec.mesh, spec.layout, spec.shape, stored.dtype)
+        spec = spec_of(spec.mesh, spec.layout, spec.shape, stored.dtype, spec.anchored)
     return Sharded(stored, spec)
 
 
@@ -182,7 +189,7 @@ def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
     pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
     mesh = (*values, *others)[0].mesh
     for value in values:
-        axes = tuple(gradient_layout(value.layout).partial)
+        axes = _joining(value.mesh, gradient_layout(value.layout).partial)
         if not axes:
             continue
         if value.local.grad is None:
@@ -193,7 +200,7 @@ def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
         if other.shape.numel() != 1 or set(other.layout.partial.values()) - {"sum"}:
             raise InvalidValueError(f"reduce_gradients: expected scalars that are pending sums, got {other}")
         scalars.append(other.detach().local.clone())
-        axes = tuple(other.layout.partial)
+        axes = _joining(mesh, other.layout.partial)
         if axes:
             pending.setdefault((axes, other.dtype), []).append(scalars[-1])
     for (axes, _), tensors in sorted(pending.items(), key=lambda item: (item[0][0], str(item[0][1]))):
@@ -217,8 +224,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tup
     Returns: the norm of all gradients before, a scalar that is the same on every rank; the reduced `others`.
     """
     values = _with_gradients(module)
-    ready = [v for v in values if not gradient_layout(v.layout).partial]
-    late = [v for v in values if gradient_layout(v.layout).partial]
+    late = [v for v in values if _joining(v.mesh, gradient_layout(v.layout).partial)]
+    ready = [v for v in values if all(v is not other for other in late)]
     squares = _squares(ready)
     reduced = reduce_gradients(module, *others, *squares)
     total = sum((x.local for x in reduced[len(others) :]), start=torch.zeros((), device=values[0].device))
@@ -227,6 +234,11 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tup
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([v.local.grad for v in values if v.local.grad is not None], scale)
     return norm, reduced[: len(others)]
+
+
+def _joining(mesh: MeshComms, axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes that join several ranks."""
+    return tuple(sorted(axis for axis in axes if mesh.mesh.axis(axis).size > 1))
 
 
 def _with_gradients(module: nn.Module) -> list[Sharded]:
@@ -240,7 +252,7 @@ def _squares(values: Iterable[Sharded]) -> list[Sharded]:
     sums: dict[tuple[str, ...], list[Sharded]] = {}
     for value in values:
         if value.local.grad is not None:
-            sums.setdefault(tuple(sorted(used_axes(value.layout))), []).append(value)
+            sums.setdefault(_joining(value.mesh, used_axes(value.layout)), []).append(value)
     out = []
     for axes, group in sums.items():
         mesh = group[0].mesh

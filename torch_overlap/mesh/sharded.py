@@ -26,14 +26,17 @@ class Spec:
     Attributes:
         mesh, layout, shape (global), dtype.
         text: The layout in words, as operators take it.
+        anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
     """
 
-    __slots__ = ("device", "dtype", "layout", "mesh", "recipes", "shape", "text")
+    __slots__ = ("anchored", "device", "dtype", "layout", "mesh", "recipes", "shape", "text")
 
-    def __init__(self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
+    def __init__(
+        self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
+    ) -> None:
+        self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
         self.text, self.device = str(layout), mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
 
@@ -45,13 +48,13 @@ class Spec:
         return self.layout.local_shape(self.shape, self.mesh.rank)
 
 
-def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
     """The Spec of these: the same object for the same ones."""
     size = torch.Size(shape)
-    key = (layout, size, dtype)
+    key = (layout, size, dtype, anchored)
     spec: Spec | None = mesh._specs.get(key)
     if spec is None:
-        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype)
+        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
 
 
@@ -204,13 +207,19 @@ class Sharded:
 
         return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
+    def anchor(self) -> Sharded:
+        """The same value, which stays where it lies: an operator moves its other operands, also where it would be
+        cheaper to move this one, unless there is no other way. For weights of tensor-parallel layers."""
+        spec = self.spec
+        return Sharded(self.local, spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True))
+
     def _reshard(self, layout: Layout) -> Sharded:
         target = spec_of(self.mesh, layout, self.shape, self.dtype)
-        return self if target is self.spec else Sharded(self._moved(target), target)
+        return self if layout == self.layout else Sharded(self._moved(target), target)
 
     def _moved(self, target: Spec) -> Tensor:
         """The local tensor under another layout. Moved once for all who ask."""
-        if target is self.spec:
+        if target.text == self.spec.text:
             return self.local
         moved = self._copy(target)
         if moved is None:
