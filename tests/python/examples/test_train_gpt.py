@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = "train_gpt.py"
-SECONDS = 180  # for programs that were told to end
+SECONDS = 300  # for programs that were told to end
 TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / PROGRAM
 SMALL = ("--dim", 32, "--layers", 2, "--heads", 4, "--sequence", 64, "--batch", 4, "--sample", 20)
 PNG = b"\x89PNG\r\n\x1a\n"
