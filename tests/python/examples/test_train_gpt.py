@@ -60,14 +60,17 @@ def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, ove
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, "tp=2"), (4, "dp=2,tp=2")])
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "dtype", "tolerance"),
+    [(2, "tp=2", "float32", 1e-3), (4, "dp=2,tp=2", "float32", 1e-3), (2, "tp=2", "bfloat16", 2e-2)],
+)
 @pytest.mark.parametrize("overlap", ["none", "ring"])
-def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, mesh, overlap):
+def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, mesh, dtype, tolerance, overlap):
     """The losses of the model that communicates by hand, on one rank."""
     pytest.importorskip("matplotlib")
     arguments = ("--steps", 30, "--check-steps", 20, "--mesh", mesh, "--overlap", overlap, "--out", tmp_path)
-    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, *arguments)
-    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=1e-3)
+    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
+    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
 def collectives_of_a_step(comm, mesh):
@@ -92,8 +95,8 @@ def collectives_of_a_step(comm, mesh):
 
 
 def test_the_mesh_puts_in_no_more_collectives_than_a_hand_does():
-    """By hand 4 a block forwards and 6 backwards, where gathered rows are gathered again for the weights' gradients
-    (8 with a mesh, which keeps them), and one for all gradients."""
+    """4 a block forwards and backwards, and one for all gradients. By hand, gathered rows are gathered again for the
+    gradients of the weights; a mesh keeps them."""
     by_hand, losses = run_ranks(collectives_of_a_step, 2, None)[0]
     on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2})[0]
     assert mesh_losses == pytest.approx(losses, abs=1e-5)
