@@ -30,6 +30,7 @@ from torch_overlap.mesh._core import (
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
+from torch_overlap.mesh.calibrate import calibrate
 from torch_overlap.mesh.communication import (
     all_gather,
     all_reduce,
@@ -90,6 +91,7 @@ __all__ = [
     "auto_shard",
     "axis_index",
     "broadcast",
+    "calibrate",
     "choices",
     "choosing",
     "clip_grad_norm_",
