@@ -68,7 +68,7 @@ class Rank:
         """`x`, laid out; pending values as random terms that add up to it, or whose mean, maximum... it is."""
         layout = layout_of(layout, self.mesh, x.dim())
         if not layout.partial:
-            return shard(x, self.mesh, layout)
+            return shard(x.clone(), self.mesh, layout)
         terms = self._split(x, dict(layout.partial))
         parts = distribute(terms.numpy(), layout.with_partial(None).with_invariant(None))
         local = torch.from_numpy(np.ascontiguousarray(parts[self.index])).to(x.dtype)
@@ -149,7 +149,8 @@ def body_on_rank(comm: Any, mesh: str | Mesh, name: str, body: Callable[..., Any
 
 
 def on_mesh(mesh: str | Mesh, body: Callable[..., Any], seed: int, *args: Any, backend: str = "local",
-            cost: CostModel | None = None, sub_axes: Sequence[str] = (), timeout: float = 120) -> list[Any]:  # fmt: skip
+            cost: CostModel | None = None, sub_axes: Sequence[str] = (),
+            timeout: float = 120) -> list[Any]:  # fmt: skip
     """body(Rank, *args) on every rank; its results by rank. With processes, `body` is found by its name."""
     plain = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
     model = cost and cost.to_dict()
