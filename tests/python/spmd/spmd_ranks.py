@@ -150,7 +150,7 @@ def body_on_rank(comm: Any, mesh: str | Mesh, name: str, body: Callable[..., Any
 
 def on_mesh(mesh: str | Mesh, body: Callable[..., Any], seed: int, *args: Any, backend: str = "local",
             cost: CostModel | None = None, sub_axes: Sequence[str] = (),
-            timeout: float = 120) -> list[Any]:  # fmt: skip
+            timeout: float = 60) -> list[Any]:  # fmt: skip
     """body(Rank, *args) on every rank; its results by rank. With processes, `body` is found by its name."""
     plain = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
     model = cost and cost.to_dict()
