@@ -185,7 +185,7 @@ def second_gradients():
         yield pytest.param(name, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("name", second_gradients())
+@pytest.mark.parametrize("name", list(second_gradients()))
 def test_second_gradients(name, seed):
     """B17: the gradient of a gradient, in fp64."""
     layout, function, reference = FUNCTIONS[name]
