@@ -22,6 +22,7 @@ import torch  # noqa: E402
 from gpt import plots, timeline  # noqa: E402
 from gpt.check import compare  # noqa: E402
 from gpt.model import Config  # noqa: E402
+from gpt.plain import MeshTrainer  # noqa: E402
 from gpt.progress import Progress  # noqa: E402
 from gpt.sample import generate  # noqa: E402
 from gpt.text import Text, read  # noqa: E402
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
         default="none",
         help="products on 8-bit floats, and how they are scaled; --dtype is that of the results (default: %(default)s)",
     )
+    add("--mesh", type=mesh_axes, help="dp=..,tp=..: the plain model, sharded so by torch_overlap.mesh")
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
     add("--rate", type=float, help="highest learning rate (default: depends on the device)")
@@ -75,12 +77,21 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def mesh_axes(text: str) -> dict[str, int]:
+    """ "dp=2,tp=2" as sizes by name."""
+    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
+    if set(sizes) - {"dp", "tp"} or any(size < 1 for size in sizes.values()):
+        raise argparse.ArgumentTypeError(f"expected dp=..,tp=.. with sizes of at least 1, got {text!r}")
+    return sizes
+
+
 def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> Trainer:
     config = Config(args.dim, args.layers, args.heads, args.sequence)
     fp8 = None if args.fp8 == "none" else to.nn.Float8Recipe(args.fp8)
-    return Trainer(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
-                   dtype=getattr(torch, args.dtype), algorithm=args.algorithm, fp8=fp8,
-                   graph=not args.no_graph)  # fmt: skip
+    kind = Trainer if args.mesh is None or comm.get_size() == 1 else MeshTrainer
+    return kind(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
+                dtype=getattr(torch, args.dtype), algorithm=args.algorithm, fp8=fp8, graph=not args.no_graph,
+                mesh=args.mesh)  # fmt: skip
 
 
 def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[float]:
@@ -104,7 +115,7 @@ def are_finite(losses: list[float], *, shown: bool) -> bool:
 def report(args: argparse.Namespace, trainer: Trainer, losses: list[float], *, shown: bool) -> None:
     """Collective: the loss on held-out text, a sample, and the files."""
     validation = trainer.validation_loss()
-    sample = generate(trainer.model, trainer.comm, args.sequence, PROMPT, args.sample, seed=args.seed)
+    sample = generate(trainer, PROMPT, args.sample, seed=args.seed)
     trainer.learning_rate.zero_()  # the profiled step changes no weight
 
     def step() -> None:
@@ -153,9 +164,7 @@ def main() -> int:
     text = read(comm)
     trainer = make_trainer(args, comm, text)
     if shown:
-        split, parameters = to.nn.split_parameters(trainer.model), trainer.model.named_parameters()
-        size = sum(p.numel() * (comm.get_size() if name in split else 1) for name, p in parameters)
-        print(f"{size / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
+        print(f"{trainer.num_parameters() / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
               f"{text.train.numel() / 1e6:.1f} MB of text from {text.files} files", flush=True)  # fmt: skip
     losses = train(args, trainer, shown=shown)
     good = are_finite(losses, shown=shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -58,14 +59,13 @@ class Trainer:
 
     def __init__(self, config: Config, comm: to.TorchComm, text: Text, *, batch_size: int, steps: int, rate: float,
                  seed: int, dtype: torch.dtype, algorithm: str, graph: bool,
-                 fp8: to.nn.Float8Recipe | None = None) -> None:  # fmt: skip
+                 fp8: to.nn.Float8Recipe | None = None, mesh: Mapping[str, int] | None = None) -> None:  # fmt: skip
         self.config, self.comm, self.text = config, comm, text
         self.batch_size, self.steps, self.rate, self.seed = batch_size, steps, rate, seed
-        self.device = comm.get_device()
+        self.device, self.mesh_axes = comm.get_device(), dict(mesh or {})
         cuda = self.device.type == "cuda"
-        self.model = GPT(config, comm, seed=seed, device=self.device, dtype=dtype, algorithm=algorithm, fp8=fp8)
+        self.make(dtype, algorithm, fp8)
         parameters = list(self.model.parameters())
-        self.gradients = Gradients(self.model, self.device)
         self.learning_rate = torch.zeros((), device=self.device)
         self.optimizer = torch.optim.AdamW(
             [
@@ -74,48 +74,67 @@ class Trainer:
             ],
             lr=self.learning_rate, betas=(0.9, 0.95), fused=True, capturable=cuda,
         )  # fmt: skip
-        per_rank = config.sequence // comm.get_size()
-        self.rows = slice(comm.get_rank() * per_rank, (comm.get_rank() + 1) * per_rank)
-        self.inputs, self.targets = torch.zeros(2, per_rank, batch_size, dtype=torch.int64, device=self.device)
+        self.rows, self.columns = self.place()
+        shape = (self.rows.stop - self.rows.start, self.columns.stop - self.columns.start)
+        self.inputs, self.targets = torch.zeros(2, *shape, dtype=torch.int64, device=self.device)
         self.losses = torch.full((steps,), math.nan, device=self.device)
         self.graph = torch.cuda.CUDAGraph() if graph and cuda else None
         self.stream = torch.cuda.Stream() if self.graph is not None else None
         self.captured = False
+
+    def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None) -> None:
+        """The model, and where its loss is after a step."""
+        self.model = GPT(self.config, self.comm, seed=self.seed, device=self.device, dtype=dtype, algorithm=algorithm,
+                         fp8=fp8)  # fmt: skip
+        self.gradients = Gradients(self.model, self.device)
+        self.loss = self.gradients.loss
+
+    def place(self) -> tuple[slice, slice]:
+        """The rows and columns [S, B] of tokens that this rank has."""
+        per_rank = self.config.sequence // self.comm.get_size()
+        return slice(self.comm.get_rank() * per_rank, (self.comm.get_rank() + 1) * per_rank), slice(0, self.batch_size)
+
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        split = to.nn.split_parameters(self.model)
+        parameters = self.model.named_parameters()
+        return sum(p.numel() * (self.comm.get_size() if name in split else 1) for name, p in parameters)
 
     def train_step(self, step: int) -> None:
         """Collective. Its loss is in losses[step] once the device has come so far; the host does not wait for it."""
         self._load(self.text.train, self.seed, step)
         self.learning_rate.fill_(self._rate_at(step))
         self.run_step(step)
-        self.losses[step].copy_(self.gradients.loss)
+        self.losses[step].copy_(self.loss)
 
     def run_step(self, step: int) -> None:
         """The step on the inputs that are there. On CUDA: a few eager ones, then a replay of the captured one."""
         if self.graph is None:
-            self._compute()
+            self.compute()
             return
         assert self.stream is not None
         if step >= EAGER_STEPS and not self.captured:
             with torch.cuda.graph(self.graph, stream=self.stream):
-                self._compute()
+                self.compute()
             self.captured = True
         if self.captured:
             self.graph.replay()
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self._compute()
+            self.compute()
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def _compute(self) -> None:
+    def compute(self) -> None:
+        """One step on the inputs that are there; the mean loss of all ranks ends in self.loss."""
         self.gradients.flat.zero_()
-        loss = self._mean_loss()
+        loss = self.mean_loss()
         loss.backward()
         to.nn.update_float8_scales(self.model)
         self.gradients.reduce_and_clip(self.comm, loss, max_norm=1.0)
         self.optimizer.step()
 
-    def _mean_loss(self) -> Tensor:
+    def mean_loss(self) -> Tensor:
         """This rank's part of the mean over all tokens: the ranks' parts add up to it, and so do their gradients."""
         logits = self.model(self.inputs)
         total = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), reduction="sum")
@@ -127,12 +146,25 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for step in range(batches):
             self._load(self.text.valid, self.seed + 1, step)
-            total += self._mean_loss() / batches
+            total += self.mean_loss() / batches
         self.comm.all_reduce(total, to.ReduceOp.SUM, async_op=False)
         return total.item()
 
+    @torch.no_grad()
+    def logits_at(self, window: list[int], row: int) -> Tensor:
+        """Collective: what the model gives for one row of a window of bytes, on every rank."""
+        padded = torch.zeros(self.config.sequence, 1, dtype=torch.int64)
+        padded[: len(window), 0] = torch.tensor(window)
+        logits = self.model(padded[self.rows].to(self.device))
+        found = torch.zeros_like(logits[0, 0])
+        if self.rows.start <= row < self.rows.stop:
+            found = logits[row - self.rows.start, 0].clone()
+        self.comm.all_reduce(found, to.ReduceOp.SUM, async_op=False)
+        return found
+
     def _load(self, data: Tensor, seed: int, step: int) -> None:
         windows = batch(data, seed=seed, step=step, size=self.batch_size, sequence=self.config.sequence, rows=self.rows)
+        windows = tuple(w[:, self.columns].contiguous() for w in windows)
         for static, new in zip((self.inputs, self.targets), windows, strict=True):
             static.copy_(new.pin_memory() if self.device.type == "cuda" else new, non_blocking=True)
 

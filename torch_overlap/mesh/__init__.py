@@ -47,6 +47,15 @@ from torch_overlap.mesh.communication import (
 from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
 from torch_overlap.mesh.dispatch import Recipe, recipe_of
+from torch_overlap.mesh.module import (
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+    shard_module,
+    sharded_parameters,
+)
+from torch_overlap.mesh.products import Choice, choices, choosing, linear
 from torch_overlap.mesh.sharded import Sharded, from_local, gradient_layout
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
@@ -54,6 +63,7 @@ from torch_overlap.mesh.trace import Traced, trace
 __all__ = [
     "AutoShard",
     "AxisRef",
+    "Choice",
     "CostModel",
     "DimSpec",
     "Graph",
@@ -79,23 +89,32 @@ __all__ = [
     "auto_shard",
     "axis_index",
     "broadcast",
+    "choices",
+    "choosing",
+    "clip_grad_norm_",
     "collect",
     "connect",
     "distribute",
     "from_local",
+    "full_state_dict",
     "gather_all_axes",
     "gradient_layout",
     "greedy_reshard",
+    "linear",
     "load_cost_model",
+    "load_full_state_dict",
     "plan_reshard",
     "pmean",
     "ppermute",
     "propagate",
     "recipe_of",
+    "reduce_gradients",
     "reduce_scatter",
     "reshard",
     "save_cost_model",
     "shard",
+    "shard_module",
+    "sharded_parameters",
     "simulate",
     "to_layout",
     "trace",

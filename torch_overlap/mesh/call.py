@@ -3,7 +3,7 @@
     Operand(shape, dtype)                       a tensor, without its data
     Call(target, args, kwargs, outputs)         an operator: .name .inputs .outputs .argument() .bind() .run()
     rules.rule_of(call) -> OpRule | None        None: no rule, so whole operands (OpRule.opaque)
-    capture.capture(func, args, kwargs=None, device=None) -> Program
+    capture.capture(func, args, kwargs=None, device=None, layouts=()) -> Program
         what a torch function does on Operands: Program.operands .constants .steps .writes .result .results(values);
         each of steps is Recorded(call, inputs, outputs), where values have numbers: the operands are 0, 1, ...
     local.local_call(call, rule, input_layouts, output_layouts, rank, device=None)

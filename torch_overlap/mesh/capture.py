@@ -4,66 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_overlap._C import UnsupportedError
+from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
+from torch_overlap.mesh.expand_sharded import SHARDED
 from torch_overlap.mesh.fast_calls import fast_call
+from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules import rule_of
 
 __all__ = ["Program", "Recorded", "Ref", "capture"]
 
-_lock = threading.Lock()  # torch keeps the modes before dispatch once for the process: ranks may be threads
 
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor in the result: its number."""
-
-    number: int
-
-
-class Recorded(NamedTuple):
-    """An operator, and the numbers of its values."""
-
-    call: Call
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass
-class Program:
-    """What a function does.
-
-    Attributes:
-        operands: The Operands among its arguments, in order: values 0, 1, ... The same Operand object twice is two.
-        constants: Plain tensors that it uses, by the numbers of their values: the same on every rank.
-        steps: Its operators, in order. One without inputs (arange, zeros) gives the same on every rank.
-        writes: The function changed these operands in place: their number, and that of the value they have now.
-        result: What it returns, a Ref in place of each tensor; of an iterator, the tuple.
-    """
-
-    operands: list[Operand]
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    steps: list[Recorded] = field(default_factory=list)
-    writes: dict[int, int] = field(default_factory=dict)
-    result: Any = None
-
-    def results(self, values: Callable[[int], Any]) -> Any:
-        """The result with values(number) in place of its tensors."""
-        if isinstance(self.result, Ref):
-            return values(self.result.number)
-        return pytree.tree_map_only(Ref, lambda ref: values(ref.number), self.result)
+# torch keeps the modes of this kind for all threads.
+_LOCK = threading.RLock()
+# What torch says where a meta tensor would have to be read.
+_READS = ("meta tensor", "data-independent", "data-dependent", "register_meta function")
 
 
 def capture(
@@ -71,6 +37,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
+    layouts: Sequence[Layout | None] = (),
 ) -> Program:
     """The ATen operators of `func(*args, **kwargs)`, where tensors are Operands; nothing is computed.
 
@@ -78,10 +45,16 @@ def capture(
     stay whole (linear, layer_norm, reshape); others made of several come as these; some are put in other terms so that
     each part has a rule (a mean loss: a sum, a count, a division). Plain tensors among the arguments are constants.
 
-    `device`: where the operands live. Arguments that name it are understood; other devices are refused.
+    `layouts`: of the Operands, in order; without it any layout fits as well. Softmax, norms and losses along a
+    dimension that is sharded come as reductions then, which move less than the dimension itself.
+
+    Any thread may call it; traces of several threads take turns.
+
+    `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
     Raises:
-        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device.
+        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device, a result that depends
+            on elements (item, nonzero, a mask as index).
         Exception: those of torch, for operands that do not fit.
     """
     kwargs = kwargs or {}
@@ -90,13 +63,23 @@ def capture(
         if call is not None:
             count = len(call.inputs)
             return Program(call.inputs, {}, [Recorded(call, tuple(range(count)), (count,))], {}, Ref(count))
-    recorder = _Recorder()
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    recorder = _Recorder(layouts)
+    leaves, spec = pytree.tree_flatten(_with_devices(func, args, kwargs))
     leaves = [recorder.argument(leaf, device) for leaf in leaves]
     recorder.close_operands()
     inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
-    with _lock, torch._C.DisableTorchFunction(), torch.no_grad():
-        result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
+    try:
+        with _LOCK, torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            result = recorder.run(lambda: func(*inner_args, **inner_kwargs))
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error).partition("\n")[0].partition(". ")[0]
+        if isinstance(error, UnsupportedError) or not any(word in text for word in _READS):
+            raise
+        name = getattr(func, "__name__", str(func))
+        raise UnsupportedError(
+            f"{name}: expected a function whose operators and shapes follow from shapes, got one that reads elements "
+            f"({text}); run it on local or gathered tensors"
+        ) from error
     program = recorder.program
     if isinstance(result, Iterator):
         result = tuple(result)
@@ -106,10 +89,20 @@ def capture(
     return program
 
 
+def _with_devices(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments, where devices are no strings."""
+    named = dict(kwargs)
+    if isinstance(named.get("device"), str):
+        named["device"] = torch.device(named["device"])
+    if func is Tensor.to:
+        args = [torch.device(arg) if isinstance(arg, str) else arg for arg in args]
+    return tuple(args), named
+
+
 class _Recorder(SchemaCheckMode):
     """Sees operators before composite ones are taken apart: torch lets only modes of its own kinds do so."""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Sequence[Layout | None]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.program = Program([])
         self._arguments: list[tuple[Tensor, Tensor | None]] = []
@@ -117,6 +110,7 @@ class _Recorder(SchemaCheckMode):
         self._alive: list[Tensor] = []  # so that no id comes twice
         self._numbers: dict[int, int] = {}
         self._real: dict[int, Tensor] = {}  # what stands for a tensor with data
+        self._layouts = layouts
         self._owner: dict[int, int] = {}  # the operand whose tensor this is
 
     def argument(self, leaf: Any, device: torch.device | None) -> Any:
@@ -130,10 +124,9 @@ class _Recorder(SchemaCheckMode):
             self._arguments.append((made, leaf))
             return made
         if isinstance(leaf, torch.device):
-            if device is not None and (leaf.type != device.type or leaf.index not in (None, device.index)):
-                raise UnsupportedError(
-                    f"capture: expected the device of the operands, {device}, got {leaf}; move the local tensors"
-                )
+            index = leaf.index
+            if device is not None and (leaf.type != device.type or index not in (None, device.index)):
+                raise UnsupportedError(f"capture: expected the device of the operands, {device}, got {leaf}")
             return torch.device("meta")
         return leaf
 
@@ -185,7 +178,7 @@ class _Recorder(SchemaCheckMode):
         if not outputs:
             return result
         call = Call(func, *operands, [_operand(t) for t in outputs], is_sequence=not isinstance(result, Tensor))
-        expansion = EXPANSIONS.get(call.name)
+        expansion = self._sharded(call, args) or EXPANSIONS.get(call.name)
         if expansion is not None:
             expanded = self._instead(lambda: expansion(*args, **kwargs))
             if expanded is not NotImplemented:
@@ -196,6 +189,17 @@ class _Recorder(SchemaCheckMode):
                 return expanded
         self._record(call, args, kwargs, outputs)
         return result
+
+    def _sharded(self, call: Call, args: Any) -> Callable[..., Any] | None:
+        """What to do instead along a dimension that is sharded."""
+        entry = SHARDED.get(call.name)
+        number = self._owner.get(id(args[0]), len(self._layouts)) if entry and args else len(self._layouts)
+        layout = self._layouts[number] if number < len(self._layouts) else None
+        if entry is None or layout is None or not args[0].is_floating_point() or args[0].numel() == 0:
+            return None
+        dims = entry.dims(*args)
+        is_cut = dims is not None and any(layout.dims[d] for d in dims)
+        return entry.function if is_cut else None
 
     def _record(self, call: Call, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
         inputs = [t for t in [*_flat(args), *_flat(list(kwargs.values()))] if isinstance(t, Tensor)]
@@ -215,22 +219,20 @@ class _Recorder(SchemaCheckMode):
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records x.add_(y) as a new value of x."""
-        target = args[0] if args else None
-        name = str(func).removeprefix("aten.").split(".")[0]
+        name, target = func._schema.name.removeprefix("aten::"), args[0] if args else None
         if name == "detach_":
             return target
-        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        functional = getattr(packet, func._overloadname, None)
+        functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
         if not isinstance(target, Tensor) or not name.endswith("_") or functional is None or self._has_views(target):
-            refuse_random(Call(func, self._operands(args), self._operands(kwargs), []))
             raise UnsupportedError(
                 f"{name}: expected to write to a whole tensor, got a part of one, or out=; make a new tensor with "
                 "torch.where, torch.cat or an operator that returns its result"
             )
-        call = Call(functional, self._operands(args), self._operands(kwargs), [_operand(target)])
-        refuse_random(call)
-        _on_meta(func, args, kwargs)
-        self._record(call, args, kwargs, [target])
+        value = self.run(lambda: functional(*args, **kwargs))
+        if value.dtype != target.dtype:
+            value = self.run(lambda: value.to(target.dtype))
+        _on_meta(func, args, kwargs)  # it may refuse what the other operator takes
+        self._numbers[id(target)] = self._numbers[id(value)]
         if id(target) in self._owner:
             self.program.writes[self._owner[id(target)]] = self._numbers[id(target)]
         return target

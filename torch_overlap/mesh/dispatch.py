@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
-from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, propagate
+from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, Strategy, propagate
 from torch_overlap.mesh.call import Call, Operand
-from torch_overlap.mesh.capture import Program, Ref, capture
+from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product
+from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
 
@@ -34,17 +36,47 @@ class Executed:
 
     Attributes:
         call: The operator, on global shapes.
-        chosen: What `propagate` found; None without operands.
+        found: What `propagate` compared; None without operands.
+        strategy: The one of these that is used: the cheapest that sends no anchored operand.
+        plans: What moves each operand.
         inputs: (value, where it is needed).
         local: What a rank runs.
         outputs: How the results lie.
+        gathers: The form that gathers its first operand while it multiplies.
+        is_pending_product: Its result is pending, and is not computed before it is known how that ends.
     """
 
     call: Call
-    chosen: Propagation | None
+    found: Propagation | None
+    strategy: Strategy | None
+    plans: list[Plan]
     inputs: list[tuple[int, Spec]]
     local: Callable[[Sequence[Tensor]], Any]
     outputs: list[Spec]
+    numbers: tuple[int, ...] = ()  # of the results among the values
+    gathers: GatherProduct | None = None
+    is_pending_product: bool = False
+
+    def explain(self) -> str:
+        if self.found is None or self.strategy is None:
+            return f"{self.call.name}: the same on every rank\n"
+        text = self.found.explain()
+        if self.strategy.roles != self.found.chosen.roles:
+            text += f"  used: {self.strategy.roles}, which moves no anchored operand\n"
+        return text
+
+    def run(self, values: Any) -> list[Sharded]:
+        if self.gathers is not None:
+            first = values[self.inputs[0][0]]
+            fused = self.gathers.run(first, [values[i]._moved(to) for i, to in self.inputs[1:]])
+            if fused is not None:
+                return [Sharded(fused, self.outputs[0])]
+        operands = [values[i]._moved(to) for i, to in self.inputs]
+        if self.is_pending_product:
+            bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
+            return [Sharded(None, self.outputs[0], PendingProduct(self.call, self.local, operands, bias))]
+        out = self.local(operands)
+        return list(map(Sharded, out, self.outputs)) if self.call.is_sequence else [Sharded(out, self.outputs[0])]
 
 
 class Recipe:
@@ -54,38 +86,30 @@ class Recipe:
         steps: Its operators.
     """
 
-    def __init__(self, program: Program, steps: list[Executed], constants: list[Sharded]) -> None:
+    def __init__(self, program: Program, steps: list[Executed], constants: dict[int, Sharded]) -> None:
         self.steps = steps
         self._program, self._constants = program, constants
         # One operator that gives the result, as most functions are.
         self._only = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
-        if self._only is not None and program.result != Ref(len(program.operands)):
+        if self._only is not None and program.result != Ref(self._only.numbers[0]):
             self._only = None
 
     def run(self, operands: list[Sharded]) -> Any:
-        step = self._only
-        if step is not None:
-            return Sharded(step.local([operands[i]._moved(to) for i, to in step.inputs]), step.outputs[0])
-        values = operands + self._constants
+        if self._only is not None:
+            return self._only.run(operands)[0]
+        values = dict(enumerate(operands)) | self._constants
         for step in self.steps:
-            out = step.local([values[i]._moved(to) for i, to in step.inputs])
-            if step.call.is_sequence:
-                values.extend(map(Sharded, out, step.outputs))
-            else:
-                values.append(Sharded(out, step.outputs[0]))
+            values.update(zip(step.numbers, step.run(values), strict=True))
         return self._program.results(values.__getitem__)
 
     @property
     def plans(self) -> list[Plan]:
         """What is moved, in order."""
-        return [p for step in self.steps if step.chosen for p in step.chosen.plans if p.steps]
+        return [plan for step in self.steps for plan in step.plans if plan.steps]
 
     def explain(self) -> str:
         """The operators, where each one runs and what it needs moved, with the alternatives."""
-        return "".join(
-            step.chosen.explain() if step.chosen else f"{step.call.name}: the same on every rank\n"
-            for step in self.steps
-        )
+        return "".join(step.explain() for step in self.steps)
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -141,19 +165,21 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             raise InvalidValueError(
                 f"{_name(func)}: expected operands on one mesh, got {mesh} and {x.spec.mesh}; shard them again"
             )
-    program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, operands[0].device)
+    device = operands[0].device
+    layouts = [x.layout for x in operands]
+    program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, device, layouts)
     if program.writes:
         raise UnsupportedError(
             f"{_name(func)}: expected a function that changes no Sharded, got one in place; use the form that returns "
             "a new one, or work on .local"
         )
-    device = operands[0].device
-    constants = [_constant(program.constants[i], mesh, device) for i in sorted(program.constants)]
-    specs = [x.spec for x in operands + constants]
+    constants = {number: _constant(value, mesh, device) for number, value in program.constants.items()}
+    specs = {i: x.spec for i, x in enumerate(operands)} | {i: x.spec for i, x in constants.items()}
     steps = []
     for recorded in program.steps:
         step = _plan(recorded.call, recorded.inputs, [specs[i] for i in recorded.inputs], mesh, device)
-        specs.extend(step.outputs)
+        step.numbers = recorded.outputs
+        specs.update(zip(recorded.outputs, step.outputs, strict=True))
         steps.append(step)
     return Recipe(program, steps, constants)
 
@@ -183,13 +209,28 @@ def _plan(
     if not inputs:
         layouts = [with_invariant_rest(Layout.replicated(mesh.mesh, len(o.shape))) for o in call_.outputs]
         outputs = [spec_of(mesh, y, o.shape, o.dtype) for y, o in zip(layouts, call_.outputs, strict=True)]
-        return Executed(call_, None, [], local_call(call_, None, [], layouts, mesh.rank, device), outputs)
+        return Executed(call_, None, None, [], [], local_call(call_, None, [], layouts, mesh.rank, device), outputs)
     rule = rule_of(call_)
     if rule is None:
         rule = OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
     sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
-    chosen = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
-    needed = [spec_of(mesh, layout, spec.shape, spec.dtype) for layout, spec in zip(chosen.inputs, inputs, strict=True)]
-    local = local_call(call_, rule, chosen.inputs, chosen.outputs, mesh.rank, device)
-    outputs = [spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(chosen.outputs, call_.outputs, strict=True)]
-    return Executed(call_, chosen, list(zip(numbers, needed, strict=True)), local, outputs)
+    found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
+    strategy, plans = found.chosen, found.plans
+    for other in found.strategies if any(spec.anchored for spec in inputs) else ():
+        ways = [
+            mesh.plan(spec.layout, to, spec.shape, spec.dtype.itemsize)
+            for spec, to in zip(inputs, other.inputs, strict=True)
+        ]
+        if not any(spec.anchored and way.num_sends for spec, way in zip(inputs, ways, strict=True)):
+            strategy, plans = other, ways
+            break
+    needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
+    local = local_call(call_, rule, strategy.inputs, strategy.outputs, mesh.rank, device)
+    outputs = [
+        spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
+    ]
+    made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
+    if is_product(call_):
+        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0])
+        made.is_pending_product = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
+    return made

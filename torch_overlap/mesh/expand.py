@@ -5,14 +5,14 @@ A function gets the arguments of the ATen operator; NotImplemented leaves the op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_overlap.mesh.expand_losses import LOSSES, as_type
+from torch_overlap.mesh.expand_losses import LOSSES
+from torch_overlap.mesh.expand_sharded import as_type, norm_of, settled, variance_of, widened
 
 __all__ = ["EXPANSIONS"]
 
@@ -110,45 +110,24 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
 
 def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """A norm of everything: of sums, so that no part is moved. Those along dimensions have a rule."""
-    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
+    if not _is_everything(x, dim):
         return NotImplemented
-    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
-        return NotImplemented
-    ord, result = float(ord), dtype or x.dtype
-    narrow = result in (torch.float16, torch.bfloat16)
-    x = as_type(x, torch.float32 if narrow else result)
-    every = list(range(x.dim()))
-    if math.isinf(ord):
-        out = x.abs().amax(every, keepdim) if ord > 0 else x.abs().amin(every, keepdim)
-    elif ord == 0:
-        out = (x != 0).to(x.dtype).sum(every, keepdim)
-    elif ord == 1:
-        out = x.abs().sum(every, keepdim)
-    else:
-        powers = (x * x if ord == 2 else x.abs().pow(ord)).sum(every, keepdim)
-        is_zero = powers == 0  # there the gradient is zero as well
-        root = powers.masked_fill(is_zero, 1)
-        out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)
-    return as_type(out, result)
+    return norm_of(x, float(ord), range(x.dim()), keepdim, dtype or x.dtype)
+
+
+def _is_everything(x: Tensor, dim: Any) -> bool:
+    every = dim is None or (isinstance(dim, list | tuple) and len(dim) in (0, x.dim()))
+    return every and x.dim() > 0 and x.numel() > 0 and not x.is_complex()
 
 
 def _var(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None) -> Any:
     """A variance of everything: two sums. Those along dimensions have a rule."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
-    if dim is not None and not (isinstance(dim, list | tuple) and len(dim) in (0, x.dim())):
-        return NotImplemented
-    if x.dim() == 0 or x.numel() == 0 or x.is_complex():
+    if not _is_everything(x, dim):
         return NotImplemented
     lost = correction if correction is not None else 1 if unbiased is None or unbiased else 0
-    dtype = x.dtype
-    if dtype in (torch.float16, torch.bfloat16):
-        x = x.to(torch.float32)
-    every = list(range(x.dim()))
-    far = x - x.mean(every, True)
-    count = x.numel() - lost
-    total = (far * far).sum(every, keepdim)
-    return as_type(total / max(count, 0), dtype)
+    return variance_of(x, range(x.dim()), keepdim, lost)
 
 
 def _std(*args: Any, **kwargs: Any) -> Any:
@@ -180,6 +159,40 @@ def _glu(x: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
+def _dist(x: Tensor, y: Tensor, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(x - y, p)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    _: bool = False,
+) -> Any:
+    """With the statistics of the whole batch, from sums."""
+    if not training or x.dim() < 2:
+        return NotImplemented
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    wide = widened(x)
+    mean = settled(wide.mean(dims, True))
+    far = wide - mean
+    variance = settled((far * far).mean(dims, True))
+    count = x.numel() // x.shape[1]
+    if running_mean is not None:
+        running_mean.mul_(1 - momentum).add_(mean.detach().reshape(-1) * momentum)
+    if running_var is not None:
+        running_var.mul_(1 - momentum).add_(variance.detach().reshape(-1) * (momentum * count / max(count - 1, 1)))
+    out = far * (variance + eps).rsqrt()
+    out = out if weight is None else out * weight.reshape(shape)
+    return as_type(out if bias is None else out + bias.reshape(shape), x.dtype)
+
+
 EXPANSIONS: dict[str, Callable[..., Any]] = {
     "stack": _stack,
     "select": _select,
@@ -201,6 +214,8 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "any": _any,
     "all": _all,
     "glu": _glu,
+    "dist": _dist,
+    "batch_norm": _batch_norm,
     "new_zeros": lambda x, size, dtype=None, **_: _full(size, 0, x, dtype),
     "new_ones": lambda x, size, dtype=None, **_: _full(size, 1, x, dtype),
     "new_full": lambda x, size, value, dtype=None, **_: _full(size, value, x, dtype),

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSES", "as_type"]
+from torch_overlap.mesh.expand_sharded import as_type
+
+__all__ = ["LOSSES"]
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
-
-
-def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _reduced(loss: Tensor, reduction: int) -> Tensor:

@@ -51,7 +51,7 @@ def local_call(
     make = _TABLE.get(call.name)
     local = make(parts) if make is not None and parts.is_cut() else None
     if local is None:
-        local = _with_device(call, device).run()
+        local = _on_device(call, device)
     return local
 
 
@@ -75,11 +75,22 @@ class _Parts(NamedTuple):
         return self.layouts[index].offsets(self.call.inputs[index].shape, self.rank)[dim]
 
 
-def _with_device(call: Call, device: torch.device | None) -> Call:
-    """Tensors that were made on meta are made where the inputs are."""
-    if call.kwargs.get("device") is None or call.kwargs["device"].type != "meta":
-        return call
-    return call.with_arguments(call.args, {**call.kwargs, "device": device})
+def _on_device(call: Call, device: torch.device | None) -> Local:
+    """The operator, where devices among its arguments are that of the inputs."""
+    places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.device)]
+    names = [name for name, arg in call.kwargs.items() if isinstance(arg, torch.device)]
+    if not places and not names:
+        return call.run()
+
+    def local(tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = call.bind(tensors)
+        where = tensors[0].device if tensors else device
+        for i in places:
+            args[i] = where
+        kwargs.update(dict.fromkeys(names, where))
+        return call.target(*args, **kwargs)
+
+    return local
 
 
 def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:

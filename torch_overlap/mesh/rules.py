@@ -6,6 +6,7 @@ import torch
 
 from torch_overlap.mesh._core import OpRule
 from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules_compute import COMPUTE
 from torch_overlap.mesh.rules_move import MOVES
 
@@ -20,14 +21,14 @@ _ADD = {"add", "sub"}
 _NONLINEAR = {
     "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "exp", "exp2", "log", "log2", "log10", "log1p",
     "expm1", "sqrt", "rsqrt", "reciprocal", "pow", "square", "abs", "sin", "cos", "tan", "asin", "acos", "atan",
-    "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "softplus", "softsign", "leaky_relu",
+    "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "softplus", "leaky_relu",
     "elu", "selu", "celu", "hardswish", "hardsigmoid", "hardtanh", "hardshrink", "softshrink", "threshold", "mish",
-    "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where",
+    "_prelu_kernel", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where",
     "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not",
     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "__and__",
     "__or__", "__xor__", "__lshift__", "__rshift__", "isnan", "isinf", "isfinite", "isclose", "nan_to_num", "floor",
     "ceil", "round", "trunc", "frac", "sign", "sgn", "signbit", "remainder", "fmod", "floor_divide", "rsub",
-    "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "logsigmoid", "addcmul", "addcdiv", "lerp",
+    "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "log_sigmoid", "addcmul", "addcdiv", "lerp",
     "logaddexp", "logaddexp2", "hypot", "xlogy", "heaviside", "copysign", "lgamma", "digamma", "sinc", "rad2deg",
     "deg2rad", "copy", "fill", "logit", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "soft_margin_loss",
@@ -39,9 +40,9 @@ _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "bina
 
 
 def known_operators() -> list[str]:
-    """Names of the ATen operators that have a rule; others run on whole tensors."""
+    """Names of the ATen operators that have a rule, or come as others that have; the rest runs on whole tensors."""
     elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | _CASTS | _IN_PLACE | {"mul", "div", "type_as"}
-    return sorted(elementwise | {"addmm", "baddbmm"} | set(COMPUTE) | set(MOVES))
+    return sorted(elementwise | set(COMPUTE) | set(MOVES) | set(EXPANSIONS))
 
 
 def rule_of(call: Call) -> OpRule | None:

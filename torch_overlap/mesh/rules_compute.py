@@ -160,12 +160,13 @@ def _whole_last(call: Call, count: int) -> OpRule | None:
 
 
 COMPUTE: dict[str, Callable[[Call], OpRule | None]] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot"), _matmul),
     "linear": _linear,
     **dict.fromkeys(("sum", "mean", "amax", "amin", "prod", "max", "min"), _reduction),
     **dict.fromkeys(
         ("argmax", "argmin", "logsumexp", "sort", "argsort", "median", "nanmedian", "mode", "kthvalue", "cummax",
-         "cummin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "nansum", "aminmax", "count_nonzero"),
+         "cummin", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "any", "all", "nansum",
+         "aminmax", "count_nonzero"),
         _whole_along,
     ),
     **dict.fromkeys(

@@ -127,6 +127,34 @@ def _gather(call: Call) -> OpRule | None:
     return OpRule.einsum("gather", equation([x_names, index_names], [index_names]), [x, index])
 
 
+def _scatter(call: Call) -> OpRule | None:
+    """x[i, index[i, j]] = source[i, j], or plus: whole along the dimension, parallel along others."""
+    x = call.inputs[0].shape
+    if not x or len(call.inputs) == 1:
+        return None
+    dim = int(call.args[1]) % len(x)
+    names, taken = names_of(x, whole=[dim]), names_of(x)
+    taken[dim] = "taken!"
+    others = []
+    for operand in call.inputs[1:]:
+        if len(operand.shape) != len(x) or any(n != x[d] for d, n in enumerate(operand.shape) if d != dim):
+            return None
+        others.append(["1" if n == 1 else name for name, n in zip(taken, operand.shape, strict=True)])
+    if len({operand.shape[dim] for operand in call.inputs[1:]}) > 1:
+        return None
+    return OpRule.einsum(call.name, equation([names, *others], [names]), [x.shape for x in call.inputs])
+
+
+def _index_add(call: Call) -> OpRule | None:
+    if len(call.inputs) != 3 or len(call.inputs[1].shape) != 1:
+        return None
+    x, _, source = (operand.shape for operand in call.inputs)
+    dim = int(call.args[1]) % len(x)
+    names, added = names_of(x, whole=[dim]), names_of(x)
+    added[dim] = "1" if source[dim] == 1 else "taken!"
+    return OpRule.einsum(call.name, equation([names, [added[dim]], added], [names]), [x.shape for x in call.inputs])
+
+
 def _cat(call: Call) -> OpRule | None:
     dim = int(call.argument(1, "dim", 0))
     if any(len(x.shape) != len(call.outputs[0].shape) for x in call.inputs):
@@ -157,6 +185,8 @@ MOVES: dict[str, Callable[[Call], OpRule | None]] = {
     **dict.fromkeys(("embedding", "index_select"), _take),
     "index": _index,
     "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _scatter),
+    **dict.fromkeys(("index_add", "index_copy"), _index_add),
     **dict.fromkeys(("flip", "roll"), _along),
     **dict.fromkeys(("tril", "triu"), _triangle),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.spec import to_layout
+
+if TYPE_CHECKING:
+    from torch_overlap.mesh.products import PendingProduct
 
 __all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spec_of"]
 
@@ -23,14 +26,18 @@ class Spec:
     Attributes:
         mesh, layout, shape (global), dtype.
         text: The layout in words, as operators take it.
+        anchored: Operators bring other operands to this one.
+        device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
     """
 
-    __slots__ = ("dtype", "layout", "mesh", "recipes", "shape", "text")
+    __slots__ = ("anchored", "device", "dtype", "layout", "mesh", "recipes", "shape", "text")
 
-    def __init__(self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
-        self.text = str(layout)
+    def __init__(
+        self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
+    ) -> None:
+        self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
+        self.text, self.device = str(layout), mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
 
     def __repr__(self) -> str:
@@ -41,13 +48,13 @@ class Spec:
         return self.layout.local_shape(self.shape, self.mesh.rank)
 
 
-def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
     """The Spec of these: the same object for the same ones."""
     size = torch.Size(shape)
-    key = (layout, size, dtype)
+    key = (layout, size, dtype, anchored)
     spec: Spec | None = mesh._specs.get(key)
     if spec is None:
-        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype)
+        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
 
 
@@ -95,13 +102,24 @@ class Sharded:
         mesh: The connected mesh.
     """
 
-    __slots__ = ("__weakref__", "_copies", "local", "spec")
+    __slots__ = ("__weakref__", "_copies", "_local", "_product", "spec")
 
-    def __init__(self, local: Tensor, spec: Spec) -> None:
-        self.local, self.spec = local, spec
+    def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None) -> None:
+        self._local, self.spec, self._product = local, spec, product
         self._copies: dict[tuple[str, bool], tuple[Tensor, int]] | None = None
 
     # --- What it is
+
+    @property
+    def local(self) -> Tensor:
+        if self._local is None:
+            assert self._product is not None
+            self._local, self._product = self._product.compute(), None
+        return self._local
+
+    @local.setter
+    def local(self, value: Tensor) -> None:
+        self._local, self._product, self._copies = value, None, None
 
     @property
     def layout(self) -> Layout:
@@ -121,7 +139,7 @@ class Sharded:
 
     @property
     def device(self) -> torch.device:
-        return self.local.device
+        return self.spec.device
 
     @property
     def ndim(self) -> int:
@@ -129,7 +147,11 @@ class Sharded:
 
     @property
     def requires_grad(self) -> bool:
-        return self.local.requires_grad
+        return (
+            self._local.requires_grad
+            if self._local is not None
+            else bool(self._product and self._product.requires_grad)
+        )
 
     @property
     def is_leaf(self) -> bool:
@@ -185,30 +207,50 @@ class Sharded:
 
         return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
+    def anchor(self) -> Sharded:
+        """The same value, which stays where it lies: an operator moves its other operands, also where it would be
+        cheaper to move this one, unless there is no other way. For weights of tensor-parallel layers."""
+        spec = self.spec
+        return Sharded(self.local, spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True))
+
     def _reshard(self, layout: Layout) -> Sharded:
         target = spec_of(self.mesh, layout, self.shape, self.dtype)
-        return self if target is self.spec else Sharded(self._moved(target), target)
+        return self if layout == self.layout else Sharded(self._moved(target), target)
 
     def _moved(self, target: Spec) -> Tensor:
         """The local tensor under another layout. Moved once for all who ask."""
-        if target is self.spec:
+        if target.text == self.spec.text:
             return self.local
-        if torch.compiler.is_compiling():
-            return _moved(self.local, self.spec, target)
-        key = (target.text, torch.is_grad_enabled())
-        copies = self._copies
-        if copies is not None:
-            known = copies.get(key)
-            if known is not None and known[1] == self.local._version:
-                return known[0]
-        else:
-            copies = self._copies = {}
-        moved = _moved(self.local, self.spec, target)
-        copies[key] = (moved, self.local._version)
-        if self.local.is_leaf and moved.requires_grad and moved is not self.local:
-            # The graph behind a copy of a leaf is gone after backward().
-            moved.register_hook(lambda _: copies.clear())
+        moved = self._copy(target)
+        if moved is None:
+            if self._product is not None:
+                moved = self._product.ended(self.spec, target)
+            if moved is None:
+                moved = _moved(self.local, self.spec, target)
+            self._remember(target, moved)
         return moved
+
+    def _copy(self, target: Spec) -> Tensor | None:
+        """The local tensor under another layout, if it was brought there before and is still right."""
+        if self._copies is None:
+            return None
+        known = self._copies.get((target.text, torch.is_grad_enabled()))
+        return None if known is None or known[1] != self._version else known[0]
+
+    def _remember(self, target: Spec, moved: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        copies = self._copies
+        if copies is None:
+            copies = self._copies = {}
+        copies[target.text, torch.is_grad_enabled()] = moved, self._version
+        local = self._local
+        if local is not None and local.is_leaf and moved.requires_grad and moved is not local:
+            moved.register_hook(lambda _: copies.clear())  # the graph behind a copy of a leaf is gone after backward()
+
+    @property
+    def _version(self) -> int:
+        return 0 if self._local is None else self._local._version
 
     def full(self) -> Tensor:
         """The whole tensor, on every rank; with the same gradient on every rank."""
@@ -244,9 +286,8 @@ class Sharded:
                 raise RuntimeError(
                     f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
                 )
-            # Of an invariant value every rank has the whole gradient.
-            self.reshard(None).local.backward(None, retain_graph, create_graph)
-            return
+            ones = torch.ones_like(self.local.detach())
+            gradient = Sharded(ones, spec_of(self.mesh, layout_of(None, self.mesh, self.ndim), self.shape, self.dtype))
         own = gradient._reshard(gradient_layout(self.layout))
         self.local.backward(own.local, retain_graph, create_graph)
 

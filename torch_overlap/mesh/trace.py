@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
+from torch_overlap._C import UnsupportedError
 from torch_overlap.mesh._core import Graph, Layout, Mesh, OpRule
 from torch_overlap.mesh.call import Call, Operand
+from torch_overlap.mesh.capture import capture
+from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.spec import DimSpec, ShardingSpec, to_layout
 
@@ -156,24 +160,41 @@ class _Builder:
             return
         args, kwargs = self._operands(node.args), self._operands(dict(node.kwargs))
         call = Call(node.target, args, kwargs, outputs, is_sequence=is_sequence)
-        inputs = [self.numbers[t] for t in tensors]
-        shapes = [x.shape for x in call.inputs]
-        size = outputs[0].dtype.itemsize
-        rule: OpRule | None
-        if call.name in ("addmm", "baddbmm") and not node.kwargs:
-            inputs, shapes = self._product(node, inputs, shapes, size), [shapes[0], outputs[0].shape]
-            rule = OpRule.elementwise("add", shapes, "add")
-        else:
-            rule = rule_of(call)
-        if rule is None:
-            self.traced.unknown.append(call.name)
-            rule = OpRule.opaque(call.name, shapes, [x.shape for x in outputs])
-        names = [node.name if len(outputs) == 1 else f"{node.name}.{i}" for i in range(len(outputs))]
-        made = self.graph.add_node(rule, inputs, names, size)
+        made = self._add(call, [self.numbers[t] for t in tensors], node.name)
         if is_sequence:
             self.parts[node] = made
         else:
             self.numbers[node] = made[0]
+
+    def _add(self, call: Call, inputs: list[int], name: str) -> list[int]:
+        """Adds an operator, or the ones that it consists of; returns the numbers of its results."""
+        program = None
+        if call.name in EXPANSIONS:
+            with suppress(UnsupportedError):
+                program = capture(call.target, call.args, call.kwargs)
+        if program is None or program.constants or len(program.steps) == 1:
+            return self._add_one(call, inputs, name)
+        numbers = dict(enumerate(inputs))
+        for i, step in enumerate(program.steps):
+            own = f"{name}.{step.call.name}" if i + 1 < len(program.steps) else name
+            given = [numbers[n] for n in step.inputs]
+            made = self._add_one(step.call, given, own) if given else [self._constant(step.call, own)]
+            numbers.update(zip(step.outputs, made, strict=True))
+        refs = program.result if call.is_sequence else [program.result]
+        return [numbers[ref.number] for ref in refs]
+
+    def _add_one(self, call: Call, inputs: list[int], name: str) -> list[int]:
+        rule = rule_of(call)
+        if rule is None:
+            self.traced.unknown.append(call.name)
+            rule = OpRule.opaque(call.name, [x.shape for x in call.inputs], [x.shape for x in call.outputs])
+        names = [name if len(call.outputs) == 1 else f"{name}.{i}" for i in range(len(call.outputs))]
+        return self.graph.add_node(rule, inputs, names, call.outputs[0].dtype.itemsize)
+
+    def _constant(self, call: Call, name: str) -> int:
+        (made,) = call.outputs
+        for_all = Layout.replicated(self.graph.mesh, len(made.shape))
+        return self.graph.add_value(name, made.shape, made.dtype.itemsize, for_all)
 
     def _operands(self, args: Any) -> Any:
         """Arguments of a Call: operands for what has a value in the graph."""
@@ -182,7 +203,3 @@ class _Builder:
         if isinstance(args, list | tuple):
             return [self._operands(value) for value in args]
         return _operand(args.meta["val"]) if isinstance(args, fx.Node) and args in self.numbers else args
-
-    def _product(self, node: fx.Node, inputs: list[int], shapes: list[Shape], size: int) -> list[int]:
-        product = self.graph.add_node(OpRule.matmul(shapes[1], shapes[2]), inputs[1:], [f"{node.name}.mm"], size)
-        return [inputs[0], product[0]]

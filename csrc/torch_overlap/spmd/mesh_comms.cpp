@@ -100,9 +100,10 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
     for (const auto& entry : registry.entries) {
       auto other = entry.lock();
       if (!other) continue;
-      TORCH_OVERLAP_CHECK(other->name_ != made->name_ || other->maker_ != made->maker_, kValue,
-                          "connect: expected a name that no live mesh has, got '", made->name_,
-                          "'; give another one, or close that mesh and drop it");
+      const bool is_other = other->name_ != made->name_ || other->maker_ != made->maker_;
+      TORCH_OVERLAP_CHECK(is_other || other->comm_->is_finalized() || other->comm_->is_aborted(),
+                          kValue, "connect: expected a name that no live mesh has, got '",
+                          made->name_, "'; give another one, or close that mesh");
       others.push_back(std::move(other));
     }
   }
@@ -120,7 +121,7 @@ std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
     std::lock_guard lock(registry.mutex);
     for (const auto& entry : registry.entries) {
       auto one = entry.lock();
-      if (!one) continue;
+      if (!one || one->comm_->is_finalized()) continue;
       if (one->name_ != name) known += concat(known.empty() ? "" : ", ", one->name_);
       found.push_back(std::move(one));
     }
@@ -208,6 +209,14 @@ std::shared_ptr<const Plan> MeshComms::plan(std::string_view from, std::string_v
 }
 
 void MeshComms::close() {
+  {
+    Registry& registry = mesh_registry();
+    std::lock_guard lock(registry.mutex);
+    const auto self = weak_from_this();
+    std::erase_if(registry.entries, [&](const auto& entry) {
+      return !entry.owner_before(self) && !self.owner_before(entry);
+    });
+  }
   std::lock_guard lock(mutex_);
   if (closed_) return;
   closed_ = true;

@@ -36,7 +36,7 @@ struct Group {
 // same plans. In a CUDA graph capture, or while a compiler traces, that is an error.
 //
 // Threads: any, as far as TorchComm allows. Plans are kept, some thousands of them.
-class TORCH_OVERLAP_API MeshComms {
+class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComms> {
  public:
   // Collective. `mesh` has the ranks of `comm`, each once. `sets`: empty for all sets of axes on a
   // mesh of up to three axes, else for each axis and all together. `name`: unique among the live

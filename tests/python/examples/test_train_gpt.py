@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = "train_gpt.py"
+SECONDS = 300  # for programs that were told to end
 TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / PROGRAM
 SMALL = ("--dim", 32, "--layers", 2, "--heads", 4, "--sequence", 64, "--batch", 4, "--sample", 20)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -120,32 +121,52 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
         wait_until(lambda: len(launcher.running()) >= 3)
         time.sleep(1.0)  # the ranks have begun to import torch
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
-    assert launcher.all_gone(seconds=5)
+    assert launcher.all_gone(seconds=60)
     assert PROGRAM not in "".join(re.findall(r'File ".*"', output)), f"a rank printed a traceback:\n{output}"
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path):
+def start_two_ranks(launcher, out: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         launcher.start(
-            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(tmp_path)],
+            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(out)],
             RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
         for rank in range(2)
     ]  # fmt: skip
     wait_for_line(ranks[0], r"step +1/")
-    for process in ranks:
-        process.send_signal(signal.SIGINT)
-    outputs = [process.communicate(timeout=30)[0] for process in ranks]
+    return ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["once", "different times"])
+def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path, at):
+    ranks = start_two_ranks(launcher, tmp_path)
+    if at == "once":
+        for process in ranks:
+            process.send_signal(signal.SIGINT)
+    else:
+        ranks[1].send_signal(signal.SIGINT)
+        ranks[1].wait(SECONDS)  # rank 0 may see that it is gone before its own signal
+        ranks[0].send_signal(signal.SIGINT)
+    outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [130, 130], outputs
     assert "SIGINT: ending all ranks" in outputs[0]
     assert not any("Traceback" in output for output in outputs), outputs
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_an_error_of_the_other(launcher, tmp_path):
+    ranks = start_two_ranks(launcher, tmp_path)
+    ranks[1].kill()
+    output, _ = ranks[0].communicate(timeout=SECONDS)
+    assert ranks[0].returncode not in (0, 130), output
+    assert "rank 1" in output
 
 
 def wait_for_line(process, pattern: str) -> None:

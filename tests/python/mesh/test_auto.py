@@ -105,6 +105,19 @@ def test_what_has_no_rule_runs_on_whole_tensors() -> None:
     assert [step.kind for _, step in found.collectives] == ["all_gather"]
 
 
+def test_operators_that_are_several_have_rules() -> None:
+    def loss(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        x = torch.addmm(b, x, w)
+        first, second = torch.stack((x, x * 2)).unbind(0)
+        return nn.functional.cross_entropy(first + second, target)
+
+    args = (meta(65536, 512), meta(512, 4096), meta(4096), torch.empty(65536, dtype=torch.int64, device="meta"))
+    mesh = Mesh({"x": 4})
+    found = auto_shard(loss, mesh, args, layouts={"x": "[x],[]", "w": P(), "b": P(), "target": "[x]"})
+    assert found.unknown == []
+    assert {step.kind for _, step in found.collectives} == {"all_reduce"}
+
+
 def test_open_dimensions_are_heard_by_priority() -> None:
     mesh = Mesh.parse("x=2,y=2")
     strong = ShardingSpec(mesh, (DimSpec(("y",), is_open=True), DimSpec(is_open=True)))

@@ -1,0 +1,6 @@
+"""Makes this folder's helpers importable: tests run in importlib mode, which leaves sys.path alone."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,161 @@
+"""Operators along a dimension that is sharded, in terms of reductions: no part is moved, only maxima and sums are.
+
+Where the dimension is whole the operator itself is quicker. So these are for operands whose layout is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["SHARDED", "Sharded", "as_type", "norm_of", "settled", "variance_of", "widened"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def as_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    return as_type(x, torch.float32 if x.dtype in _HALVES else x.dtype)
+
+
+def settled(x: Tensor) -> Tensor:
+    """The same; but a pending sum ends here, once for all uses of it."""
+    return x.clamp(-math.inf, math.inf)
+
+
+def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """vector_norm by sums, whose gradient is zero where the norm is."""
+    x = as_type(x, torch.float32 if dtype in _HALVES else dtype)
+    dims = list(dims)
+    if math.isinf(ord):
+        out = x.abs().amax(dims, keepdim) if ord > 0 else x.abs().amin(dims, keepdim)
+    elif ord == 0:
+        out = (x != 0).to(x.dtype).sum(dims, keepdim)
+    elif ord == 1:
+        out = x.abs().sum(dims, keepdim)
+    else:
+        powers = settled((x * x if ord == 2 else x.abs().pow(ord)).sum(dims, keepdim))
+        is_zero = powers == 0
+        root = powers.masked_fill(is_zero, 1)
+        out = (root.sqrt() if ord == 2 else root.pow(1 / ord)).masked_fill(is_zero, 0)
+    return as_type(out, dtype)
+
+
+def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> Tensor:
+    """var by two sums; `lost` is the correction."""
+    dtype, dims = x.dtype, list(dims)
+    x = widened(x)
+    far = x - x.mean(dims, True)
+    count = math.prod(x.shape[d] for d in dims) - lost
+    return as_type((far * far).sum(dims, keepdim) / max(count, 0), dtype)
+
+
+def _highest(x: Tensor, dims: Sequence[int]) -> Tensor:
+    limits = torch.finfo(x.dtype)
+    return x.detach().amax(list(dims), True).clamp(limits.min, limits.max)
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    result = dtype or x.dtype
+    x = widened(as_type(x, result))
+    powers = (x - _highest(x, [dim])).exp()
+    return as_type(powers / powers.sum(dim, True), result)
+
+
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    result = dtype or x.dtype
+    x = widened(as_type(x, result))
+    x = x - _highest(x, [dim])
+    return as_type(x - x.exp().sum(dim, True).log(), result)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    result, x = x.dtype, widened(x)
+    top = _highest(x, dims)
+    out = (x - top).exp().sum(dims, True).log() + top
+    if not keepdim:
+        gone = {d % x.dim() for d in dims}
+        out = out.reshape([n for d, n in enumerate(x.shape) if d not in gone])
+    return as_type(out, result)
+
+
+def _var(x: Tensor, dim: Any, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None) -> Tensor:
+    lost = correction if correction is not None else 1 if unbiased is None or unbiased else 0
+    return variance_of(x, [dim] if isinstance(dim, int) else dim, keepdim, lost)
+
+
+def _std(*args: Any, **kwargs: Any) -> Tensor:
+    return _var(*args, **kwargs).sqrt()
+
+
+def _norm(x: Tensor, ord: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return norm_of(x, float(ord), [dim] if isinstance(dim, int) else dim, keepdim, dtype or x.dtype)
+
+
+def _layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    _: Any = 0,
+) -> Tensor:
+    dims = list(range(-len(shape), 0))
+    result, x = x.dtype, widened(x)
+    x = x - x.mean(dims, True)
+    return _scaled(x * ((x * x).mean(dims, True) + eps).rsqrt(), weight, bias, result)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    if eps is None and x.dtype in _HALVES:
+        return NotImplemented
+    dims = list(range(-len(shape), 0))
+    result, x = x.dtype, widened(x)
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(x * ((x * x).mean(dims, True) + least).rsqrt(), weight, None, result)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = x if weight is None else x * weight
+    return as_type(x if bias is None else x + bias, dtype)
+
+
+class Sharded(NamedTuple):
+    """What to do instead of an operator, and along which dimensions it goes (None: all, which others do)."""
+
+    dims: Callable[..., Sequence[int] | None]
+    function: Callable[..., Any]
+
+
+def _argument(index: int) -> Callable[..., Sequence[int] | None]:
+    def dims(*args: Any) -> Sequence[int] | None:
+        value = args[index] if len(args) > index else None
+        if isinstance(value, bool) or value is None:
+            return None
+        return [value] if isinstance(value, int) else list(value)
+
+    return dims
+
+
+def _last(*args: Any) -> Sequence[int]:
+    return list(range(-len(args[1]), 0))
+
+
+SHARDED: dict[str, Sharded] = {
+    "softmax": Sharded(_argument(1), _softmax),
+    "log_softmax": Sharded(_argument(1), _log_softmax),
+    "logsumexp": Sharded(_argument(1), _logsumexp),
+    "var": Sharded(_argument(1), _var),
+    "std": Sharded(_argument(1), _std),
+    "linalg_vector_norm": Sharded(_argument(2), _norm),
+    "layer_norm": Sharded(_last, _layer_norm),
+    "rms_norm": Sharded(_last, _rms_norm),
+}

@@ -1,0 +1,263 @@
+"""shard_module: the parameters of a module on a mesh, its code as it is."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_overlap._C import InvalidValueError, MeshComms
+from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.communication.shard import shard
+from torch_overlap.mesh.sharded import Sharded, Spec, from_local, gradient_layout, layout_of, spec_of, used_axes
+
+__all__ = [
+    "clip_grad_norm_",
+    "full_state_dict",
+    "load_full_state_dict",
+    "reduce_gradients",
+    "shard_module",
+    "sharded_parameters",
+]
+
+_SPECS = "_torch_overlap_specs"
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: MeshComms,
+    layouts: Mapping[str, Any] | None = None,
+    *,
+    defer_gradients: bool = False,
+    move_parameters: bool = False,
+) -> nn.Module:
+    """Leaves each rank its part of the parameters and buffers of `module`, in place. Nothing is sent.
+
+    shard_module(model, mesh, {"*.wq": P("tp"), "*.wo": P(None, "tp")})
+    logits = model(shard(tokens, mesh, P("dp")))
+
+    The module's code stays as it is: reading a parameter gives a Sharded, whose functions put the communication in.
+    `module.parameters()` are the local parts, for optimizers.
+
+    Args:
+        module: its parameters and buffers are the whole ones, the same on every rank, on the device of the mesh. One
+            that is used in several places (tied) stays one.
+        layouts: by name as in state_dict; patterns as of fnmatch ("*.weight"), the first that fits; any spelling of a
+            layout. Others are whole on every rank.
+        defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
+            `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass where the
+            parameter is used.
+        move_parameters: Parameters are gathered or exchanged where that is cheaper than to move activations (as data
+            parallel training with sharded weights does). Otherwise they are anchored: activations come to them.
+
+    Raises:
+        InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
+    """
+    left = dict(layouts or {})
+    used = set()
+    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole one: tied ones stay tied
+    found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
+    for prefix, owner in module.named_modules():
+        if hasattr(owner, _SPECS):
+            raise InvalidValueError(f"shard_module: expected a module that is not sharded, got '{prefix}', which is")
+        for own_name, whole in [*owner._parameters.items(), *owner._buffers.items()]:
+            if whole is None:
+                continue
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            pattern = next((p for p in left if fnmatch.fnmatchcase(name, p)), None)
+            used.add(pattern)
+            if id(whole) not in parts:
+                layout = layout_of(None if pattern is None else left[pattern], mesh, whole.dim())
+                is_parameter = isinstance(whole, nn.Parameter)
+                if defer_gradients and is_parameter:
+                    layout = layout.with_invariant(None)
+                parts[id(whole)] = _part(whole, mesh, layout, anchored=is_parameter and not move_parameters)
+            part, spec = parts[id(whole)]
+            if own_name in owner._parameters:
+                owner._parameters[own_name] = part
+            else:
+                owner._buffers[own_name] = part
+            found.setdefault(id(owner), (owner, {}))[1][own_name] = spec
+    unused = [p for p in left if p not in used]
+    if unused:
+        raise InvalidValueError(
+            f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none"
+        )
+    for owner, specs in found.values():
+        _read_as_sharded(owner, specs)
+    return module
+
+
+def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> tuple[Tensor, Spec]:
+    with torch.no_grad():
+        part = shard(whole.detach(), mesh, layout)
+    local: Tensor = part.local
+    if isinstance(whole, nn.Parameter):
+        local = nn.Parameter(local, whole.requires_grad)
+    return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
+
+
+def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
+    """Gives the module a class of its own, which reads these names as Sharded."""
+
+    def reader(name: str) -> property:
+        def get(self: nn.Module) -> Any:
+            stored: Tensor | None = self._parameters.get(name)
+            if stored is None:
+                stored = self._buffers.get(name)
+            return None if stored is None else _as_sharded(self, name, stored)
+
+        def put(self: nn.Module, value: Any) -> None:
+            store: dict[str, Any] = self._parameters if name in self._parameters else self._buffers
+            store[name] = value.local if isinstance(value, Sharded) else value
+
+        return property(get, put)
+
+    base = type(owner)
+    owner.__dict__[_SPECS] = specs
+    owner.__class__ = type(
+        base.__name__, (base,), {name: reader(name) for name in specs} | {"__module__": base.__module__}
+    )
+
+
+def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
+    """A new one at each reading: what it was moved to is forgotten with it, for weights change."""
+    spec: Spec = owner.__dict__[_SPECS][name]
+    if stored.dtype != spec.dtype:
+        spec = spec_of(spec.mesh, spec.layout, spec.shape, stored.dtype, spec.anchored)
+    return Sharded(stored, spec)
+
+
+def _named(module: nn.Module, what: str) -> dict[str, Sharded]:
+    out: dict[str, Sharded] = {}
+    for prefix, owner in module.named_modules():
+        for name in owner.__dict__.get(_SPECS, ()):
+            stored = getattr(owner, what).get(name)
+            if stored is not None:
+                out[f"{prefix}.{name}" if prefix else name] = _as_sharded(owner, name, stored)
+    return out
+
+
+def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
+    """The parameters of a module that was sharded, as they lie, by name."""
+    return _named(module, "_parameters")
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers as whole tensors, on every rank. Collective."""
+    with torch.no_grad():
+        named = {**_named(module, "_parameters"), **_named(module, "_buffers")}
+        return {name: value.detach().full().clone() for name, value in named.items()}
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Takes this rank's parts of whole tensors, the same on every rank. Nothing is sent.
+
+    Raises:
+        InvalidValueError: names that are missing or unknown, or shapes that differ; nothing is changed then.
+    """
+    named = {**_named(module, "_parameters"), **_named(module, "_buffers")}
+    if set(named) != set(state):
+        missing, unknown = sorted(set(named) - set(state)), sorted(set(state) - set(named))
+        raise InvalidValueError(
+            f"load_full_state_dict: expected the names of the module, lacks {missing}, has {unknown}"
+        )
+    for name, value in named.items():
+        if state[name].shape != value.shape:
+            raise InvalidValueError(
+                f"load_full_state_dict: expected {tuple(value.shape)} for '{name}', got {tuple(state[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, value in named.items():
+            value.local.copy_(shard(state[name].to(value.device), value.mesh, value.layout).local)
+
+
+# --- Gradients ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
+    """Sums the gradients that shard_module(..., defer_gradients=True) left pending, in one transfer for each set of
+    axes and dtype; `others` are pending scalars (a loss, a norm) that travel with them. Collective.
+
+    Returns: the scalars, invariant. Gradients are changed in place; those of parameters without one count as zeros.
+    """
+    values = _with_gradients(module)
+    pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    mesh = (*values, *others)[0].mesh
+    for value in values:
+        axes = _joining(value.mesh, gradient_layout(value.layout).partial)
+        if not axes:
+            continue
+        if value.local.grad is None:
+            value.local.grad = torch.zeros_like(value.local)
+        pending.setdefault((axes, value.local.grad.dtype), []).append(value.local.grad)
+    scalars: list[Tensor] = []
+    for other in others:
+        if other.shape.numel() != 1 or set(other.layout.partial.values()) - {"sum"}:
+            raise InvalidValueError(f"reduce_gradients: expected scalars that are pending sums, got {other}")
+        scalars.append(other.detach().local.clone())
+        axes = _joining(mesh, other.layout.partial)
+        if axes:
+            pending.setdefault((axes, other.dtype), []).append(scalars[-1])
+    for (axes, _), tensors in sorted(pending.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        flat = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
+        whole = from_local(flat, mesh, Layout(mesh.mesh, [None], axes)).reshard(Layout(mesh.mesh, [None]))
+        parts = whole.local.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+    return [
+        Sharded(scalar, spec_of(mesh, layout_of(None, mesh, scalar.dim()), scalar.shape, scalar.dtype))
+        for scalar in scalars
+    ]
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tuple[Tensor, list[Sharded]]:
+    """Sums pending gradients as reduce_gradients does, then scales all so that their norm is at most `max_norm`.
+
+    Collective; only tensor operations, so that a CUDA graph may hold it. The squares of gradients that are complete
+    travel with those that are not, where both lie along the same axes.
+
+    Returns: the norm of all gradients before, a scalar that is the same on every rank; the reduced `others`.
+    """
+    values = _with_gradients(module)
+    late = [v for v in values if _joining(v.mesh, gradient_layout(v.layout).partial)]
+    ready = [v for v in values if all(v is not other for other in late)]
+    squares = _squares(ready)
+    reduced = reduce_gradients(module, *others, *squares)
+    total = sum((x.local for x in reduced[len(others) :]), start=torch.zeros((), device=values[0].device))
+    total = sum((x.full() for x in _squares(late)), start=total)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([v.local.grad for v in values if v.local.grad is not None], scale)
+    return norm, reduced[: len(others)]
+
+
+def _joining(mesh: MeshComms, axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes that join several ranks."""
+    return tuple(sorted(axis for axis in axes if mesh.mesh.axis(axis).size > 1))
+
+
+def _with_gradients(module: nn.Module) -> list[Sharded]:
+    """The parameters that require a gradient, tied ones once."""
+    by_id = {id(v.local): v for v in sharded_parameters(module).values() if v.local.requires_grad}
+    return list(by_id.values())
+
+
+def _squares(values: Iterable[Sharded]) -> list[Sharded]:
+    """The sums of the squares of gradients, by the axes along which they are pending then: those that shard them."""
+    sums: dict[tuple[str, ...], list[Sharded]] = {}
+    for value in values:
+        if value.local.grad is not None:
+            sums.setdefault(_joining(value.mesh, used_axes(value.layout)), []).append(value)
+    out = []
+    for axes, group in sums.items():
+        mesh = group[0].mesh
+        grads = [v.local.grad for v in group if v.local.grad is not None]
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+        local = torch.stack(list(norms)).square().sum()
+        out.append(Sharded(local, spec_of(mesh, Layout(mesh.mesh, [], axes), (), local.dtype)))
+    return out

@@ -1,0 +1,262 @@
+"""Products of matrices that hide their communication.
+
+    gather + product     x [.., S/n, .., k] needed whole  -> all_gather_matmul, which also leaves the gathered x
+    product + scatter    pending, needed in parts          -> matmul_reduce_scatter
+    product + reduction  pending, needed whole             -> matmul_all_reduce
+
+A product whose result is pending is not computed before somebody needs it: only then is it known whether the sum ends
+scattered or whole. The cost model says whether hiding pays; `choosing` forces an answer, `choices` tells them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_overlap._C import InvalidValueError, StateError, TorchComm
+from torch_overlap.mesh._core import Layout, Plan, Step
+from torch_overlap.mesh.call import Call
+from torch_overlap.nn._functions import sum_matmul
+
+if TYPE_CHECKING:
+    from torch_overlap.mesh.sharded import Sharded, Spec
+
+__all__ = ["ALGORITHMS", "Choice", "GatherProduct", "PendingProduct", "choices", "choosing", "gather_product"]
+
+_ops = torch.ops.torch_overlap
+
+ALGORITHMS = ("auto", "plain", "fused")
+_NAMES = ("linear", "matmul", "mm")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one product ran.
+
+    Attributes:
+        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+        fused: Did it run as that operator? Else one after the other.
+        sizes: Rows, columns and inner size of the local product.
+        plain, overlapped: Seconds of the two, by the cost model.
+        why: What decided.
+    """
+
+    op: str
+    fused: bool
+    sizes: tuple[int, int, int]
+    plain: float
+    overlapped: float
+    why: str
+
+
+class _State(threading.local):
+    algorithm = "auto"
+    log: list[Choice] | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def choosing(algorithm: str) -> Iterator[None]:
+    """In the block, for this thread: products and their communication run fused, plain, or as is cheaper (auto).
+
+    "fused" asks for it where the operands allow it: parts of one size, along a dimension that is not multiplied.
+    """
+    if algorithm not in ALGORITHMS:
+        raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
+    before, _state.algorithm = _state.algorithm, algorithm
+    try:
+        yield
+    finally:
+        _state.algorithm = before
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[list[Choice]]:
+    """The choices that this thread makes in the block, in order."""
+    before, _state.log = _state.log, []
+    try:
+        yield _state.log
+    finally:
+        _state.log = before
+
+
+def _choose(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec) -> bool:
+    """Is the product better fused with this step?"""
+    cost, mesh = spec.mesh.cost, spec.mesh.mesh
+    product = cost.matmul(*sizes, element_size=spec.dtype.itemsize)
+    moved = cost.collective(step.kind, mesh.links(step.axes), step.bytes)
+    together = cost.overlapped(moved, product, step.ranks)
+    if _state.algorithm != "auto":
+        fused, why = _state.algorithm == "fused", "asked for"
+    else:
+        fused, why = together < moved + product, "cost"
+    if _state.log is not None:
+        _state.log.append(Choice(op, fused, sizes, moved + product, together, why))
+    return fused
+
+
+def _single(plan: Plan, kind: str) -> Step | None:
+    """The only step that the plan has, casts aside."""
+    steps = [step for step in plan.steps if step.kind != "cast"]
+    return steps[0] if len(steps) == 1 and len(plan.steps) == 1 and steps[0].kind == kind else None
+
+
+def _in_order(step: Step, mesh: Any) -> bool:
+    """Are the parts in the order of the communicator's ranks?"""
+    names = list(mesh.axes)
+    places = [names.index(axis) for axis in step.axes if ":" not in axis]
+    return len(places) == len(step.axes) and places == sorted(places)
+
+
+def _divides(layout: Layout, shape: Sequence[int], dim: int) -> bool:
+    parts = 1
+    for axis in layout.dims[dim]:
+        parts *= layout.mesh.axis(axis).size
+    return shape[dim] % parts == 0
+
+
+def _as_linear(call: Call, weight: Tensor) -> Tensor:
+    """The weight as [out, in]."""
+    return weight if call.name == "linear" else weight.t()
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
+
+
+# --- gather + product ---------------------------------------------------------------------------
+
+
+class GatherProduct:
+    """A product whose first operand has to be gathered along a dimension that is not multiplied."""
+
+    def __init__(self, call: Call, step: Step, target: Spec, comm: TorchComm) -> None:
+        self._call, self._step, self._target, self._comm = call, step, target, comm
+
+    def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
+        """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
+        if x._copy(self._target) is not None:
+            return None
+        weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
+        rows = _rows(x.local) * self._step.ranks
+        if not _choose("all_gather_matmul", self._step, (rows, weight.shape[0], weight.shape[1]), x.spec):
+            return None
+        (out,), gathered = _ops.all_gather_matmul(
+            x.local, [weight], [] if bias is None else [bias], self._comm.get_name(), self._comm.get_size(),
+            self._step.dim, True, "auto",
+        )  # fmt: skip
+        x._remember(self._target, gathered)
+        result: Tensor = out
+        return result
+
+
+def gather_product(call: Call, plan: Plan, spec: Spec, target: Spec) -> GatherProduct | None:
+    """The fused form of a call whose first operand moves by `plan`, if there is one."""
+    if call.name not in _NAMES or len(call.inputs[1].shape) != 2 or len(call.inputs[0].shape) < 2:
+        return None
+    step = _single(plan, "all_gather")
+    if step is None or step.dim == len(spec.shape) - 1 or not _in_order(step, spec.mesh.mesh):
+        return None
+    invariant = {name.split(":")[0] for name in step.after.invariant}
+    if invariant & set(step.axes) or not _divides(spec.layout, spec.shape, step.dim):
+        return None
+    comm = spec.mesh.group_comm(step.axes)
+    return None if comm is None else GatherProduct(call, step, target, comm)
+
+
+# --- product + reduction ------------------------------------------------------------------------
+
+
+class PendingProduct:
+    """A product that is pending along some axes, and not computed yet.
+
+    Its operands must not change until it is: an operand that did is an error.
+    """
+
+    def __init__(self, call: Call, local: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor],
+                 bias: Sharded | None) -> None:  # fmt: skip
+        self._call, self._local, self._operands, self._bias = call, local, list(operands), bias
+        self._versions = [t._version for t in operands]
+        self._grad = torch.is_grad_enabled()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._grad and any(t.requires_grad for t in self._operands)
+
+    def compute(self) -> Tensor:
+        """The pending local tensor."""
+        with self._as_called():
+            out: Tensor = self._local(self._operands)
+        return out
+
+    def ended(self, spec: Spec, target: Spec) -> Tensor | None:
+        """The local tensor under `target`, where that is one fused operator."""
+        plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
+        x, weight = self._operands[0], _as_linear(self._call, self._operands[1])
+        sizes = (_rows(x), weight.shape[0], weight.shape[1])
+        scatter, total = _single(plan, "reduce_scatter"), _single(plan, "all_reduce")
+        step = scatter or total
+        if step is None or step.reduce != "sum" or not _in_order(step, spec.mesh.mesh):
+            return None
+        comm = spec.mesh.group_comm(step.axes)
+        if comm is None:
+            return None
+        group = comm.get_name(), comm.get_size()
+        if scatter is not None:
+            if scatter.dim == len(spec.shape) - 1 or not _divides(target.layout, spec.shape, scatter.dim):
+                return None
+            if not _choose("matmul_reduce_scatter", step, sizes, spec):
+                return None
+            with self._as_called():
+                out = _ops.matmul_reduce_scatter(x, weight, None, *group, scatter.dim, "sum", "auto")
+        else:
+            invariant = {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
+            if invariant and invariant != set(step.axes):
+                return None
+            if not _choose("matmul_all_reduce", step, sizes, spec):
+                return None
+            with self._as_called():
+                if invariant:
+                    out = sum_matmul(x, weight, None, comm, "auto")
+                else:
+                    out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
+        return out if self._bias is None else self._with_bias(out, target)
+
+    def _with_bias(self, out: Tensor, target: Spec) -> Tensor:
+        from torch_overlap.mesh.sharded import Sharded
+
+        assert self._bias is not None
+        with self._as_called():
+            added: Sharded = torch.add(Sharded(out, target), self._bias)  # type: ignore[call-overload]
+            return added._moved(target)
+
+    @contextlib.contextmanager
+    def _as_called(self) -> Iterator[None]:
+        for tensor, version in zip(self._operands, self._versions, strict=True):
+            if tensor._version != version:
+                raise StateError(
+                    f"{self._call.name}: expected operands that stay as they are until the product is needed, got one "
+                    "that changed in place; take .local of the result first, or reshard it"
+                )
+        with torch.set_grad_enabled(self._grad):
+            yield
+
+
+def is_product(call: Call) -> bool:
+    """May the call be fused with what its result needs?"""
+    return call.name in _NAMES and len(call.inputs[1].shape) == 2 and len(call.inputs[0].shape) >= 2
+
+
+def linear(x: Sharded, weight: Sharded, bias: Sharded | None = None, *, out: Any = None) -> Sharded:
+    """nn.functional.linear with its result in a layout of one's choice: any spelling of one; None: as it comes."""
+    y: Sharded = F.linear(x, weight, bias)  # type: ignore[arg-type, assignment]
+    return y if out is None else y.reshard(out)
