@@ -13,8 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_overlap.mesh import CostModel, Layout, Mesh, P, Sharded, collect, connect, distribute, shard
-from torch_overlap.mesh.sharded import layout_of
+from torch_overlap.mesh import (
+    CostModel,
+    Layout,
+    Mesh,
+    P,
+    Sharded,
+    collect,
+    connect,
+    distribute,
+    from_local,
+    gradient_layout,
+    shard,
+)
+from torch_overlap.mesh.sharded import layout_of, spec_of
 from torch_overlap.testing import run_ranks
 
 MESHES = ("dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1", "dp=2,tp=4", "dp=4,tp=2", "dp=3,tp=2",
@@ -34,6 +46,7 @@ class Rank:
         mesh: The connected mesh.
         index: The place of this rank in it.
         draw: Random numbers, the same on every rank.
+        what: What is looked at, for messages.
     """
 
     def __init__(self, mesh: Any, seed: int, sub_axes: Sequence[str]) -> None:
@@ -42,7 +55,8 @@ class Rank:
         self._generator = torch.Generator().manual_seed(seed)
         self._sent: list[str] = []
         self._layouts: list[str] = []
-        self._terms: list[tuple[str, Any, Any]] = []
+        self._terms: list[tuple[str, Any, Any, str]] = []
+        self.what = ""
         names = [name for name, size in mesh.mesh.axes.items() if size > 1]
         sets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
         sets += [(name,) for name in sub_axes]
@@ -71,8 +85,8 @@ class Rank:
             return shard(x.clone(), self.mesh, layout)
         terms = self._split(x, dict(layout.partial))
         parts = distribute(terms.numpy(), layout.with_partial(None).with_invariant(None))
-        local = torch.from_numpy(np.ascontiguousarray(parts[self.index])).to(x.dtype)
-        return _made(local, self.mesh, layout, x.shape)
+        local = torch.from_numpy(np.array(parts[self.index])).to(x.dtype)
+        return from_local(local, self.mesh, layout, x.shape)
 
     def _split(self, x: Tensor, partial: dict[str, str]) -> Tensor:
         mesh = self.mesh.mesh
@@ -80,8 +94,8 @@ class Rank:
             count, own = mesh.axis(name).size, self.mesh.coordinate(name)
             noise = [self.randn(*x.shape).to(x.dtype) for _ in range(count)]
             if kind in ("sum", "avg"):
-                mean = sum(noise) / count
-                terms = [n - mean + (x / count if kind == "sum" else x) for n in noise]
+                total = x if kind == "sum" else count * x
+                terms = [*noise[1:], total - sum(noise[1:])]
             elif kind in ("max", "min"):
                 sign = -1 if kind == "max" else 1
                 terms = [x + sign * n.abs() for n in noise]
@@ -120,7 +134,8 @@ class Rank:
         local_shape = x.layout.local_shape(expected.shape, self.mesh.rank)
         assert tuple(x.local.shape) == local_shape, f"{x}: {tuple(x.local.shape)}, expected {local_shape}"
         if x.layout.partial:
-            self._terms.append((str(x.layout), x.local.detach().double().numpy(), expected.detach().double().numpy()))
+            values = (y.detach().double().numpy() for y in (x.local, expected))
+            self._terms.append((str(x.layout), *values, self.what))
         else:
             torch.testing.assert_close(x.local.detach(), part(expected.detach(), x.layout, self.mesh.rank),
                                        **tolerances)  # fmt: skip
@@ -133,10 +148,9 @@ def part(x: Tensor, layout: Layout, rank: int) -> Tensor:
     return x[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
 
 
-def _made(local: Tensor, mesh: Any, layout: Layout, shape: Sequence[int]) -> Sharded:
-    from torch_overlap.mesh import from_local
-
-    return from_local(local, mesh, layout, shape)
+def gradient_of(x: Sharded, local: Tensor) -> Sharded:
+    """A gradient of x.local, as it lies."""
+    return Sharded(local, spec_of(x.mesh, gradient_layout(x.layout), x.shape, local.dtype))
 
 
 def body_on_rank(comm: Any, mesh: str | Mesh, name: str, body: Callable[..., Any], seed: int, args: tuple[Any, ...],
@@ -161,9 +175,9 @@ def on_mesh(mesh: str | Mesh, body: Callable[..., Any], seed: int, *args: Any, b
     assert all(layouts == results[0][1] for _, layouts, _ in results), "layouts differ between ranks"
     in_order = [results[rank][2] for rank in plain.ranks]
     for terms in zip(*in_order, strict=True):
-        text, _, expected = terms[0]
-        got = collect([local for _, local, _ in terms], Layout.parse(plain, text), expected.shape)
-        np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-6, err_msg=text)
+        text, _, expected, what = terms[0]
+        got = collect([local for _, local, _, _ in terms], Layout.parse(plain, text), expected.shape)
+        np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-6, err_msg=f"{text} {what}")
     return [value for value, _, _ in results]
 
 
@@ -187,4 +201,4 @@ def draws() -> int:
     return 500 * int(os.environ.get("TORCH_OVERLAP_STRESS", "1"))
 
 
-__all__ = ["MESHES", "P", "Rank", "draws", "on_mesh", "part", "random_layout"]
+__all__ = ["MESHES", "P", "Rank", "draws", "gradient_of", "on_mesh", "part", "random_layout"]

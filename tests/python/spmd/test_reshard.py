@@ -81,7 +81,7 @@ def test_every_mesh_goes_everywhere(text, seed):
             x = r.randn(*shape)
             for i, before in enumerate(specs):
                 y = shard(x, r.mesh, before)
-                for after in r.draw.sample(specs, 4) + [specs[i - 1]]:
+                for after in [*r.draw.sample(specs, 4), specs[i - 1]]:
                     r.check(y.reshard(after), x)
 
     on_mesh(Mesh(plain.axes, ranks), body, seed)
