@@ -1,5 +1,6 @@
 """The training example: short runs of the real program on real ranks."""
 
+import collections
 import re
 import signal
 import socket
@@ -8,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from torch_overlap.testing import run_ranks
 
 PROGRAM = "train_gpt.py"
 SECONDS = 300  # for programs that were told to end
@@ -53,6 +57,55 @@ def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, ove
     arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
     code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
     assert_trained_and_checked(code, output, tmp_path, steps=10, tolerance=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "dtype", "tolerance"),
+    [(2, "tp=2", "float32", 1e-3), (4, "dp=2,tp=2", "float32", 1e-3), (2, "tp=2", "bfloat16", 2e-2)],
+)
+@pytest.mark.parametrize("overlap", ["none", "ring"])
+def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, mesh, dtype, tolerance, overlap):
+    """The losses of the model that communicates by hand, on one rank."""
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", 30, "--check-steps", 20, "--mesh", mesh, "--overlap", overlap, "--out", tmp_path)
+    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
+    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
+
+
+def collectives_of_a_step(comm, mesh):
+    """The names of a training step's collectives, and the losses."""
+    sys.path.insert(0, str(TRAIN_GPT.parent))
+    from gpt.model import Config
+    from gpt.plain import MeshTrainer
+    from gpt.text import Text
+    from gpt.training import Trainer
+
+    letters = torch.randint(256, (2, 5000), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
+    kind = Trainer if mesh is None else MeshTrainer
+    trainer = kind(Config(64, 2, 4, 32), comm, Text(*letters, 1), batch_size=4, steps=3, rate=1e-3, seed=0,
+                   dtype=torch.float32, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
+    trainer.train_step(0)
+    log: list[str] = []
+    comm.register_pre_hook(lambda name, *_: log.append(name.name))
+    trainer.train_step(1)
+    names = list(log)
+    trainer.train_step(2)
+    return names, trainer.losses.tolist()
+
+
+def test_the_mesh_puts_in_no_more_collectives_than_a_hand_does():
+    """4 a block forwards and backwards, and one for all gradients. By hand, gathered rows are gathered again for the
+    gradients of the weights; a mesh keeps them."""
+    by_hand, losses = run_ranks(collectives_of_a_step, 2, None)[0]
+    on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2})[0]
+    assert mesh_losses == pytest.approx(losses, abs=1e-5)
+    count = collections.Counter(on_mesh)
+    assert count == {"all_gather_single": 8, "reduce_scatter_single": 8, "all_reduce": 1}
+    hand = collections.Counter(by_hand)
+    assert set(hand) == set(count)
+    assert all(count[name] <= hand[name] for name in count)
+    assert on_mesh[:8] == by_hand[:8]  # forwards
 
 
 def validation_loss(output: str) -> float:
