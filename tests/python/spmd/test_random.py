@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from spmd_ranks import draws, on_mesh, random_layout
 
+from torch_overlap import UnsupportedError
 from torch_overlap.mesh import DimSpec, Layout, Mesh, P, ShardingSpec, from_local, shard, to_layout
+from torch_overlap.mesh.dtensor import layout_from_placements, placements_of
 
 PER_MESH = 25  # draws on one mesh, whose communicators cost some time
 
@@ -138,7 +140,7 @@ def test_functions_of_random_layouts(seed):
 
 @pytest.mark.stress
 def test_the_text_of_a_layout_is_the_layout(seed):
-    """Spec -> text -> spec, and through P and ShardingSpec."""
+    """Spec -> text -> spec, and through P, ShardingSpec and the placements of DTensor."""
     draw = random.Random(seed)
     for _ in range(draws()):
         mesh = random_mesh(draw)
@@ -151,5 +153,11 @@ def test_the_text_of_a_layout_is_the_layout(seed):
         plain = layout.with_partial(None).with_invariant(None)
         assert to_layout(P(*plain.dims), mesh, dims) == plain
         assert to_layout(ShardingSpec(mesh, tuple(map(DimSpec, plain.dims))), mesh, dims) == plain
+        replicated = layout.with_invariant(None)
+        in_order = Layout(mesh, [sorted(axes, key=list(mesh.axes).index) for axes in replicated.dims], layout.partial)
+        assert layout_from_placements(mesh, placements_of(in_order), dims) == in_order
+        if in_order != replicated:
+            with pytest.raises(UnsupportedError, match="in the order of the mesh"):
+                placements_of(replicated)
         parsed = Mesh.parse(",".join(f"{name}={size}" for name, size in mesh.axes.items()))
         assert parsed.axes == mesh.axes
