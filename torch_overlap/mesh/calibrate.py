@@ -42,7 +42,7 @@ def calibrate(
 
     Each collective over each axis of one class of links; products of 2-, 4- and 8-byte elements; a copy; a small
     kernel; on GPUs, how much a product is slowed by a collective beside it. Medians over `rounds`, of the slowest rank.
-    What cannot be measured here (links that the mesh lacks, 8-bit products, the costs of a chunk) is that of `mesh.cost`.
+    What cannot be measured here (links that the mesh lacks, 8-bit products, chunks) is that of `mesh.cost`.
 
     Args:
         path: where rank 0 writes the model, for load_cost_model.

@@ -142,7 +142,7 @@ class OverlapPass(CustomGraphPass):
         with graph.inserting_before(found.node):
             weights = [_transposed(graph, _copied(graph, mm.args[1], order, order[found.node])) for mm in taken]
             kept = not _only_feeds(found.result, taken)
-            args = (found.x, weights, [], found.comm, found.size, found.dim, kept, "auto")
+            args: tuple[Any, ...] = (found.x, weights, [], found.comm, found.size, found.dim, kept, "auto")
             outs, gathered = _emit(graph, found, torch.ops.torch_overlap.all_gather_matmul.default, args)
         for i, mm in enumerate(taken):
             with graph.inserting_before(mm):
@@ -160,10 +160,9 @@ class OverlapPass(CustomGraphPass):
             raise _Refused(f"it is no sum but {found.op}")
         if y.dim() < 2 or found.dim == y.dim() - 1:
             raise _Refused("it scatters the columns of the product")
-        mm, steps = found.x, [found.x]
+        mm: Any = found.x
         while mm.target in _RESHAPES and len(mm.users) == 1:
             mm = mm.args[0]
-            steps.append(mm)
         if mm.target is not _aten.mm.default:
             raise _Refused(f"what it reduces comes from {_name(mm)}, not from a product")
         if len(mm.users) != 1:
@@ -190,7 +189,8 @@ class OverlapPass(CustomGraphPass):
 
 @contextlib.contextmanager
 def overlap_products(cost: CostModel | None = None, algorithm: str = "auto") -> Iterator[OverlapPass]:
-    """In the block, torch.compile (Inductor) runs the pass on what it compiles, before its own passes.
+    """In the block, torch.compile (Inductor) runs the pass on what it compiles, before its own passes. A graph that
+    comes from Inductor's cache was passed when it was compiled: no decision is told again.
 
     with overlap_products() as log:
         step = torch.compile(model)
@@ -322,7 +322,7 @@ def _reshaped(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node:
     return node if list(_val(node).shape) == list(shape) else _called(graph, _aten.reshape.default, (node, list(shape)))
 
 
-def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _transposed(graph: fx.Graph, node: Any) -> Any:
     if node.target is _aten.permute.default and list(node.args[1]) == [1, 0]:
         return node.args[0]
     return _called(graph, _aten.permute.default, (node, [1, 0]))

@@ -101,9 +101,9 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
       auto other = entry.lock();
       if (!other) continue;
       const bool is_other = other->name_ != made->name_ || other->maker_ != made->maker_;
-      TORCH_OVERLAP_CHECK(is_other || other->comm_->is_finalized() || other->comm_->is_aborted(),
-                          kValue, "connect: expected a name that no live mesh has, got '",
-                          made->name_, "'; give another one, or close that mesh");
+      TORCH_OVERLAP_CHECK(is_other || !other->is_open(), kValue,
+                          "connect: expected a name that no live mesh has, got '", made->name_,
+                          "'; give another one, or close that mesh");
       others.push_back(std::move(other));
     }
   }
@@ -114,25 +114,36 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
 }
 
 std::shared_ptr<MeshComms> MeshComms::find(std::string_view name) {
-  std::vector<std::shared_ptr<MeshComms>> found;  // dies after the lock
-  std::string known;
+  std::vector<std::shared_ptr<MeshComms>> named;  // dies after the lock
+  std::vector<std::string> known;
   {
     Registry& registry = mesh_registry();
     std::lock_guard lock(registry.mutex);
     for (const auto& entry : registry.entries) {
       auto one = entry.lock();
-      if (!one || one->comm_->is_finalized()) continue;
-      if (one->name_ != name) known += concat(known.empty() ? "" : ", ", one->name_);
-      found.push_back(std::move(one));
+      if (!one) continue;
+      if (one->is_open()) known.push_back(one->name_);
+      named.push_back(std::move(one));
     }
   }
-  std::erase_if(found, [&](const auto& one) { return one->name_ != name; });
-  if (found.size() == 1) return found.front();
-  for (const auto& one : found) {
-    if (one->maker_ == std::this_thread::get_id()) return one;
+  std::erase_if(named, [&](const auto& one) { return one->name_ != name; });
+  bool was_mine = false;
+  std::shared_ptr<MeshComms> open;
+  size_t count = 0;
+  for (const auto& one : named) {
+    const bool is_mine = one->maker_ == std::this_thread::get_id();
+    was_mine = was_mine || is_mine;
+    if (!one->is_open()) continue;
+    if (is_mine) return one;
+    open = one;
+    ++count;
   }
-  fail(ErrorKind::kValue, "mesh: expected the name of a connected mesh",
-       found.empty() ? "" : " of this thread", ", got '", name, "'; there are [", known, "]");
+  TORCH_OVERLAP_CHECK(!was_mine, kState, "mesh '", name,
+                      "': expected an open mesh, got one that was closed");
+  TORCH_OVERLAP_CHECK(count == 1, kValue, "mesh: expected the name of a connected mesh",
+                      count > 1 ? " of this thread" : "", ", got '", name, "'; there are ",
+                      list_string(known));
+  return open;  // this thread is one of autograd's, say
 }
 
 std::string MeshComms::axes_name(const AxisList& axes) const {
@@ -155,10 +166,10 @@ const Group& MeshComms::group(const AxisList& axes, bool may_split) {
 }
 
 const Group& MeshComms::make_group(const AxisList& axes, bool may_split) {
+  TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_,
+                      "': expected an open mesh, got one that was closed");
   const auto known = groups_.find(axes);
   if (known != groups_.end()) return known->second;
-  TORCH_OVERLAP_CHECK(!closed_, kState, "mesh '", name_, "': expected an open mesh, got one that ",
-                      "was closed");
   Group made{.axes = axes, .indices = mesh_.group_at(index_, axes), .comm = {}, .comm_name = {}};
   if (made.indices.size() > 1) {
     std::vector<int> ranks;
@@ -208,22 +219,16 @@ std::shared_ptr<const Plan> MeshComms::plan(std::string_view from, std::string_v
   return plans_.try_emplace(std::move(key), std::move(made)).first->second;
 }
 
+bool MeshComms::is_open() const {
+  return !closed_ && !comm_->is_finalized() && !comm_->is_aborted();
+}
+
 void MeshComms::close() {
-  {
-    Registry& registry = mesh_registry();
-    std::lock_guard lock(registry.mutex);
-    const auto self = weak_from_this();
-    std::erase_if(registry.entries, [&](const auto& entry) {
-      return !entry.owner_before(self) && !self.owner_before(entry);
-    });
-  }
   std::lock_guard lock(mutex_);
-  if (closed_) return;
-  closed_ = true;
+  if (closed_.exchange(true)) return;
   for (auto& [axes, group] : groups_) {
     if (group.comm && group.comm != comm_ && !group.comm->is_finalized()) group.comm->finalize();
   }
-  groups_.clear();
 }
 
 }  // namespace torch_overlap::spmd

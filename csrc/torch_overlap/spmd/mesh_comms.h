@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -44,7 +45,8 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   static std::shared_ptr<MeshComms> connect(mesh::Mesh mesh, std::shared_ptr<TorchComm> comm,
                                             std::string name, mesh::CostModel cost,
                                             const std::vector<mesh::AxisList>& sets = {});
-  // The live one of that name; of ranks that are threads, the one that this thread made.
+  // The open one of that name; of ranks that are threads, the one that this thread made. A kState
+  // error if that is closed.
   static std::shared_ptr<MeshComms> find(std::string_view name);
   ~MeshComms();
   MeshComms(const MeshComms&) = delete;
@@ -68,8 +70,11 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   // The same for layouts in words, as str() has them.
   std::shared_ptr<const mesh::Plan> plan(std::string_view from, std::string_view to,
                                          const mesh::Shape& shape, int64_t element_size);
-  // Collective: finalizes the communicators that were split off. The given one stays.
+  // Collective: finalizes the communicators that were split off. The given one stays. The name is
+  // free then, and the mesh of no use.
   void close();
+  // Neither closed, nor is its communicator finalized or aborted.
+  bool is_open() const;
 
  private:
   MeshComms(mesh::Mesh mesh, std::shared_ptr<TorchComm> comm, std::string name,
@@ -85,7 +90,7 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   const int64_t index_;
   const std::thread::id maker_ = std::this_thread::get_id();
   std::mutex mutex_;
-  bool closed_ = false;
+  std::atomic<bool> closed_ = false;
   std::map<mesh::AxisList, Group> groups_;
   std::unordered_map<std::string, std::shared_ptr<const mesh::Plan>> plans_;
 };
