@@ -114,6 +114,12 @@ class Recipe:
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)` where some arguments are Sharded."""
+    recipe, operands = look_up(func, args, kwargs)
+    return recipe.run(operands)
+
+
+def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recipe, list[Sharded]]:
+    """How `func(*args, **kwargs)` runs, made the first time it is asked for; and the Sharded among its arguments."""
     operands: list[Sharded] = []
     key = (func, *[_key(a, operands) for a in args])
     if kwargs:
@@ -125,7 +131,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         if len(recipes) >= MOST_RECIPES:
             recipes.clear()
         recipes[key] = recipe
-    return recipe.run(operands)
+    return recipe, operands
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
