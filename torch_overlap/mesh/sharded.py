@@ -29,9 +29,10 @@ class Spec:
         anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
+        targets, gradient: What target_of and gradient_of found.
     """
 
-    __slots__ = ("anchored", "device", "dtype", "layout", "mesh", "recipes", "shape", "text")
+    __slots__ = ("anchored", "device", "dtype", "gradient", "layout", "mesh", "recipes", "shape", "targets", "text")
 
     def __init__(
         self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
@@ -39,6 +40,8 @@ class Spec:
         self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
         self.text, self.device = str(layout), mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
+        self.targets: dict[Any, Spec] = {}
+        self.gradient: Spec | None = None
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} {self.text} on {self.mesh.mesh}"
@@ -56,6 +59,28 @@ def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.
     if spec is None:
         spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
+
+
+def target_of(spec: Spec, to: Any) -> Spec:
+    """The Spec of the same value in another layout: any spelling of one."""
+    try:
+        found = spec.targets.get(to)
+    except TypeError:  # a spelling with lists, which have no hash
+        return _target_of(spec, to)
+    if found is None:
+        found = spec.targets[to] = _target_of(spec, to)
+    return found
+
+
+def _target_of(spec: Spec, to: Any) -> Spec:
+    return spec_of(spec.mesh, layout_of(to, spec.mesh, len(spec.shape)), spec.shape, spec.dtype)
+
+
+def gradient_of(spec: Spec) -> Spec:
+    """The Spec of the gradient of a value."""
+    if spec.gradient is None:
+        spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
+    return spec.gradient
 
 
 def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
@@ -162,7 +187,7 @@ class Sharded:
         """The gradient, as it lies: see gradient_layout."""
         if self.local.grad is None:
             return None
-        layout = gradient_layout(self.layout)
+        layout = gradient_of(self.spec).layout
         return Sharded(self.local.grad, spec_of(self.mesh, layout, self.shape, self.local.grad.dtype))
 
     @grad.setter
@@ -198,7 +223,7 @@ class Sharded:
 
     def reshard(self, spec: Any) -> Sharded:
         """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
-        return self._reshard(layout_of(spec, self.mesh, self.ndim))
+        return self._brought(target_of(self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -214,8 +239,10 @@ class Sharded:
         return Sharded(self.local, spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True))
 
     def _reshard(self, layout: Layout) -> Sharded:
-        target = spec_of(self.mesh, layout, self.shape, self.dtype)
-        return self if layout == self.layout else Sharded(self._moved(target), target)
+        return self._brought(spec_of(self.mesh, layout, self.shape, self.dtype))
+
+    def _brought(self, target: Spec) -> Sharded:
+        return self if target.text == self.spec.text else Sharded(self._moved(target), target)
 
     def _moved(self, target: Spec) -> Tensor:
         """The local tensor under another layout. Moved once for all who ask."""
@@ -287,8 +314,8 @@ class Sharded:
                     f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
                 )
             ones = torch.ones_like(self.local.detach())
-            gradient = Sharded(ones, spec_of(self.mesh, layout_of(None, self.mesh, self.ndim), self.shape, self.dtype))
-        own = gradient._reshard(gradient_layout(self.layout))
+            gradient = Sharded(ones, target_of(self.spec, None))
+        own = gradient._reshard(gradient_of(self.spec).layout)
         self.local.backward(own.local, retain_graph, create_graph)
 
     # --- Numbers
@@ -321,9 +348,7 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        from torch_overlap.mesh.dispatch import call
-
-        return call(func, args, kwargs or {})
+        return dispatch.call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(Tensor, name, None)
@@ -340,9 +365,7 @@ def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
 
 
 def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from torch_overlap.mesh.dispatch import call
-
-    return call(func, args, kwargs)
+    return dispatch.call(func, args, kwargs)
 
 
 def _operator(name: str) -> Any:
@@ -386,3 +409,6 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
             f"{tuple(local.shape)}; give the global shape"
         )
     return Sharded(local, spec_of(mesh, layout, shape, local.dtype))
+
+
+from torch_overlap.mesh import dispatch  # noqa: E402 (it needs what is above)
