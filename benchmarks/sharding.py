@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ def warm_operators(sides: Sides, calls: int) -> Iterator[Case]:
         "add": (torch.add, [(rows, "S0"), (rows, "S0")]),
         "add a number": (torch.add, [(rows, "S0"), (1.5, "")]),
         "relu": (torch.relu, [(rows, "S0")]),
+        "x @ w": (operator.matmul, [(rows, "S0"), (whole, "R")]),
+        "x.relu()": (operator.methodcaller("relu"), [(rows, "S0")]),
         "linear, rows": (F.linear, [(rows, "S0"), (whole, "R"), (line, "R")]),
         "linear, columns": (F.linear, [(rows, "R"), (weight, "S0")]),
     }
@@ -131,7 +134,8 @@ def warm_operators(sides: Sides, calls: int) -> Iterator[Case]:
         yield Case(what, {"": again(calls, func, *ours)},
                    {"DTensor": again(calls, func, *theirs), "plain": again(calls, func, *[x for x, _ in args])},
                    "warm")  # fmt: skip
-        yield Case(f"{what}, lookup alone", {"": again(calls, look_up, func, ours, {})}, {}, "lookup")
+        if what in ("matmul, rows", "linear, rows"):
+            yield Case(f"{what}, lookup alone", {"": again(calls, look_up, func, ours, {})}, {}, "lookup")
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
