@@ -351,12 +351,12 @@ class Sharded:
         return dispatch.call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(Tensor, name, None)
-        if method is None or name.startswith("__"):
+        attribute = getattr(Tensor, name, None)
+        if attribute is None or name.startswith("__"):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'")
-        if not callable(method):
-            return _call(method.__get__, self)  # T, mT
-        return lambda *args, **kwargs: _call(method, self, *args, **kwargs)
+        if not callable(attribute):
+            return dispatch.call(attribute.__get__, (self,), {})  # T, mT
+        return _method(attribute).__get__(self)
 
 
 def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
@@ -364,17 +364,11 @@ def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
     return moved
 
 
-def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return dispatch.call(func, args, kwargs)
+def _method(function: Callable[..., Any]) -> Any:
+    def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        return dispatch.call(function, (self, *args), kwargs)
 
-
-def _operator(name: str) -> Any:
-    function = getattr(Tensor, name)
-
-    def method(self: Sharded, *args: Any) -> Any:
-        return _call(function, self, *args)
-
-    method.__name__ = name
+    method.__name__ = function.__name__
     return method
 
 
@@ -382,8 +376,9 @@ _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
     eq ne lt le gt ge and or xor rand ror rxor invert getitem
 """
-for _name in _OPERATORS.split():
-    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
+    if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):
+        setattr(Sharded, _name, _method(getattr(Tensor, _name)))
 
 
 def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:
