@@ -68,10 +68,10 @@ class Executed:
     def run(self, values: Any) -> list[Sharded]:
         if self.gathers is not None:
             first = values[self.inputs[0][0]]
-            fused = self.gathers.run(first, [values[i]._moved(to) for i, to in self.inputs[1:]])
+            fused = self.gathers.run(first, [values[i]._operand(to) for i, to in self.inputs[1:]])
             if fused is not None:
                 return [Sharded(fused, self.outputs[0])]
-        operands = [values[i]._moved(to) for i, to in self.inputs]
+        operands = [values[i]._operand(to) for i, to in self.inputs]
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, self.outputs[0], PendingProduct(self.call, self.local, operands, bias))]

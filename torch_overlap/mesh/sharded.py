@@ -26,19 +26,33 @@ class Spec:
     Attributes:
         mesh, layout, shape (global), dtype.
         text: The layout in words, as operators take it.
+        values: The same without what is invariant, which only gradients depend on.
         anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
         targets, gradient: What target_of and gradient_of found.
     """
 
-    __slots__ = ("anchored", "device", "dtype", "gradient", "layout", "mesh", "recipes", "shape", "targets", "text")
+    __slots__ = (
+        "anchored",
+        "device",
+        "dtype",
+        "gradient",
+        "layout",
+        "mesh",
+        "recipes",
+        "shape",
+        "targets",
+        "text",
+        "values",
+    )
 
     def __init__(
         self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
     ) -> None:
         self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
-        self.text, self.device = str(layout), mesh.comm.get_device()
+        self.text, self.values = str(layout), str(layout.with_invariant([]))
+        self.device = mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
         self.targets: dict[Any, Spec] = {}
         self.gradient: Spec | None = None
@@ -256,6 +270,15 @@ class Sharded:
                 moved = _moved(self.local, self.spec, target)
             self._remember(target, moved)
         return moved
+
+    def _operand(self, target: Spec) -> Tensor:
+        """The local tensor under another layout, to compute with. Without a gradient a cast is nothing."""
+        spec = self.spec
+        if target.values == spec.values:
+            local = self.local
+            if target.text == spec.text or not (local.requires_grad and torch.is_grad_enabled()):
+                return local
+        return self._moved(target)
 
     def _copy(self, target: Spec) -> Tensor | None:
         """The local tensor under another layout, if it was brought there before and is still right."""
