@@ -137,6 +137,17 @@ def warm_operators(sides: Sides, calls: int) -> Iterator[Case]:
         if what in ("matmul, rows", "linear, rows"):
             yield Case(f"{what}, lookup alone", {"": again(calls, look_up, func, ours, {})}, {}, "lookup")
 
+    x, w = from_local(rows, mesh, P()), from_local(weight, mesh, P("tp"))
+    dx, dw = _distributed(rows, device_mesh, [Replicate()]), _distributed(weight, device_mesh, [Shard(0)])
+
+    def on_new_input() -> object:
+        x.local = rows  # forgets what it was moved to
+        return F.linear(x, w)  # type: ignore[arg-type]
+
+    yield Case("linear, columns, of a new input", {"": again(calls, on_new_input)},
+               {"DTensor": again(calls, F.linear, dx, dw), "plain": again(calls, F.linear, rows, weight)},
+               "warm")  # fmt: skip
+
 
 def _distributed(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     return DTensor.from_local(x, mesh, placements, run_check=False)
