@@ -164,7 +164,8 @@ def main() -> int:
     text = read(comm)
     trainer = make_trainer(args, comm, text)
     if shown:
-        print(f"{trainer.num_parameters() / 1e6:.2f} M parameters, {comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}; "
+        where = f"{comm.get_size()} ranks over {comm.get_backend()}, {args.dtype}"
+        print(f"{trainer.num_parameters() / 1e6:.2f} M parameters, {where}; "
               f"{text.train.numel() / 1e6:.1f} MB of text from {text.files} files", flush=True)  # fmt: skip
     losses = train(args, trainer, shown=shown)
     good = are_finite(losses, shown=shown)

@@ -71,8 +71,9 @@ class MeshTrainer(Trainer):
     """A Trainer of the plain model on a mesh with axes dp and tp."""
 
     def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None) -> None:
-        if dtype != torch.float32 or fp8 is not None:
-            raise ValueError(f"train_gpt: expected --dtype float32 with --mesh, got {dtype}, fp8 {fp8 is not None}")
+        if fp8 is not None:
+            raise ValueError("train_gpt: expected --fp8 none with --mesh, got 8-bit floats; leave one out")
+        self.dtype = dtype
         sizes = {"dp": 1, "tp": 1} | self.mesh_axes
         self.config.check(sizes["tp"])
         self.mesh = to.mesh.connect(sizes, self.comm, name=f"{self.comm.get_name()}/mesh")
@@ -104,10 +105,14 @@ class MeshTrainer(Trainer):
         """The mean over all tokens, pending."""
         shape = (self.config.sequence, self.batch_size)
         tokens, targets = (to.mesh.from_local(t, self.mesh, TOKENS, shape) for t in (self.inputs, self.targets))
-        with to.mesh.choosing(self.choice):
-            logits = self.model(tokens)
-            total: Sharded = F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="sum")
+        total: Sharded = F.cross_entropy(self.logits(tokens).permute(0, 2, 1), targets, reduction="sum")
         return total / (shape[0] * shape[1])
+
+    def logits(self, tokens: Sharded) -> Sharded:
+        cast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with cast, to.mesh.choosing(self.choice):
+            out: Sharded = self.model(tokens)
+        return out.float()  # type: ignore[no-any-return]
 
     def mean_loss(self) -> Tensor:
         return self.sharded_loss().local
@@ -116,6 +121,6 @@ class MeshTrainer(Trainer):
     def logits_at(self, window: list[int], row: int) -> Tensor:
         padded = torch.zeros(self.config.sequence, 1, dtype=torch.int64)
         padded[: len(window), 0] = torch.tensor(window)
-        logits = self.model(to.mesh.shard(padded.to(self.device), self.mesh, P("tp")))
+        logits = self.logits(to.mesh.shard(padded.to(self.device), self.mesh, P("tp")))
         found: Tensor = logits[row, 0].full()
         return found

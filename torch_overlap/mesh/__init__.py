@@ -30,6 +30,7 @@ from torch_overlap.mesh._core import (
     wire_bytes,
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
+from torch_overlap.mesh.calibrate import calibrate
 from torch_overlap.mesh.communication import (
     all_gather,
     all_reduce,
@@ -47,6 +48,7 @@ from torch_overlap.mesh.communication import (
 from torch_overlap.mesh.connect import MeshComms, connect
 from torch_overlap.mesh.cost import load_cost_model, save_cost_model
 from torch_overlap.mesh.dispatch import Recipe, recipe_of
+from torch_overlap.mesh.dtensor import from_dtensor, mesh_of, to_dtensor
 from torch_overlap.mesh.module import (
     clip_grad_norm_,
     full_state_dict,
@@ -89,12 +91,14 @@ __all__ = [
     "auto_shard",
     "axis_index",
     "broadcast",
+    "calibrate",
     "choices",
     "choosing",
     "clip_grad_norm_",
     "collect",
     "connect",
     "distribute",
+    "from_dtensor",
     "from_local",
     "full_state_dict",
     "gather_all_axes",
@@ -103,6 +107,7 @@ __all__ = [
     "linear",
     "load_cost_model",
     "load_full_state_dict",
+    "mesh_of",
     "plan_reshard",
     "pmean",
     "ppermute",
@@ -116,6 +121,7 @@ __all__ = [
     "shard_module",
     "sharded_parameters",
     "simulate",
+    "to_dtensor",
     "to_layout",
     "trace",
     "wire_bytes",

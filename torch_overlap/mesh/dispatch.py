@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, Strategy, propagate
+from torch_overlap.mesh.autocast import argument_dtype, autocast_of
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
@@ -114,6 +115,8 @@ class Recipe:
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)` where some arguments are Sharded."""
+    if torch._C._is_any_autocast_enabled():
+        return _under_autocast(func, args, kwargs)
     recipe, operands = look_up(func, args, kwargs)
     return recipe.run(operands)
 
@@ -132,6 +135,27 @@ def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             recipes.clear()
         recipes[key] = recipe
     return recipe, operands
+
+
+def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Casts the arguments as autocast would, and goes on without it."""
+    operands: list[Sharded] = []
+    for value in (*args, *kwargs.values()):
+        _key(value, operands)
+    device = operands[0].device.type
+    autocast = autocast_of(device)
+    with torch.autocast(device, enabled=False):
+        to = None if autocast is None else argument_dtype(func, autocast)
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(cast(item) for item in value)
+            is_cast = isinstance(value, Sharded) and value.dtype.is_floating_point
+            return call(Tensor.to, (value, to), {}) if is_cast and value.dtype not in (to, torch.float64) else value
+
+        if to is not None:
+            args, kwargs = [cast(a) for a in args], {name: cast(value) for name, value in kwargs.items()}
+        return call(func, args, kwargs)
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -228,8 +229,9 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tup
     ready = [v for v in values if all(v is not other for other in late)]
     squares = _squares(ready)
     reduced = reduce_gradients(module, *others, *squares)
-    total = sum((x.local for x in reduced[len(others) :]), start=torch.zeros((), device=values[0].device))
-    total = sum((x.full() for x in _squares(late)), start=total)
+    if not values:
+        raise InvalidValueError("clip_grad_norm_: expected a sharded module with parameters that require gradients")
+    total = torch.stack([x.full() for x in [*reduced[len(others) :], *_squares(late)]]).sum()
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([v.local.grad for v in values if v.local.grad is not None], scale)
@@ -257,7 +259,7 @@ def _squares(values: Iterable[Sharded]) -> list[Sharded]:
     for axes, group in sums.items():
         mesh = group[0].mesh
         grads = [v.local.grad for v in group if v.local.grad is not None]
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-        local = torch.stack(list(norms)).square().sum()
+        dtype = functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
+        local = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).square().sum()
         out.append(Sharded(local, spec_of(mesh, Layout(mesh.mesh, [], axes), (), local.dtype)))
     return out

@@ -51,7 +51,7 @@ class Spec:
         self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
     ) -> None:
         self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
-        self.text, self.values = str(layout), str(layout.with_invariant([]))
+        self.text, self.values = str(layout), str(layout.with_invariant(None))
         self.device = mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
         self.targets: dict[Any, Spec] = {}
@@ -107,9 +107,25 @@ def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
 
 
 def with_invariant_rest(layout: Layout) -> Layout:
-    """The layout with every axis that it does not use made invariant."""
-    used = used_axes(layout)
-    return layout.with_invariant([name for name in layout.mesh.axes if name not in used])
+    """The layout with every axis that it does not use made invariant, and the rest of one that it uses in part."""
+    plain = layout.with_invariant(None)
+    return plain.with_invariant(unused_axes(plain))
+
+
+def unused_axes(layout: Layout) -> list[str]:
+    """The axes along which nothing is said: local tensors are replicated. Of an axis that is used in part, the rest."""
+    mesh = layout.mesh
+    names = [*(name for dim in layout.dims for name in dim), *layout.partial, *layout.invariant]
+    unused = []
+    for axis, size in mesh.axes.items():
+        done = 1  # parts of an axis follow each other: x:(1)2, x:(2)4
+        for ref in sorted((mesh.axis(n) for n in names if n.split(":")[0] == axis), key=lambda ref: ref.pre):
+            if ref.pre > done:
+                unused.append(f"{axis}:({done}){ref.pre // done}")
+            done = ref.pre * ref.size
+        if done < size or axis not in {n.split(":")[0] for n in names}:
+            unused.append(axis if done == 1 else f"{axis}:({done}){size // done}")
+    return unused
 
 
 def used_axes(layout: Layout) -> set[str]:
@@ -121,8 +137,7 @@ def used_axes(layout: Layout) -> set[str]:
 def gradient_layout(layout: Layout) -> Layout:
     """How the gradient of a value with this layout lies: pending where the value is replicated, and the other way
     round; sharded and invariant as the value is."""
-    used = used_axes(layout) | {name.split(":")[0] for name in layout.invariant}
-    return layout.with_partial([name for name in layout.mesh.axes if name not in used])
+    return layout.with_partial(unused_axes(layout))
 
 
 class Sharded:
@@ -338,8 +353,11 @@ class Sharded:
                 )
             ones = torch.ones_like(self.local.detach())
             gradient = Sharded(ones, target_of(self.spec, None))
-        own = gradient._reshard(gradient_of(self.spec).layout)
-        self.local.backward(own.local, retain_graph, create_graph)
+        x = self
+        if set(self.layout.partial.values()) - {"sum"}:
+            x = self._reshard(with_invariant_rest(self.layout.with_partial(None)))  # it knows what a term's share is
+        own = gradient._reshard(gradient_of(x.spec).layout)
+        x.local.backward(own.local, retain_graph, create_graph)
 
     # --- Numbers
 

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include "torch_overlap/ops/casts.h"
 #include "torch_overlap/ops/register.h"
 
 namespace torch_overlap::ops {
@@ -33,7 +34,8 @@ Tensor all_reduce_meta(const Tensor& x, std::string_view op, std::string_view, i
   return all_reduce_out(x, op, group_size, grad, factor);
 }
 
-// P -> R: all_reduce of the gradients. P -> I: they are equal on all ranks already.
+// P -> R: all_reduce of the gradients. P -> I: they are equal on all ranks already, and become the
+// replicated gradients of the terms, whose own gradients are summed.
 class AllReduce : public Function<AllReduce> {
  public:
   static constexpr bool is_traceable = true;
@@ -58,6 +60,8 @@ class AllReduce : public Function<AllReduce> {
     Tensor grad = grads[0];
     if (ctx->saved_data["grad"].toStringRef() == "R") {
       grad = ops::all_reduce(grad, "sum", ctx->saved_data["comm"].toStringRef(), group_size);
+    } else {
+      grad = invariant_to_replicated(grad, ctx->saved_data["comm"].toStringRef(), group_size);
     }
     if (scale != 1) grad = grad.mul(scale);
     return {grad, {}, {}, {}, {}, {}, {}};

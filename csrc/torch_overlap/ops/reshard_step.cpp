@@ -5,6 +5,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/async.h"
+#include "torch_overlap/ops/casts.h"
 #include "torch_overlap/ops/ops.h"
 #include "torch_overlap/ops/reshard.h"
 

@@ -19,7 +19,7 @@ POISON = float("nan")
 GENERATOR = torch.Generator()
 
 
-def init(rank, size, store, backend="torch_overlap", seconds=20, **kwargs):
+def init(rank, size, store, backend="torch_overlap", seconds=60, **kwargs):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds), **kwargs
     )
@@ -467,7 +467,7 @@ def works(rank, size, store):
 
     works = [dist.all_reduce(mine[rank].clone(), async_op=True) for _ in range(20)]
     for work in works:
-        assert work.wait(timedelta(seconds=10))
+        assert work.wait(timedelta(seconds=60))
     assert all(work.is_completed() for work in works)
 
     # Nobody keeps the tensors but the operation.
@@ -494,11 +494,12 @@ def test_works_and_futures():
 def late_rank(rank, size, store):
     """Rank 1 does not come; rank 0's work says so, and the group can still be destroyed."""
     options = torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False)
-    init(rank, size, store, seconds=3, pg_options=options)
+    init(rank, size, store, pg_options=options)
     if rank == 1:
-        store.wait(["rank 0 is done"], timedelta(seconds=40))
+        store.wait(["rank 0 is done"], timedelta(seconds=60))
         dist.destroy_process_group()
         return
+    dist.group.WORLD.set_timeout(timedelta(seconds=3))
     work = dist.all_reduce(torch.ones(4), async_op=True)
     assert not work.is_completed()
     with pytest.raises(RuntimeError):

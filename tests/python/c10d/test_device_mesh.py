@@ -25,7 +25,7 @@ def gathers(mesh, rank):
 
 
 def stock_mesh(rank, size, store):
-    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert mesh["tp"].get_group().name() in ("custom", "torch_overlap")
     assert dist.get_backend(mesh["tp"].get_group()) == "torch_overlap"

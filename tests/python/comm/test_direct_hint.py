@@ -34,7 +34,7 @@ def test_every_mode_is_taken_and_nothing_else(backend: str) -> None:
 
 
 def run_environment(rank: int, size: int, store: Any) -> None:
-    options: dict[str, Any] = {"store": store, "rank": rank, "size": size, "timeout": timedelta(seconds=20)}
+    options: dict[str, Any] = {"store": store, "rank": rank, "size": size, "timeout": timedelta(seconds=60)}
     with to.new_comm("gloo", "cpu", "by_environment", **options) as comm:
         assert comm.get_options().hints["direct_collectives"] == "off"
     with to.new_comm("gloo", "cpu", "by_hint", hints={"direct_collectives": "always"}, **options) as comm:

@@ -21,25 +21,27 @@ def _message(call: Any) -> str:
 
 
 def _missing_rank(comm: Any) -> tuple[str, float] | None:
-    if comm.get_rank() == 2:
-        time.sleep(1.5)
-        comm.abort()
-        return None
-    begin = time.monotonic()
-    x = torch.ones(8)
-    soon = timedelta(milliseconds=400)
-    message = _message(lambda: comm.all_reduce(x, to.ReduceOp.SUM, comm.get_rank() == 1, timeout=soon).wait())
-    elapsed = time.monotonic() - begin
-    assert "rank 2" in _message(lambda: comm.barrier(False))
+    meeting = comm.split([0, 1, 2])
+    meeting.barrier(False)
+    result = None
+    if comm.get_rank() != 2:
+        begin = time.monotonic()
+        x = torch.ones(8)
+        soon = timedelta(seconds=2)
+        message = _message(lambda: comm.all_reduce(x, to.ReduceOp.SUM, comm.get_rank() == 1, timeout=soon).wait())
+        result = message, time.monotonic() - begin
+        assert "rank 2" in _message(lambda: comm.barrier(False))
+    meeting.barrier(False)  # leaving earlier would be another error
     comm.abort()
-    return message, elapsed
+    meeting.finalize()
+    return result
 
 
 def test_a_missing_rank_is_named_within_the_timeout() -> None:
     for result in run_ranks(_missing_rank, 3, backend="gloo")[:2]:
         message, elapsed = result
-        assert "rank 2 did not arrive in 400 ms" in message
-        assert elapsed < 10
+        assert "rank 2 did not arrive in 2000 ms" in message
+        assert elapsed < 2 + 30
 
 
 def _abort_while_waiting(comm: Any) -> str | None:
@@ -53,7 +55,7 @@ def _abort_while_waiting(comm: Any) -> str | None:
 
 
 def test_abort_wakes_the_waiter_and_the_peer() -> None:
-    mine, peers = run_ranks(_abort_while_waiting, 2, backend="gloo", timeout=30)
+    mine, peers = run_ranks(_abort_while_waiting, 2, backend="gloo")
     assert "was aborted" in mine
     assert "rank 0" in peers
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
-SECONDS = 180
+SECONDS = 300
 MARK = "TORCH_OVERLAP_TEST_RUN"
 
 

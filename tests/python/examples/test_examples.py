@@ -38,7 +38,7 @@ def test_runs_on_two_gpus(launcher, name):
 
 def check_survival(launcher, gpu: bool) -> None:
     process = launcher.start([sys.executable, str(EXAMPLES / SURVIVE)], gpu=gpu)
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "worker 2 is gone (-9)" in output
     for worker in (0, 1):

@@ -1,5 +1,6 @@
 """The training example: short runs of the real program on real ranks."""
 
+import collections
 import re
 import signal
 import socket
@@ -8,8 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from torch_overlap.testing import run_ranks
 
 PROGRAM = "train_gpt.py"
+SECONDS = 300  # for programs that were told to end
 TRAIN_GPT = Path(__file__).resolve().parents[3] / "examples" / PROGRAM
 SMALL = ("--dim", 32, "--layers", 2, "--heads", 4, "--sequence", 64, "--batch", 4, "--sample", 20)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -52,6 +57,55 @@ def test_every_way_to_overlap_trains_and_equals_one_rank(launcher, tmp_path, ove
     arguments = ("--steps", 30, "--check-steps", 10, "--overlap", overlap, "--out", tmp_path)
     code, output = launcher.torchrun(2, PROGRAM, *SMALL, *arguments)
     assert_trained_and_checked(code, output, tmp_path, steps=10, tolerance=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "dtype", "tolerance"),
+    [(2, "tp=2", "float32", 1e-3), (4, "dp=2,tp=2", "float32", 1e-3), (2, "tp=2", "bfloat16", 2e-2)],
+)
+@pytest.mark.parametrize("overlap", ["none", "ring"])
+def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, mesh, dtype, tolerance, overlap):
+    """The losses of the model that communicates by hand, on one rank."""
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", 30, "--check-steps", 20, "--mesh", mesh, "--overlap", overlap, "--out", tmp_path)
+    code, output = launcher.torchrun(ranks, PROGRAM, *SMALL, "--dtype", dtype, *arguments)
+    assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
+
+
+def collectives_of_a_step(comm, mesh):
+    """The names of a training step's collectives, and the losses."""
+    sys.path.insert(0, str(TRAIN_GPT.parent))
+    from gpt.model import Config
+    from gpt.plain import MeshTrainer
+    from gpt.text import Text
+    from gpt.training import Trainer
+
+    letters = torch.randint(256, (2, 5000), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
+    kind = Trainer if mesh is None else MeshTrainer
+    trainer = kind(Config(64, 2, 4, 32), comm, Text(*letters, 1), batch_size=4, steps=3, rate=1e-3, seed=0,
+                   dtype=torch.float32, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
+    trainer.train_step(0)
+    log: list[str] = []
+    comm.register_pre_hook(lambda name, *_: log.append(name.name))
+    trainer.train_step(1)
+    names = list(log)
+    trainer.train_step(2)
+    return names, trainer.losses.tolist()
+
+
+def test_the_mesh_puts_in_no_more_collectives_than_a_hand_does():
+    """4 a block forwards and backwards, and one for all gradients. By hand, gathered rows are gathered again for the
+    gradients of the weights; a mesh keeps them."""
+    by_hand, losses = run_ranks(collectives_of_a_step, 2, None)[0]
+    on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2})[0]
+    assert mesh_losses == pytest.approx(losses, abs=1e-5)
+    count = collections.Counter(on_mesh)
+    assert count == {"all_gather_single": 8, "reduce_scatter_single": 8, "all_reduce": 1}
+    hand = collections.Counter(by_hand)
+    assert set(hand) == set(count)
+    assert all(count[name] <= hand[name] for name in count)
+    assert on_mesh[:8] == by_hand[:8]  # forwards
 
 
 def validation_loss(output: str) -> float:
@@ -120,32 +174,52 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
         wait_until(lambda: len(launcher.running()) >= 3)
         time.sleep(1.0)  # the ranks have begun to import torch
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
-    assert launcher.all_gone(seconds=5)
+    assert launcher.all_gone(seconds=60)
     assert PROGRAM not in "".join(re.findall(r'File ".*"', output)), f"a rank printed a traceback:\n{output}"
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path):
+def start_two_ranks(launcher, out: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         launcher.start(
-            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(tmp_path)],
+            [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(out)],
             RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
         for rank in range(2)
     ]  # fmt: skip
     wait_for_line(ranks[0], r"step +1/")
-    for process in ranks:
-        process.send_signal(signal.SIGINT)
-    outputs = [process.communicate(timeout=30)[0] for process in ranks]
+    return ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["once", "different times"])
+def test_ctrl_c_ends_each_rank_with_130(launcher, tmp_path, at):
+    ranks = start_two_ranks(launcher, tmp_path)
+    if at == "once":
+        for process in ranks:
+            process.send_signal(signal.SIGINT)
+    else:
+        ranks[1].send_signal(signal.SIGINT)
+        ranks[1].wait(SECONDS)  # rank 0 may see that it is gone before its own signal
+        ranks[0].send_signal(signal.SIGINT)
+    outputs = [process.communicate(timeout=SECONDS)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [130, 130], outputs
     assert "SIGINT: ending all ranks" in outputs[0]
     assert not any("Traceback" in output for output in outputs), outputs
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_an_error_of_the_other(launcher, tmp_path):
+    ranks = start_two_ranks(launcher, tmp_path)
+    ranks[1].kill()
+    output, _ = ranks[0].communicate(timeout=SECONDS)
+    assert ranks[0].returncode not in (0, 130), output
+    assert "rank 1" in output
 
 
 def wait_for_line(process, pattern: str) -> None:

@@ -91,7 +91,7 @@ def test_no_store_at_all_is_an_error_that_says_where() -> None:
             to.new_comm("gloo", "cpu", "x", timeout=timedelta(seconds=1))
         except to.Error as error:
             assert "expected a store at 127.0.0.1:1 within 1000 ms" in str(error), error
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 1 + 30
             sys.exit(7)
         """
     )
@@ -119,9 +119,10 @@ def run_without_store(rank: int, size: int, store: Any) -> None:
     server = Server() if rank == 0 else None
     if server:
         store.set("port", str(server.port))
-    own = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, timeout=timedelta(seconds=20))
+    own = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, timeout=timedelta(seconds=60))
+    patience = timedelta(seconds=60)
     comm = to.new_comm(
-        "gloo", "cpu", "orphan", store=own, rank=rank, size=size, timeout=timedelta(seconds=3), enable_reconfigure=True
+        "gloo", "cpu", "orphan", store=own, rank=rank, size=size, timeout=patience, enable_reconfigure=True
     )
     handles: list[Any] = [None] * size
     to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
@@ -132,27 +133,33 @@ def run_without_store(rank: int, size: int, store: Any) -> None:
     x = torch.ones(4)
     comm.all_reduce(x, SUM, async_op=True).wait()  # what is connected stays so
     assert x.tolist() == [2.0] * 4
+    soon = timedelta(seconds=2)  # of what waits for the store; the ranks wait for each other as long as before
+    comm.set_timeout(soon)
     begin = time.monotonic()
     with pytest.raises(to.Error, match="expected the store to answer, got"):
         comm.split([0, 1])
     with pytest.raises(to.Error, match=r"new_comm.*expected the store to answer, got"):
-        to.new_comm("gloo", "cpu", "late", store=own, rank=rank, size=size, timeout=timedelta(seconds=3))
-    comm.all_reduce(x, SUM, async_op=False)
+        to.new_comm("gloo", "cpu", "late", store=own, rank=rank, size=size, timeout=soon)
+    comm.all_reduce(x, SUM, async_op=False, timeout=patience)
+    assert x.tolist() == [4.0] * 4
     with pytest.raises(to.Error, match=r"reconfigure: expected the store"):
         comm.reconfigure(1, handles)
-    assert time.monotonic() - begin < 3 * (3 + 5)
+    assert time.monotonic() - begin < 3 * 2 + 60 + 30
     comm.abort()
 
 
 def test_a_store_that_dies_later_stops_only_what_needs_it() -> None:
-    run_ranks(run_without_store, 2, comm=False)
+    run_ranks(run_without_store, 2, comm=False, timeout=240)
 
 
 def run_wrong_size(rank: int, size: int, store: Any) -> None:
     said = size + rank
-    with pytest.raises(to.OperationTimeoutError, match=r"expected \d ranks within 800 ms, got none of ranks") as raised:
-        to.new_comm("gloo", "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=0.8))
     other = 1 - rank
+    for attempt in range(2):  # at the second, the other one has surely said its size
+        with pytest.raises(to.OperationTimeoutError, match=r"expected \d ranks within 4000 ms, got none of") as raised:
+            to.new_comm("gloo", "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=4))
+        store.set(f"expired/{attempt}/{rank}", "")
+        store.wait([f"expired/{attempt}/{other}"])
     assert f"rank {other} came with size {size + other}" in str(raised.value)
 
 
@@ -245,7 +252,7 @@ def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tupl
     before = resources()
     for turn in range(count):
         once(turn)
-    deadline = time.monotonic() + 10  # threads that were told to end may take a moment
+    deadline = time.monotonic() + 60  # threads that were told to end may take a moment
     while resources()[0] > before[0] and time.monotonic() < deadline:
         time.sleep(0.1)
     return before, resources()
@@ -258,7 +265,7 @@ def check_growth(before: tuple[int, int, int], after: tuple[int, int, int]) -> N
 
 
 def test_200_gloo_communicators_leave_nothing_behind() -> None:
-    for before, after in run_ranks(run_many, 2, "gloo", 200, comm=False, timeout=240):
+    for before, after in run_ranks(run_many, 2, "gloo", 200, comm=False, timeout=540):
         check_growth(before, after)
 
 
@@ -269,6 +276,6 @@ def test_200_local_communicators_leave_nothing_behind() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(240)
+        thread.join(540)
     assert len(results) == 2
     check_growth(*results[0])

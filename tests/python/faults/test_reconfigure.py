@@ -15,7 +15,7 @@ BACKENDS = ["gloo", "local"]
 
 
 def make(backend: str, rank: int, size: int, store: Any, name: str = "again", **options: Any) -> to.TorchComm:
-    options = {"timeout": timedelta(seconds=20), "enable_reconfigure": True, **options}
+    options = {"timeout": timedelta(seconds=60), "enable_reconfigure": True, **options}
     return to.new_comm(backend, "cpu", name, store=store, rank=rank, size=size, **options)
 
 
@@ -37,7 +37,7 @@ def run(fn: Any, size: int, backend: str, *args: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
     if errors:
         raise next(iter(errors.values()))
     return [results[rank] for rank in range(size)]
@@ -143,15 +143,16 @@ def run_missing(rank: int, size: int, store: Any, backend: str) -> None:
     comm = make(backend, rank, size, store)
     handles = handles_of(comm)
     if rank == 1:
-        time.sleep(1.5)
+        store.wait(["expired/0", "expired/2"], timedelta(seconds=60))
         with pytest.raises(to.OperationTimeoutError, match="got none of"):  # late: the others are gone from there
-            comm.reconfigure(10, handles, timeout=timedelta(seconds=0.3))
+            comm.reconfigure(10, handles, timeout=timedelta(seconds=3))
         comm.abort()
         return
     begin = time.monotonic()
     with pytest.raises(to.OperationTimeoutError, match=r"expected all 3 members .* under uuid 10") as raised:
-        comm.reconfigure(10, handles, timeout=timedelta(seconds=0.8))
-    assert time.monotonic() - begin < 0.8 + 5
+        comm.reconfigure(10, handles, timeout=timedelta(seconds=3))
+    assert time.monotonic() - begin < 3 + 30
+    store.set(f"expired/{rank}", "")
     assert handles[1] in str(raised.value)
     assert handles[0] not in str(raised.value)
     assert comm.is_aborted()
@@ -214,11 +215,11 @@ def test_works_of_before_end_with_an_error_and_hooks_stay(backend: str) -> None:
 def run_abort(rank: int, size: int, store: Any, backend: str) -> None:
     comm = make(backend, rank, size, store)
     handles = handles_of(comm)
-    threading.Timer(0.5, comm.abort).start()
+    threading.Timer(2, comm.abort).start()  # by then it waits
     begin = time.monotonic()
     with pytest.raises(to.StateError, match="expected no abort"):
         comm.reconfigure(1, [*handles, "nobody"])
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 2 + 30
     assert comm.is_aborted()
 
 
@@ -282,15 +283,17 @@ def test_the_timeout_and_the_hints_can_be_set() -> None:
 
 
 def run_timeout(comm: to.TorchComm) -> None:
+    meeting = comm.split([0, 1])
+    assert meeting is not None
     comm.set_timeout(timedelta(seconds=0.5))
     if comm.get_rank() == 0:
         begin = time.monotonic()
-        with pytest.raises(to.OperationTimeoutError, match=r"500 ms \(queued 0\.\d s ago, running for 0\.\d s\)"):
+        with pytest.raises(to.OperationTimeoutError, match=r"500 ms \(queued \d+\.\d s ago, running for \d+\.\d s\)"):
             comm.recv(torch.zeros(1), 1, async_op=False)
-        assert time.monotonic() - begin < 5.5
-    else:
-        time.sleep(1)
+        assert time.monotonic() - begin < 0.5 + 30
+    meeting.barrier(False)  # leaving earlier would be another error
     comm.abort()
+    meeting.finalize()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

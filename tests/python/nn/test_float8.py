@@ -8,7 +8,7 @@ import torch_overlap as to
 from torch_overlap import nn as tnn
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3]
 ALGORITHMS = ["auto", "sequential", "chunked", "ring", "bulk"]
 LAYOUTS = [(True, (24, 2), 0), (True, (2, 24), 1), (True, (6, 3), 0), (False, (4, 8), 0), (False, (18,), 0)]

@@ -8,7 +8,7 @@ import torch_overlap as to
 from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear, sync_replicated_grads
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3, 4]
 ALGORITHMS = ["sequential", "chunked", "auto"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch_overlap import nn as tnn
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def make(comm, **options):

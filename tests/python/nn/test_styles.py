@@ -17,7 +17,7 @@ from torch_overlap.nn import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather, comm_of
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 DIM, HEADS, HEAD_DIM, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 24, 6, 4, 48, 30, 2, 12
 
 
@@ -236,7 +236,7 @@ def hugging_face(rank, size, store, seed, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_plan_takes_a_llama_of_transformers(seed, sequence_parallel):
     pytest.importorskip("transformers")
-    run_ranks(hugging_face, 2, seed, sequence_parallel, comm=False, timeout=200)
+    run_ranks(hugging_face, 2, seed, sequence_parallel, comm=False, timeout=540)
 
 
 # --- torch.compile ------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def compiled(rank, size, store, seed, sequence_parallel, backend):
     [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
 )
 def test_compile_fullgraph(seed, sequence_parallel, backend):
-    run_ranks(compiled, 2, seed, sequence_parallel, backend, comm=False, timeout=280)
+    run_ranks(compiled, 2, seed, sequence_parallel, backend, comm=False, timeout=540)
 
 
 # --- Errors -------------------------------------------------------------------------------------------

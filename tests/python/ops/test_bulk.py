@@ -8,7 +8,7 @@ from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, le
 from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 FORCED = ["sequential", "chunked", "bulk"]
 ALGORITHMS = [*FORCED, "auto"]
 COLLECTIVES = ["all_gather", "reduce_scatter"]

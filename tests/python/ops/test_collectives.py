@@ -12,7 +12,7 @@ from torch_overlap import ops
 from torch_overlap.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def seed() -> int:

@@ -8,7 +8,7 @@ from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, le
 from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "auto"]
 FORCED = ALGORITHMS[:-1]
 

@@ -13,7 +13,7 @@ import torch
 from torch_overlap import UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SIZES = [1, 2, 3, 4]
 
 

@@ -77,7 +77,7 @@ def run_errors(rank: int, size: int, store: Any, seed: int) -> None:
 
         everything = {"all_gather": all_gather, "barrier": lambda: None, **changes}
         return to.OverlapGroup(
-            everything["all_gather"], everything["barrier"], rank, size, cpu, name, timedelta(seconds=5)
+            everything["all_gather"], everything["barrier"], rank, size, cpu, name, timedelta(seconds=60)
         )
 
     def raising(mine: bytes) -> list[bytes]:

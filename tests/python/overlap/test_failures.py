@@ -14,7 +14,8 @@ from overlap_cases import AG, BULK, PIPELINE, RING, RS, Bulk, Case, External, Ga
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
-SECONDS = 2.0
+SECONDS = 3.0  # of a wait that expires
+OUTSIDE_SECONDS = 30.0  # of a group of callbacks: all its waits have the same
 
 METHODS: dict[str, tuple[str, Callable[[Ranks], Case]]] = {
     "ag": ("split_overlap_ag", Gather),
@@ -46,7 +47,7 @@ def call_of(name: str, case: Case) -> Callable[[], None]:
     return lambda: method(torch.ones(case.n, case.k), True, x, False, None, rs_output=out)
 
 
-def new_comm(rank: int, size: int, store: Any, seconds: float = SECONDS, **options: Any) -> to.TorchComm:
+def new_comm(rank: int, size: int, store: Any, **options: Any) -> to.TorchComm:
     return to.new_comm(
         "gloo",
         "cpu",
@@ -54,53 +55,68 @@ def new_comm(rank: int, size: int, store: Any, seconds: float = SECONDS, **optio
         store=store,
         rank=rank,
         size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=60),
         abort_process_on_timeout_or_error=False,
         **options,
     )
 
 
-def run_late(rank: int, size: int, store: Any, seed: int, name: str) -> float:
+def run_late(rank: int, size: int, store: Any, seed: int, name: str, outside: bool) -> float:
     """The last rank stays away from the second call."""
-    group = store_group(rank, size, store, seconds=SECONDS)
+    seconds = OUTSIDE_SECONDS if outside else SECONDS
+    group = store_group(rank, size, store, seconds=seconds) if outside else new_comm(rank, size, store)
     case, other = METHODS[name][1](group), Gather(group)
     op = METHODS[name][0]
     call = call_of(name, case)
     call()
     took = 0.0
     if rank != size - 1:
+        if isinstance(group, to.TorchComm):
+            group.set_timeout(timedelta(seconds=seconds))
         begin = time.monotonic()
         with pytest.raises(to.OperationTimeoutError) as info:
             call()
         took = time.monotonic() - begin
         text = str(info.value)
-        assert f"rank {size - 1} to begin operation 2 within {SECONDS * 1000:.0f} ms, got operation 1" in text, text
+        assert f"rank {size - 1} to begin operation 2 within {seconds * 1000:.0f} ms, got operation 1" in text, text
         for _ in range(2):
             with pytest.raises(
                 to.StateError, match=rf"^{op}: expected a usable buffer, .*{size - 1} to begin.*make a new one"
             ):
                 call()
         store.set(f"expired/{rank}", "")
-    store.wait([f"expired/{r}" for r in range(size - 1)])
+    store.wait([f"expired/{r}" for r in range(size - 1)], timedelta(seconds=seconds + 60))
+    if isinstance(group, to.TorchComm):
+        group.set_timeout(timedelta(seconds=60))
     other.step(seed)  # another buffer of the same ranks
+    if isinstance(group, to.TorchComm):
+        group.finalize()
     return took
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rank_that_does_not_come_is_named(name: str, seed: int) -> None:
-    for took in run_ranks(run_late, 3, seed, name, comm=False)[:2]:
-        assert SECONDS * 0.9 < took < SECONDS + 10
+    for took in run_ranks(run_late, 3, seed, name, False, comm=False, timeout=120)[:2]:
+        assert SECONDS * 0.9 < took < SECONDS + 30
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_group_that_does_not_come_is_named(seed: int) -> None:
+    """What a group was made with bounds its waits, and so also those before."""
+    for took in run_ranks(run_late, 3, seed, "ag", True, comm=False, timeout=180)[:2]:
+        assert OUTSIDE_SECONDS * 0.9 < took < OUTSIDE_SECONDS + 30
 
 
 def run_absent(comm: to.TorchComm) -> None:
     """A buffer that one rank does not make: an error on the others, and the communicator is as it was."""
     if comm.get_rank() == 0:
+        comm.set_timeout(timedelta(seconds=1))
         with pytest.raises(to.OperationTimeoutError):
             make(comm, RS, RING, (8, 16), torch.float32)
 
 
 def test_a_buffer_that_one_rank_does_not_make() -> None:
-    run_ranks(run_absent, 2, timeout=8)
+    run_ranks(run_absent, 2)
 
 
 def run_dead(comm: to.TorchComm, seed: int, how: str) -> None:
@@ -139,7 +155,7 @@ def run_dead_unreachable(comm: to.TorchComm, seed: int, how: str) -> None:
 
 
 def run_reconfigure(rank: int, size: int, store: Any, seed: int) -> None:
-    comm = new_comm(rank, size, store, 30, enable_reconfigure=True)
+    comm = new_comm(rank, size, store, enable_reconfigure=True)
     handles: list[Any] = [None] * size
     to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
     case = Scatter(comm, RING)
@@ -186,9 +202,10 @@ def run_dropped(comm: to.TorchComm) -> None:
     if comm.get_rank() == 1:
         del buffer
         return
-    with pytest.raises(to.OperationTimeoutError, match="rank 1 to begin operation 1 within 10000 ms, got operation 0"):
+    comm.set_timeout(timedelta(seconds=1))
+    with pytest.raises(to.OperationTimeoutError, match="rank 1 to begin operation 1 within 1000 ms, got operation 0"):
         buffer.bulk_overlap(torch.ones(4, 4), True, torch.ones(4, 4), False, torch.empty(4, 4), comm_type=AG)
 
 
 def test_a_rank_that_dropped_its_buffer() -> None:
-    run_ranks(run_dropped, 2, timeout=20)
+    run_ranks(run_dropped, 2)

@@ -161,7 +161,7 @@ def run_content_stays(comm: to.TorchComm, seed: int) -> None:
 def test_what_a_call_leaves_stays_until_the_next_call_of_this_rank(
     backend: str, size: int, direct: bool, seed: int
 ) -> None:
-    run_ranks(run_content_stays if direct else run_content_stays_unreachable, size, seed, backend=backend)
+    run_ranks(run_content_stays if direct else run_content_stays_unreachable, size, seed, backend=backend, timeout=120)
 
 
 def run_content_stays_unreachable(comm: to.TorchComm, seed: int) -> None:
@@ -236,4 +236,4 @@ def run_deleted(comm: to.TorchComm, seed: int) -> None:
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("local", 3)])
 def test_buffers_come_and_go(backend: str, size: int, seed: int) -> None:
-    run_ranks(run_deleted, size, seed, backend=backend)
+    run_ranks(run_deleted, size, seed, backend=backend, timeout=120)

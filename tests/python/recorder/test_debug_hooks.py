@@ -197,11 +197,11 @@ def run_health(comm: to.TorchComm, done: str) -> bool:
     assert state_of(name)["state"] == "active"
     assert state_of(name)["oldest_pending"] is None
     if comm.get_rank() == 0:
-        work = comm.recv(torch.empty(1), 1, True, timeout=timedelta(seconds=1))
+        work = comm.recv(torch.empty(1), 1, True, timeout=timedelta(seconds=4))
         time.sleep(0.2)
         now = state_of(name)
         assert (now["pending"], now["oldest_pending"]["op"]) == (1, "recv")
-        assert 0.1 < now["oldest_pending"]["age_seconds"] < now["oldest_pending"]["timeout_seconds"] == 1
+        assert 0.1 < now["oldest_pending"]["age_seconds"] < now["oldest_pending"]["timeout_seconds"] == 4
         with pytest.raises(to.OperationTimeoutError):
             work.wait()
         now = state_of(name)

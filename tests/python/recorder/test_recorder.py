@@ -142,7 +142,7 @@ def run_states(comm: to.TorchComm) -> list[tuple[str, str]]:
         return []
     work = comm.recv(torch.empty(1), 1, True)
     work.wait()
-    late = comm.recv(torch.empty(1), 1, True, timeout=timedelta(seconds=0.3))
+    late = comm.recv(torch.empty(1), 1, True, timeout=timedelta(seconds=2))
     states = [(e["op"], e["state"]) for e in entries() if e["process_group"][0] == comm.get_name()]
     with pytest.raises(to.OperationTimeoutError):
         late.wait()
@@ -237,7 +237,7 @@ def test_a_signal_dumps_and_goes_on_to_the_handler_before(tmp_path: Path, monkey
         flight_recorder.dump_on_signal(signal.SIGUSR2)
         comm.barrier(False)
         signal.raise_signal(signal.SIGUSR2)
-        assert came.wait(20)
+        assert came.wait(60)
         wait_for(tmp_path / "t_1")
         trace = pickle.loads((tmp_path / "t_1").read_bytes())
         assert trace["reason"] == f"signal {int(signal.SIGUSR2)}"

@@ -51,7 +51,7 @@ BLOCKS = (
     "CUDA Graphs",
     "Custom Options",
 )
-OPTIONAL: dict[str, Any] = {"hints": {}, "timeout": timedelta(seconds=20)}
+OPTIONAL: dict[str, Any] = {"hints": {}, "timeout": timedelta(seconds=60)}
 
 Body = Callable[[TorchComm], None]
 

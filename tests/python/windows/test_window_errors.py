@@ -131,13 +131,14 @@ def test_private_memory_names_the_rank_and_the_way_out() -> None:
 
 def run_rank_that_does_not_come(comm: TorchComm) -> None:
     rank = comm.get_rank()
-    child = comm.split([0, 1], timeout=timedelta(seconds=1))
+    child = comm.split([0, 1])
     assert child is not None
     if rank == 0:
+        child.set_timeout(timedelta(seconds=1))
         begin = time.monotonic()
         with pytest.raises(to.OperationTimeoutError, match=r"window memory #0.* got none of ranks \[1\]"):
             child.new_window(to.symmetric_empty(8, torch.float32, comm))
-        assert time.monotonic() - begin < 6
+        assert time.monotonic() - begin < 1 + 30
     comm.barrier(False)
     child.abort()
 
@@ -148,7 +149,7 @@ def test_a_rank_that_does_not_come_is_named(pair_backend: str) -> None:
 
 def run_signal_that_does_not_come(comm: TorchComm, async_op: bool) -> None:
     rank = comm.get_rank()
-    child = comm.split([0, 1], timeout=timedelta(seconds=20))
+    child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
     if rank == 1:
@@ -160,7 +161,7 @@ def run_signal_that_does_not_come(comm: TorchComm, async_op: bool) -> None:
         expected = r"wait_signal #\d+ on .*: expected signal 2 of rank 1 in window '.*/window_0' within 500 ms, got 1;"
         with pytest.raises(to.OperationTimeoutError, match=expected):
             window.wait_signal(1, async_op, timeout=timedelta(seconds=0.5)).wait()
-        assert 0.4 < time.monotonic() - begin < 6
+        assert 0.4 < time.monotonic() - begin < 0.5 + 30
         with pytest.raises(to.StateError, match="wait_signal"):
             window.put(torch.ones(1), 0, 0, False)
     comm.barrier(False)  # the parent goes on
@@ -192,15 +193,17 @@ def test_an_abort_ends_waits(pair_backend: str) -> None:
 
 def run_deregister_in_vain(comm: TorchComm) -> None:
     """An operation that does not end in time is an error on every rank, after the time."""
-    child = comm.split([0, 1], timeout=timedelta(seconds=1))
+    child = comm.split([0, 1])
     assert child is not None
     window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
+    comm.barrier(False)
     if comm.get_rank() == 0:
-        window.wait_signal(1, True, timeout=timedelta(seconds=20))
+        child.set_timeout(timedelta(seconds=2))
+        window.wait_signal(1, True, timeout=timedelta(seconds=100))
     begin = time.monotonic()
-    with pytest.raises(to.OperationTimeoutError, match=r"tensor_deregister: .*to end within 1000 ms"):
+    with pytest.raises(to.OperationTimeoutError, match=r"tensor_deregister: .*to end within 2000 ms"):
         window.tensor_deregister()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 3 * 2 + 30
     comm.barrier(False)
     child.abort()
 
@@ -257,9 +260,9 @@ def run_leaves_nothing(comm: TorchComm) -> None:
         with open("/proc/self/maps") as maps:
             return sum("torch_overlap" in line and "memfd" in line for line in maps)
 
-    def settled(most: tuple[int, int]) -> tuple[int, int]:
+    def settled(most: tuple[int, int], seconds: int) -> tuple[int, int]:
         """The thread that ran an operation may hold its memory for a moment after the end."""
-        for _ in range(100):
+        for _ in range(50 * seconds):
             now = open_descriptors(), mappings()
             if now[0] <= most[0] and now[1] <= most[1]:
                 break
@@ -269,11 +272,11 @@ def run_leaves_nothing(comm: TorchComm) -> None:
     for _ in range(5):
         use()
     comm.barrier(False)
-    before = settled((0, 0))
+    before = settled((0, 0), 2)
     for _ in range(100):
         use()
     comm.barrier(False)
-    after = settled(before)
+    after = settled(before, 60)
     assert after[0] <= before[0]
     assert after[1] <= before[1]
 

@@ -43,7 +43,7 @@ def test_eager(which: str, ranks: int, seed: int) -> None:
 
 
 def test_compiled(seed: int) -> None:
-    run_ranks(run_exchange, 2, seed, "inductor", backend="gloo", timeout=240)
+    run_ranks(run_exchange, 2, seed, "inductor", backend="gloo", timeout=540)
 
 
 def run_copying_compiler(comm: TorchComm) -> None:
@@ -64,7 +64,7 @@ def run_copying_compiler(comm: TorchComm) -> None:
 
 
 def test_a_compiler_that_works_on_copies_is_refused() -> None:
-    run_ranks(run_copying_compiler, 2, backend="gloo", timeout=240)
+    run_ranks(run_copying_compiler, 2, backend="gloo", timeout=540)
 
 
 def run_fake_tensors(comm: TorchComm) -> None:

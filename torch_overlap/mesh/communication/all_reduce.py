@@ -1,8 +1,9 @@
 """all_reduce, pmean: the reduction of all ranks' local tensors along some axes, on each of them.
 
 Shape: that of the local tensors; a dimension that was sharded along a reduced axis shrinks to one part.
-Layout: the axes become invariant. Gradient: P -> I, the gradient of every term is that of the result; not for max, min
-and product, which raise when one is asked. Cost: 2(N-1)/N of the tensor.
+Layout: the axes become invariant. Gradient: P -> I, the gradient of every term is that of the result (of a value whose
+copies are the terms, the sum of theirs); not for max, min and product, which raise when one is asked. Cost: 2(N-1)/N of
+the tensor.
 """
 
 from __future__ import annotations
@@ -95,6 +96,6 @@ def all_reduce(x: Sharded, reduce_op: str | None = None, reduce_axes: Axes = Non
 def pmean(x: Sharded, axis_name: Axes = None) -> Sharded:
     """The mean of all ranks' local tensors along an axis (the one of the mesh unless given), on each of them.
 
-    Of a value that is the same along the axis: that value. Gradient: 1/N of the result's.
+    Of a value that is the same along the axis: that value. Gradient: of each rank's tensor 1/N of the result's.
     """
     return _pmean(x, axis_name)

@@ -53,7 +53,11 @@ class CollectiveOperation:
     def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
         spec = self._spec(x)
         source, target, shape = self.move(spec, *args, **kwargs)
-        taken = Sharded(x.local, spec_of(spec.mesh, source, shape, spec.dtype)) if source != spec.layout else x
+        if source == spec.layout:
+            return x._reshard(target)
+        # Of N copies that become N terms the gradient is the sum of the terms': that of a replicated value.
+        whole = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in source.partial])
+        taken = Sharded(x._reshard(whole).local, spec_of(spec.mesh, source, shape, spec.dtype))
         return taken._reshard(target)
 
     def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:

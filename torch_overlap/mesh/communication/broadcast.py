@@ -1,7 +1,7 @@
 """broadcast: one rank's local tensor becomes that of all along some axes.
 
-Shape stays. Layout: whole along the axes, and invariant. Gradient: the sum of all ranks' goes to the root, where it
-counts once; zeros elsewhere. Cost: the tensor.
+Shape stays. Layout: whole along the axes, and invariant. Gradient: that of the result; of a replicated operand, whose
+gradient is pending, on the root, and zeros elsewhere. Cost: the tensor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class BroadcastOp(LocalOperation):
         comm = spec.mesh.group_comm(names)
         if comm is None:
             return x
-        # The operator sums all gradients for the root, so its result is replicated: of an invariant one, each of which
-        # is the whole, one rank's counts.
+        # The operator sums all gradients for the root: operand and result are replicated. Of an invariant result, each
+        # gradient of which is the whole, one rank's counts; an invariant operand gets that of the root on every rank.
         plain = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in names])
-        local = torch.ops.torch_overlap.broadcast(x.local, root, comm.get_name())
+        local = torch.ops.torch_overlap.broadcast(x._reshard(plain).local, root, comm.get_name())
         replicated = Sharded(local, spec_of(spec.mesh, plain, spec.shape, spec.dtype))
         return replicated._reshard(plain.with_invariant([*plain.invariant, *names]))
 

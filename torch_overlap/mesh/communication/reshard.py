@@ -55,7 +55,7 @@ def reshard(x: Sharded, spec: Any) -> Sharded:
 def assume_partial(x: Sharded, axes: Axes, reduce_op: str = "sum") -> Sharded:
     """The same local tensors, taken as the terms of a reduction over `axes`, along which `x` was whole until now.
 
-    The value changes: of a sum over N ranks it is N times what it was. Nothing is sent. The gradient of each term is
-    that of the sum.
+    The value changes: of a sum over N ranks it is N times what it was, and so is its gradient: each of the terms has
+    that of the sum. Nothing is sent; of an invariant value gradients are summed, which is an all_reduce.
     """
     return _assume_partial(x, axes, reduce_op)

@@ -2,10 +2,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
 
+#include "torch_overlap/ops/casts.h"
 #include "torch_overlap/ops/register.h"
-#include "torch_overlap/ops/reshard.h"
 
-// The casts of reshard.h. They send nothing forwards. A cast that keeps the value is an alias below
+// They send nothing forwards. A cast that keeps the value is an alias below
 // autograd, where compilers know what an alias is; the kernels copy, for who calls them otherwise.
 namespace torch_overlap::ops {
 namespace {

@@ -1,0 +1,159 @@
+"""The compile pass: products and collectives become one operator, what is left alone says why; values stay."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import torch_overlap as to
+from torch_overlap.mesh.compile_pass import OverlapPass, overlap_products
+from torch_overlap.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def feed_forward(comm, x, up, gate, down):
+    h = to.ops.all_gather(x, comm, 0)
+    h = F.linear(h, up) * F.silu(F.linear(h, gate))
+    return to.ops.reduce_scatter(F.linear(h, down), comm, 0)
+
+
+def check_feed_forward(comm, seed):
+    shared = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed + 1 + comm.get_rank())
+    tensors = [
+        torch.randn(4, 3, 8, generator=own),
+        *(torch.randn(*s, generator=shared) for s in ((6, 8), (6, 8), (8, 6))),
+    ]
+
+    def run(function):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y = function(*leaves)
+        y.square().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    def function(*leaves):
+        return feed_forward(comm, *leaves)
+
+    expected = run(function)
+    with overlap_products(algorithm="fused") as made:
+        got = run(torch.compile(function, fullgraph=True))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    return [(d.collective, d.fused) for d in made.decisions], made.decisions[-1].why
+
+
+def test_values_and_gradients_are_those_of_the_plain_graph(seed):
+    decisions, why = run_ranks(check_feed_forward, 2, seed, timeout=280)[0]
+    forward = [("all_gather", True), ("reduce_scatter", True)]
+    assert decisions == [*forward, ("all_gather", True), ("reduce_scatter", False)]
+    assert "comes from add, not from a product" in why
+
+
+def c10d_feed_forward(group, x, up, down):
+    import torch.distributed._functional_collectives as funcol
+
+    h = funcol.all_gather_tensor(x, 0, group)
+    y = torch.relu(h @ up) @ down
+    return funcol.reduce_scatter_tensor(y, "sum", 0, group)
+
+
+def check_c10d(rank, size, store, seed):
+    dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    shared, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1 + rank)
+    x, up, down = (torch.randn(4, 8, generator=own), torch.randn(8, 6, generator=shared),
+                   torch.randn(6, 8, generator=shared))  # fmt: skip
+
+    def function(*tensors):
+        return c10d_feed_forward(dist.group.WORLD, *tensors)
+
+    expected = function(x, up, down)
+    with overlap_products(algorithm="fused") as made, torch.no_grad():
+        got = torch.compile(function, fullgraph=True)(x, up, down)
+    torch.testing.assert_close(got, expected)
+    dist.destroy_process_group()
+    return [(d.collective, d.fused) for d in made.decisions]
+
+
+def test_the_functional_collectives_of_torch_are_seen(seed):
+    found = run_ranks(check_c10d, 2, seed, comm=False, timeout=280)[0]
+    assert found == [("all_gather", True), ("reduce_scatter", True)]
+
+
+def reasons(comm):
+    """Why collectives are left alone; `fake` ranks, so only graphs count."""
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    ops = to.ops
+    functions = {
+        "columns": lambda: F.linear(ops.all_gather(x, comm, 1), torch.ones(3, 16)),
+        "other user": lambda: torch.relu(ops.all_gather(x, comm, 0)),
+        "second operand": lambda: w @ ops.all_gather(x, comm, 0).t(),
+        "late weight": lambda: (lambda g: F.linear(g, w * g.sum()))(ops.all_gather(x, comm, 0)),
+        "not a sum": lambda: ops.all_reduce(F.linear(x, w), comm, "max"),
+        "used before": lambda: (lambda y: (ops.all_reduce(y, comm, "sum"), y))(F.linear(x, w)),
+        "scattered columns": lambda: ops.reduce_scatter(F.linear(x, w), comm, 1),
+        "fused": lambda: ops.all_reduce(F.linear(x, w), comm, "sum"),
+    }
+    found = {}
+    for name, function in functions.items():
+        with overlap_products(algorithm="fused") as made, torch.no_grad():
+            torch._dynamo.reset()
+            torch.compile(function, fullgraph=True)()
+        found[name] = [(d.fused, d.why) for d in made.decisions]
+    with overlap_products(), torch.no_grad():
+        with pytest.raises(to.InvalidValueError, match="expected no torch._inductor.config"), overlap_products():
+            pass
+        torch._dynamo.reset()
+        with _logged() as lines:
+            torch.compile(functions["fused"], fullgraph=True)()
+    return found, lines
+
+
+class _logged:
+    def __enter__(self):
+        self.lines = []
+        self.handler = logging.Handler()
+        self.handler.emit = lambda record: self.lines.append(record.getMessage())
+        logger = logging.getLogger("torch_overlap.compile")
+        self.level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self.handler)
+        return self.lines
+
+    def __exit__(self, *_):
+        logger = logging.getLogger("torch_overlap.compile")
+        logger.setLevel(self.level)
+        logger.removeHandler(self.handler)
+
+
+def test_what_is_left_alone_says_why():
+    found, lines = run_ranks(reasons, 2, backend="fake")[0]
+    expected = {
+        "columns": "gathers the dimension that is multiplied",
+        "other user": "no product takes the result, but relu",
+        "second operand": "no product takes the result",
+        "late weight": "the weights are computed after it",
+        "not a sum": "it is no sum but max",
+        "used before": "needed before it is reduced",
+        "scattered columns": "scatters the columns",
+    }
+    for name, why in expected.items():
+        assert len(found[name]) == 1, name
+        fused, said = found[name][0]
+        assert not fused, name
+        assert why in said
+    assert [fused for fused, _ in found["fused"]] == [True]
+    assert len(lines) == 1
+    assert "all_reduce of (4, 6)" in lines[0]
+    assert "left alone" in lines[0]
+    assert "by the cost model" in lines[0]
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(to.InvalidValueError, match="expected an algorithm of"):
+        OverlapPass(algorithm="quick")

@@ -1,0 +1,81 @@
+"""To DTensor and back: values, layouts and gradients."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import torch_overlap as to
+from torch_overlap.mesh import Layout, Mesh, Sharded, connect, from_dtensor, mesh_of, shard, to_dtensor
+from torch_overlap.mesh.dtensor import layout_from_placements, placements_of
+from torch_overlap.testing import run_ranks
+
+CASES = (
+    ([Shard(0), Shard(0)], "[a,b],[]"),
+    ([Shard(1), Replicate()], "[],[a] I{b}"),
+    ([Shard(0), Shard(1)], "[a],[b]"),
+    ([Replicate(), Partial()], "[],[] P{b} I{a}"),
+    ([Replicate(), Replicate()], "[],[] I{a,b}"),
+)
+
+
+def check_round_trips(rank, size, store, seed):
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.PrefixStore("pg", store), rank=rank, world_size=size, timeout=limit)
+    comm = to.new_comm(
+        "gloo", "cpu", "dtensor", store=dist.PrefixStore("c", store), rank=rank, size=size, timeout=limit
+    )
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = connect(mesh_of(devices), comm)
+    generator = torch.Generator().manual_seed(seed)
+    for placements, text in CASES:
+        x = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+        if any(isinstance(p, Partial) for p in placements):
+            d = DTensor.from_local(x if rank % 2 == 0 else torch.zeros_like(x), devices, placements)
+        else:
+            d = distribute_tensor(x, devices, placements)
+        d = d.detach().requires_grad_()
+        s = from_dtensor(d, mesh)
+        assert str(s.layout) == text
+        torch.testing.assert_close(s.full(), x)
+        (s * s).sum().backward()
+        torch.testing.assert_close(d.grad.full_tensor(), 2 * x)
+
+        again = Sharded(s.local.detach().requires_grad_(), s.spec)
+        back = to_dtensor(again, devices)
+        assert list(back.placements) == placements
+        torch.testing.assert_close(back.full_tensor(), x)
+        (back * back).sum().backward()
+        torch.testing.assert_close(again.grad.full(), 2 * x)
+
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    r = shard(x, mesh, Layout.replicated(mesh.mesh, 2)).requires_grad_()  # its gradient is pending
+    to_dtensor(r, devices).square().sum().backward()
+    torch.testing.assert_close(r.grad.full(), 2 * x)
+
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    with pytest.raises(to.InvalidValueError, match=r"expected a DeviceMesh of shape \(2, 2\)"):
+        to_dtensor(r, flat)
+    mesh.close()
+    comm.finalize()
+    dist.destroy_process_group()
+
+
+def test_dtensors_come_and_go(seed):
+    run_ranks(check_round_trips, 4, seed, comm=False)
+
+
+def test_layouts_that_dtensor_has_no_words_for():
+    mesh = Mesh({"a": 2, "b": 4})
+    with pytest.raises(to.UnsupportedError, match="in the order of the mesh"):
+        placements_of(Layout.parse(mesh, "[b,a]"))
+    with pytest.raises(to.UnsupportedError, match="expected whole axes"):
+        placements_of(Layout.parse(mesh, "[b:(1)2]"))
+    with pytest.raises(to.InvalidValueError, match="a placement for each axis"):
+        layout_from_placements(mesh, [Shard(0)], 1)
+    assert str(layout_from_placements(mesh, [Shard(-1), Partial("max")], 2)) == "[],[a] P{b:max}"

@@ -1,0 +1,231 @@
+"""What is refused, and what is said then."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from spmd_ranks import P, on_mesh
+
+import torch_overlap as to
+from torch_overlap.mesh import (
+    CostModel,
+    Layout,
+    Mesh,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assume_partial,
+    broadcast,
+    connect,
+    from_local,
+    pmean,
+    ppermute,
+    recipe_of,
+    reduce_scatter,
+    shard,
+    to_layout,
+)
+from torch_overlap.testing import run_ranks
+
+
+def refused(error, match, function, *args, **kwargs):
+    with pytest.raises(error, match=match):
+        function(*args, **kwargs)
+
+
+def test_operands(seed):
+    """Plain tensors, values of two meshes, functions in place and random ones."""
+
+    def body(r):
+        x = shard(r.randn(4, 6), r.mesh, P("x"))
+        other = connect("x=2,y=2", r.mesh.comm, name=f"{r.mesh.name}-other")
+        y = shard(r.randn(4, 6), other, P("x"))
+        with r.sends():
+            message = r"a plain tensor of shape \(4, 6\) beside them; shard\(x, mesh\)"
+            refused(TypeError, message, torch.add, x, torch.ones(4, 6))
+            refused(TypeError, "a plain tensor", lambda: x * torch.ones(6))
+            refused(TypeError, "a plain tensor", torch.cat, [x, torch.ones(1, 6)])
+            refused(TypeError, "a plain tensor", F.linear, x, torch.ones(3, 6))
+            refused(ValueError, "expected operands on one mesh", torch.add, x, y)
+            refused(ValueError, "expected operands on one mesh", torch.stack, [x, y])
+            refused(ValueError, "expected a Sharded on", shard, x, other, P("x"))
+            refused(to.UnsupportedError, "changes no Sharded, got one in place", lambda: x.add_(1))
+            refused(to.UnsupportedError, "in place", lambda: x.relu_())
+            refused(to.UnsupportedError, "in place", F.relu, x, inplace=True)
+            refused(to.UnsupportedError, "random", F.dropout, x, 0.5)
+            refused(to.UnsupportedError, "random", torch.bernoulli, x)
+            refused(to.UnsupportedError, "random", torch.rand_like, x)
+            refused(to.UnsupportedError, "normal_", lambda: x.normal_())
+            refused(TypeError, "expected a Sharded among the arguments", recipe_of, torch.relu, 3)
+            refused(TypeError, "expected a Sharded, got Tensor", all_reduce, torch.ones(3))
+            refused(TypeError, "expected a tensor, got list", shard, [1.0], r.mesh)
+            refused(TypeError, "plain tensor for numpy", np.asarray, x)
+            refused(AttributeError, "no attribute 'no_such_method'", lambda: x.no_such_method())
+            refused(RuntimeError, r"expected a scalar, got a Sharded of shape \(4, 6\)", x.backward)
+            refused(RuntimeError, "reduction dim", torch.matmul, x, x)
+        assert F.dropout(x, 0.5, training=False).shape == x.shape
+        refused(TypeError, "0-d", len, x.sum())
+        r.check(x + x, 2 * x.full())  # nothing is left behind
+        other.close()
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_assignment(seed):
+    """x[0] = 1 is refused; x += 1 makes a new value."""
+
+    def body(r):
+        value = r.randn(4, 6)
+        x = y = shard(value.clone(), r.mesh, P("x"))
+        with pytest.raises(TypeError, match="item assignment"):
+            x[0] = 1.0
+        x += 1
+        r.check(x, value + 1, "[x],[]")
+        r.check(y, value, "[x],[]")
+
+    on_mesh("x=2", body, seed)
+
+
+def test_pending_values_leave_only_as_what_they_are(seed):
+    """to_local of a pending value."""
+
+    def body(r):
+        y = r.place(r.randn(4, 6), "[x],[] P{y}")
+        with r.sends():
+            refused(to.StateError, r"not pending, got \[x\],\[\] P\{y\}; reshard it, or take .local", y.to_local)
+        assert torch.equal(y.reshard(P("x")).to_local(), y.reshard(P("x")).local)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_local_shapes(seed):
+    """from_local: parts of another shape than the layout says."""
+
+    def body(r):
+        local = torch.ones(3, 4)
+        refused(ValueError, r"from_local: expected \(4, 4\), this rank's part of \(8, 4\) under \[x\],\[\]",
+                from_local, local, r.mesh, "[x],[]", (8, 4))  # fmt: skip
+        refused(ValueError, r"expected \(2, 4\)", from_local, local, r.mesh, P(("x", "y")), (8, 4))
+        refused(ValueError, "at most 2 entries", from_local, local, r.mesh, P("x", None, None))
+        assert from_local(local, r.mesh, P("x")).shape == (6, 4)
+        refused(ValueError, "layout of 1 dimensions", from_local, torch.ones(3), r.mesh, "[x],[]")
+        x = torch.ones(5, 4)
+        x = from_local(x[: (r.mesh.coordinate("x") and 2) or 3], r.mesh, P("x"), (5, 4))
+        r.check(x, torch.ones(5, 4))
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_axes_and_dimensions(seed):
+    """Unknown axes, axes twice, dimensions out of range, wrong numbers."""
+
+    def body(r):
+        x = shard(r.randn(4, 8), r.mesh, P("x"))
+        with r.sends():
+            for function in (
+                lambda: shard(r.randn(4), r.mesh, P("z")),
+                lambda: x.reshard(P("z")),
+                lambda: all_reduce(x, "sum", "z"),
+                lambda: pmean(x, "z"),
+                lambda: reduce_scatter(x, 0, "z"),
+                lambda: ppermute(x, [(0, 1)], "z"),
+                lambda: broadcast(x, 0, "z"),
+                lambda: assume_partial(x, "z"),
+                lambda: r.mesh.group_comm("z"),
+                lambda: r.mesh.coordinate("z"),
+            ):
+                refused(ValueError, r"one of the axes \[x, y\], got 'z'", function)
+            refused(ValueError, "every axis once", x.reshard, P("x", "x"))
+            refused(ValueError, "each axis once", all_reduce, x, "sum", ["y", "y"])
+            refused(ValueError, "at most 2 entries", x.reshard, P("x", None, "y"))
+            refused(ValueError, r"expected axis in \[-2, 1\] for \(4, 8\), got 2", all_gather, x, 2)
+            refused(ValueError, r"expected split_axis in", all_to_all, x, -3, 0)
+            refused(TypeError, "expected an int as axis, got str", all_gather, x, "x")
+            refused(ValueError, "expected two dimensions", all_to_all, x, 1, -1)
+            refused(ValueError, "expected a reduce_op of", all_reduce, x, "median", "y")
+            refused(ValueError, "expected reduce_axes on", all_reduce, x)
+            refused(ValueError, "at most once as a target", ppermute, x, [(0, 1), (1, 1)], "x")
+            refused(ValueError, "at most once as a source", ppermute, x, [(0, 1), (0, 0)], "x")
+            refused(ValueError, "below 2", ppermute, x, [(0, 2)], "x")
+            refused(ValueError, "a source for each of the 4 places", ppermute, x, [(0, 1)])
+            refused(ValueError, "a root below 2", broadcast, x, 2, "y")
+            refused(ValueError, "along which local tensors are copies", broadcast, x, 0, "x")
+            refused(ValueError, "along which the value is whole", assume_partial, x, "x")
+            refused(ValueError, "got 'median'", assume_partial, x, "y", "median")
+            refused(ValueError, "one of sharded, replicated and partial", shard, r.randn(4), r.mesh, P("x"), ["x"])
+            refused(ValueError, "one of sharded, replicated and partial", shard, r.randn(4), r.mesh, None, ["x"], ["x"])
+            pending = r.place(r.randn(4, 8), "[x],[] P{y:max}")
+            refused(ValueError, "pending as 'max'", all_reduce, pending, "sum", "y")
+            refused(ValueError, "no pending reduction", pmean, pending, "x")
+            mixed = Layout(r.mesh.mesh, [None, None], {"x": "sum", "y": "avg"})
+            refused(ValueError, "one reduction", reduce_scatter, r.place(r.randn(4, 8), mixed), 0)
+            uneven = shard(r.randn(5, 8), r.mesh, P("x"))
+            refused(ValueError, "parts of equal size to reduce", all_reduce, uneven, "sum", "x")
+            refused(ValueError, "local tensors of one shape", ppermute, uneven, [(0, 1), (1, 0)], "x")
+            nested = shard(r.randn(8, 8), r.mesh, P(("x", "y")))
+            refused(ValueError, "the last axes of dimension 0", all_reduce, nested, "sum", "x")
+            refused(ValueError, "expected a layout on", to_layout, Layout(Mesh({"x": 4}), [None]), r.mesh.mesh, 1)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_connect():
+    """Meshes of other ranks, names in use, sets of unknown axes."""
+
+    def body(comm):
+        refused(ValueError, "expected a mesh of the 4 ranks of .*, got .*split the communicator", connect, "x=2", comm)
+        refused(ValueError, "expected a mesh of the 4 ranks", connect, Mesh({"x": 4}, [1, 2, 3, 4]), comm)
+        refused(ValueError, "name that is not empty", connect, {"x": 4}, comm, name="")
+        refused(ValueError, r"one of the axes \[x\], got 'z'", connect, "x=4", comm, sets=["z"])
+        refused(TypeError, None, connect, 4, comm)
+        refused(TypeError, None, connect, "x=4", "world")
+        mesh = connect("x=2,y=2", comm, name="errors")
+        refused(ValueError, "a name that no live mesh has, got 'errors'", connect, "x=4", comm, name="errors")
+        second = connect("x=4", comm, name="errors2", cost=CostModel.bandwidth_only())
+        assert shard(torch.ones(4), second, P("x")).full().sum() == 4
+        second.close()
+        mesh.close()
+        mesh.close()
+
+    run_ranks(body, 4, backend="local")
+
+
+def test_use_after_close():
+    """A closed mesh says so; the communicator that it was made of stays usable."""
+
+    def body(comm):
+        mesh = connect("x=2,y=2", comm, name="closed")
+        x = shard(torch.ones(4, 4), mesh, P("x"))
+        mesh.close()
+        refused(to.StateError, "expected an open mesh, got one that was closed", mesh.group_comm, "x")
+        refused(to.StateError, "expected an open mesh", mesh.prepare, "x")
+        refused(to.StateError, "expected an open mesh", broadcast, x, 0, "y")
+        refused(to.StateError, "expected an open mesh", ppermute, x, [(0, 1), (1, 0)], "x")
+        y = torch.ones(2)
+        comm.all_reduce(y, to.ReduceOp.SUM, False)  # from here on all meshes of this name are closed
+        assert y[0] == 4
+        refused(to.Error, "expected (an open mesh|the name of a connected mesh)", x.full)
+
+    run_ranks(body, 4, backend="local")
+
+
+def test_sets_that_were_not_declared():
+    """`sets` says which communicators exist; another is split off when it is used, or prepared."""
+
+    def body(comm):
+        mesh = connect("x=2,y=2,z=2", comm, name="sets", sets=["x", "y,z"])
+        assert mesh.group_comm("x").get_size() == 2
+        assert mesh.group_comm(("z", "y")).get_size() == 4
+        refused(to.StateError, r"communicator over \[z\], got none.*call prepare\(\"z\"\)", mesh.group_comm, "z")
+        x = shard(torch.ones(8, 2), mesh, P("z"))
+        assert x.full().sum() == 16
+        assert mesh.group_comm("z").get_size() == 2
+        mesh.prepare("x,y", ("x", "z"))
+        assert mesh.group_comm(("x", "y")).get_size() == 4
+        one = connect("a=1,b=8", comm, name="one")
+        assert one.group_comm("a") is None
+        assert one.group_comm("b").get_name() == comm.get_name()
+        one.close()
+        mesh.close()
+
+    run_ranks(body, 8, backend="local")

@@ -1,0 +1,246 @@
+"""Elementwise functions, reductions, softmax and look-ups on sharded operands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spmd_ranks import MESHES, P, on_mesh
+
+from torch_overlap.mesh import Layout, assume_partial, from_local, shard
+
+
+def compare(r, function, values, layouts, sent=None, layout=None):
+    """The function of values that lie so, and the gradients of all operands, against the unsharded ones."""
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = function(*leaves)
+    c = r.randn(*expected.shape)
+    expected.backward(c)
+    operands = [r.place(x, y).requires_grad_() for x, y in zip(values, layouts, strict=True)]
+    r.sent()
+    out = function(*operands)
+    real = r.sent()
+    r.check(out, expected, layout)
+    if sent is not None:
+        assert real == sent, f"sent {real}, expected {sent}"
+    out.backward(shard(c, r.mesh))
+    for operand, leaf in zip(operands, leaves, strict=True):
+        r.check(operand.grad, leaf.grad)
+    return out
+
+
+def test_rows_and_columns(seed):
+    """T36: each operand is cut where the other one is; nothing is sent."""
+
+    def body(r):
+        compare(r, torch.add, [r.randn(8, 6), r.randn(8, 6)], ["[dp],[] I{tp}", "[],[tp] I{dp}"], [], "[dp],[tp]")
+        compare(r, torch.mul, [r.randn(7, 5), r.randn(7, 5)], ["[dp],[] I{tp}", "[],[tp] I{dp}"], [], "[dp],[tp]")
+
+    on_mesh("dp=2,tp=2", body, seed)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "kind"),
+    [
+        pytest.param("[dp],[] I{tp}", "[tp],[] I{dp}", "permute", id="T37"),
+        pytest.param("[dp],[] I{tp}", "[],[dp] I{tp}", "all_to_all", id="T38"),
+        pytest.param("[dp,tp],[]", "[tp,dp],[]", "permute", id="T37-two-axes"),
+        pytest.param("[dp],[tp]", "[tp],[dp]", "permute", id="T38-two-axes"),
+        pytest.param("[dp],[] I{tp}", "[],[] I{dp,tp}", None, id="B13: sharded and whole"),
+    ],
+)
+def test_operands_that_lie_otherwise(left, right, kind, seed):
+    """T37, T38, B13: one of them is resharded, once; the same one every time, and gradients go back."""
+
+    def body(r):
+        layouts = set()
+        for function in (torch.add, torch.mul, lambda a, b: a / (1 + b * b)):
+            values = [r.randn(8, 6), r.randn(8, 6)]
+            out = compare(r, function, values, [left, right])
+            layouts.add(str(out.layout))
+            x, y = (r.place(v, spec) for v, spec in zip(values, (left, right), strict=True))
+            r.sent()
+            _ = x + y
+            sent = r.sent()
+            assert [s.split()[0] for s in sent] == ([kind] if kind else [])
+            _ = x + y
+            assert not r.sent()  # what was moved is kept
+            compare(r, function, [r.randn(7, 5), r.randn(7, 5)], [left, right])
+        assert len(layouts) == 1
+
+    on_mesh("dp=2,tp=2", body, seed)
+
+
+def test_operands_that_are_broadcast(seed):
+    """T36: rows, columns and numbers beside a matrix, wherever they lie."""
+
+    def body(r):
+        for left in ("[x],[] I{y}", "[x],[y]", "[],[y,x]", "[y],[] P{x}"):
+            for shape in ((6,), (8, 1), (1, 6), (1, 1), ()):
+                for dims in range(len(shape) + 1):
+                    spec = [None] * len(shape)
+                    if dims < len(shape) and shape[dims] > 1:
+                        spec[dims] = "x"
+                    value = r.randn(*shape)
+                    operand = shard(value, r.mesh, spec)
+                    x = r.randn(8, 6)
+                    r.check(r.place(x, left) + operand, x + value)
+                    r.check(r.place(x, left) * operand, x * value)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+REDUCTIONS = {
+    "sum over the sharded dimension": (lambda x: x.sum(0), "[] P{x}"),
+    "sum over the other one": (lambda x: x.sum(1), "[x]"),
+    "sum with keepdim": (lambda x: x.sum(0, keepdim=True), "[],[] P{x}"),
+    "sum of all": (lambda x: x.sum(), "scalar P{x}"),
+    "mean over the sharded dimension": (lambda x: x.mean(0), "[] P{x}"),
+    "mean over the other one": (lambda x: x.mean(1, keepdim=True), "[x],[]"),
+    "mean of all": (lambda x: x.mean(), "scalar P{x}"),
+    "amax over the sharded dimension": (lambda x: x.amax(0), "[] P{x:max}"),
+    "amax over the other one": (lambda x: x.amax(1), "[x]"),
+    "amin over the sharded dimension": (lambda x: x.amin(0), "[] P{x:min}"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_reductions(name, size, seed):
+    """T39, B10: pending with its kind; one all_reduce where somebody needs it. Uneven too."""
+    function, layout = REDUCTIONS[name]
+
+    def body(r):
+        for shape in ((8, 6), (7, 5), (3, 2)):
+            x = r.randn(*shape)
+            with r.sends():
+                y = r.check(function(shard(x, r.mesh, P("x"))), function(x), layout)
+            with r.sends("all_reduce x" if y.layout.partial else "all_gather x"):
+                torch.testing.assert_close(y.full(), function(x))
+
+    on_mesh(f"x={size}", body, seed)
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_reductions_on_every_mesh(text, seed):
+    """T39: each pair of axes, and the gradients."""
+
+    def body(r):
+        a, b, *_ = r.mesh.mesh.axes
+        for spec in (P(a, b), P((b, a)), P(None, (a, b)), P(b)):
+            layout = str(shard(torch.zeros(7, 9), r.mesh, spec).layout)
+            for function in (lambda x: x.sum(), lambda x: x.mean(1, keepdim=True), lambda x: x.var(0)):
+                compare(r, function, [r.randn(7, 9)], [layout])
+
+    on_mesh(text, body, seed)
+
+
+def test_maximum_of_a_pending_sum(seed):
+    """B10: the sum is reduced first, as a sum; the maximum then is no sum."""
+
+    def body(r):
+        x = r.randn(6, 4)
+        with r.sends("all_reduce x"):
+            y = r.place(x, "[],[] P{x}").amax(0)
+        r.check(y, x.amax(0), "[] I{x}")
+        z = r.place(x, "[y],[] P{x}").amax(0)
+        assert set(z.layout.partial.values()) <= {"max"}
+        r.check(z, x.amax(0))
+        r.check(r.place(x, "[y],[] I{x}").amax(0), x.amax(0), "[] P{y:max} I{x}")
+        peak = r.place(x, "[],[] P{x:max} I{y}")
+        with r.sends("all_reduce x"):
+            r.check(peak + shard(x, r.mesh), x + x)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+@pytest.mark.parametrize(
+    "layout", ["[x],[] I{y}", "[],[x] I{y}", "[x],[y]", "[],[x,y]", "[],[] P{x} I{y}", "[x],[] P{y}"]
+)
+def test_softmax(layout, seed):
+    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end."""
+
+    def body(r):
+        for function in (
+            lambda x: x.softmax(-1),
+            lambda x: x.softmax(0),
+            lambda x: F.log_softmax(x, 1),
+            lambda x: torch.logsumexp(x, -1),
+            lambda x: x.cumsum(1),
+            lambda x: F.layer_norm(x, (6,)),
+        ):
+            compare(r, function, [r.randn(8, 6)], [layout])
+        x = r.randn(8, 6)
+        operand = r.place(x, layout)
+        r.sent()
+        out = operand.softmax(-1)
+        sent = {s.split()[0] for s in r.sent()}
+        assert bool(sent) == ("],[]" not in layout or "P{" in layout)  # whole rows need nobody
+        assert sent <= {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+        r.check(out, x.softmax(-1))
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_a_table_sharded_by_its_rows(text, seed):
+    """B15: indices are shifted, those of other ranks masked; the result is pending."""
+
+    def body(r):
+        a, b, *_ = r.mesh.mesh.axes
+        table, index = r.randn(11, 6), r.randint(11, 4, 3)
+        for dims in ((a,), (b,), (a, b)):
+            others = [n for n in r.mesh.mesh.axes if n not in dims]
+            layout = str(Layout(r.mesh.mesh, [dims, None], invariant=others))
+            t = table.clone().requires_grad_()
+            expected = F.embedding(index, t)
+            c = r.randn(*expected.shape)
+            expected.backward(c)
+            rows = r.place(table, layout).requires_grad_()
+            with r.sends():
+                y = F.embedding(shard(index, r.mesh), rows)
+            r.check(y, expected, str(Layout(r.mesh.mesh, [None] * 3, dims, others)))
+            y.backward(shard(c, r.mesh))
+            r.check(rows.grad, t.grad)
+            r.check(torch.index_select(rows.detach(), 0, shard(index[:, 0].contiguous(), r.mesh)), table[index[:, 0]])
+            r.check(rows.detach()[shard(index, r.mesh)], table[index])
+        r.check(F.embedding(shard(index, r.mesh), shard(table, r.mesh, P(None, a))), table[index])
+        r.check(F.embedding(shard(index, r.mesh, P(b)), shard(table, r.mesh, P(a))), table[index])
+
+    on_mesh(text, body, seed)
+
+
+@pytest.mark.parametrize("name", ["exp", "pow", "relu", "cast", "concat"])
+def test_the_data_shows_a_wrong_order(name, seed):
+    """T57: reduced after the function, or counted twice, the numbers are others; so they are reduced before."""
+    functions = {"exp": torch.exp, "pow": lambda x: x**2, "relu": torch.relu, "cast": lambda x: x.to(torch.float16)}
+
+    def body(r):
+        terms = torch.tensor([[2049.0, -1.5, 0.5], [1.0, 2.5, 0.25]]) if name == "cast" else r.randn(2, 3)
+        if name == "relu":
+            terms[0, 0], terms[1, 0] = 1.0, -0.5
+        y = from_local(terms[r.index].clone(), r.mesh, "[] P{x}")
+        if name == "concat":
+            whole = r.randn(2)
+            r.check(torch.cat([y, shard(whole, r.mesh)]), torch.cat([terms.sum(0), whole]))
+            assert not torch.allclose(2 * whole, whole)
+            return
+        function = functions[name]
+        with r.sends("all_reduce x"):
+            r.check(function(y), function(terms.sum(0)))
+        wrong = function(terms[0]) + function(terms[1])
+        assert not torch.allclose(wrong, function(terms.sum(0)), rtol=1e-4)
+
+    on_mesh("x=2", body, seed)
+
+
+def test_copies_and_terms_are_not_mixed_up(seed):
+    """A value that is assumed pending is counted once for each rank, and only then."""
+
+    def body(r):
+        x = r.randn(4, 3)
+        y = assume_partial(shard(x, r.mesh), "x")
+        r.check(y, 2 * x, "[],[] P{x} I{y}")
+        r.check(y + shard(x, r.mesh), 3 * x)
+        r.check(torch.relu(y), (2 * x).relu())
+        r.check(assume_partial(shard(x, r.mesh), ("x", "y"), "max"), x, "[],[] P{x:max,y:max}")
+
+    on_mesh("x=2,y=2", body, seed)

@@ -1,0 +1,215 @@
+"""Plain modules on a mesh: layouts for their parameters, nothing else; values and gradients of one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_overlap import InvalidValueError
+from torch_overlap.mesh import (
+    P,
+    Sharded,
+    choices,
+    choosing,
+    clip_grad_norm_,
+    connect,
+    full_state_dict,
+    load_full_state_dict,
+    reduce_gradients,
+    shard,
+    shard_module,
+    sharded_parameters,
+)
+from torch_overlap.testing import run_ranks
+
+DIM, HIDDEN, HEADS, VOCABULARY, BATCH, SEQUENCE = 16, 32, 4, 24, 4, 8
+LAYOUTS = {"*.w[qkv].weight": P("tp"), "*.wo.weight": P(None, "tp"), "*.up.*": P("tp"), "*.down.weight": P(None, "tp"),
+           }  # fmt: skip
+VOCABULARY_PARALLEL = LAYOUTS | {"embedding.weight": P("tp")}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.LayerNorm(DIM)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (w(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Model(nn.Module):
+    """With a vocabulary that is sharded, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens))) * self.scale
+
+
+def model_of(seed: int) -> tuple[Model, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    model = Model().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+    tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
+    return model, tokens, targets
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).permute(0, 2, 1), targets)
+
+
+def check_step(comm, axes, tokens_at, seed, how, defer):
+    mesh = connect(axes, comm)
+    reference, tokens, targets = model_of(seed)
+    # With the sequence sharded the table stays whole: a sharded one would gather the tokens.
+    layouts = LAYOUTS if "tp" in tokens_at else VOCABULARY_PARALLEL
+    model = shard_module(copy.deepcopy(reference), mesh, layouts, defer_gradients=defer)
+    placed = [shard(t, mesh, tokens_at) for t in (tokens, targets)]
+    expected = loss_of(reference, tokens, targets)
+    expected.backward()
+    with choosing(how), choices() as log:
+        loss = loss_of(model, *placed)
+        loss.backward()
+    (loss,) = reduce_gradients(model, loss) if defer else (loss,)
+    torch.testing.assert_close(loss.full(), expected)
+    wanted = dict(reference.named_parameters())
+    for name, value in sharded_parameters(model).items():
+        grad = value.local.grad
+        assert grad is not None, name
+        if name == "head.weight":  # tied
+            assert value.local is sharded_parameters(model)["embedding.weight"].local
+            name = "embedding.weight"
+        whole = value.reshard(None)
+        torch.testing.assert_close(whole.full(), wanted[name])
+        if defer:  # what was pending is whole now
+            lies = Sharded(grad, value.spec)
+            torch.testing.assert_close(lies.full(), wanted[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            torch.testing.assert_close(value.grad.full(), wanted[name].grad, msg=lambda t, name=name: f"{name}: {t}")
+    mesh.close()
+    return [choice.op for choice in log if choice.fused]
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize(
+    ("axes", "tokens_at"),
+    [("dp=2,tp=2", P("dp", "tp")), ("dp=1,tp=4", P(None, "tp")), ("dp=2,tp=2", P("dp")), ("dp=4,tp=1", P("dp"))],
+)
+def test_a_plain_model_trains_as_on_one_rank(seed, axes, tokens_at, how, defer):
+    fused = run_ranks(check_step, 4, axes, tokens_at, seed, how, defer, backend="local")[0]
+    assert bool(fused) == (how == "fused" and "tp=1" not in axes and tokens_at[-1] == "tp")
+
+
+def check_processes(comm, seed):
+    return check_step(comm, {"dp": 2, "tp": 2}, P("dp", "tp"), seed, "fused", True)
+
+
+def test_a_plain_model_trains_on_processes(seed):
+    fused = run_ranks(check_processes, 4, seed)
+    assert fused[0].count("matmul_reduce_scatter") == 4  # wo and down of two blocks
+
+
+def check_clipping(comm, seed):
+    mesh = connect({"dp": 2, "tp": 2}, comm)
+    reference, tokens, targets = model_of(seed)
+    model = shard_module(copy.deepcopy(reference), mesh, VOCABULARY_PARALLEL, defer_gradients=True)
+    placed = [shard(t, mesh, P("dp")) for t in (tokens, targets)]
+    expected = loss_of(reference, tokens, targets)
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    loss = loss_of(model, *placed)
+    loss.backward()
+    got, (mean,) = clip_grad_norm_(model, 0.01, loss)
+    torch.testing.assert_close(mean.full(), expected)
+    torch.testing.assert_close(got.double(), norm.double(), rtol=1e-5, atol=0)
+    wanted = dict(reference.named_parameters())
+    for name, value in sharded_parameters(model).items():
+        if name != "head.weight":
+            torch.testing.assert_close(
+                Sharded(value.local.grad, value.spec).full(), wanted[name].grad, rtol=1e-5, atol=1e-9
+            )
+    mesh.close()
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(seed):
+    run_ranks(check_clipping, 4, seed, backend="local")
+
+
+def check_state(comm, seed):
+    mesh = connect({"dp": 2, "tp": 2}, comm)
+    reference, _, _ = model_of(seed)
+    model = shard_module(copy.deepcopy(reference), mesh, VOCABULARY_PARALLEL)
+    state = full_state_dict(model)
+    assert set(state) == set(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    other, _, _ = model_of(seed + 1)
+    load_full_state_dict(model, other.state_dict())
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(full_state_dict(model)[name], value, rtol=0, atol=0)
+    with pytest.raises(InvalidValueError, match=r"lacks \['scale'\], has \['x'\]"):
+        load_full_state_dict(model, {("x" if n == "scale" else n): v for n, v in other.state_dict().items()})
+    with pytest.raises(InvalidValueError, match=r"expected \(24, 16\) for 'embedding.weight', got \(1,\)"):
+        load_full_state_dict(model, other.state_dict() | {"embedding.weight": torch.zeros(1)})
+    mesh.close()
+
+
+def test_whole_states_go_out_and_come_in(seed):
+    run_ranks(check_state, 4, seed, backend="local")
+
+
+def check_mistakes(comm):
+    mesh = connect({"tp": 2}, comm)
+    with pytest.raises(InvalidValueError, match=r"expected patterns of parameters or buffers, got \['wrong.\*'\]"):
+        shard_module(Block(), mesh, {"wrong.*": P("tp")})
+    model = shard_module(Block(), mesh)
+    with pytest.raises(InvalidValueError, match="expected a module that is not sharded"):
+        shard_module(model, mesh)
+    with pytest.raises(InvalidValueError, match="scalars that are pending sums"):
+        reduce_gradients(model, shard(torch.ones(3), mesh))
+    mesh.close()
+
+
+def test_mistakes_in_sharding_a_module():
+    run_ranks(check_mistakes, 2, backend="local")
+
+
+def check_moved_parameters(comm, seed):
+    """Weights that are sharded along the axis of the batch: gathered, or left where they are."""
+    mesh = connect({"dp": 2}, comm)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for move in (True, False):
+        layer = nn.Linear(8, 8, bias=False).double()
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(8, 8, generator=generator, dtype=torch.float64))
+        x = torch.randn(64, 8, generator=generator, dtype=torch.float64)
+        expected = layer(x)
+        y = shard_module(layer, mesh, {"weight": P("dp")}, move_parameters=move)(shard(x, mesh, P("dp")))
+        torch.testing.assert_close(y.full(), expected)
+        found.append(str(y.layout))
+    mesh.close()
+    return found
+
+
+def test_parameters_move_only_where_they_may(seed):
+    assert run_ranks(check_moved_parameters, 2, seed, backend="local")[0] == ["[dp],[]", "[],[dp]"]

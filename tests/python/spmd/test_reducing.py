@@ -1,0 +1,181 @@
+"""all_reduce, reduce_scatter and pmean on every mesh: value, parts, layout, and what is sent."""
+
+import pytest
+import torch
+from spmd_ranks import MESHES, P, on_mesh
+
+from torch_overlap.mesh import (
+    CostModel,
+    all_gather,
+    all_reduce,
+    assume_partial,
+    from_local,
+    pmean,
+    reduce_scatter,
+    shard,
+)
+
+BYTES = CostModel.bandwidth_only()  # plans that send the least; for small tensors H200s reduce and cut instead
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("text", MESHES)
+def test_reduce_scatter_of_copies(text, axis, seed):
+    """T8: copies are terms, so the value is that times the ranks; over one axis of each mesh."""
+
+    def body(r):
+        x = r.randn(12, 12)
+        for name, size in r.mesh.mesh.axes.items():
+            rest = ",".join(n for n in r.mesh.mesh.axes if n != name)
+            layout = f"[{name}],[]" if axis == 0 else f"[],[{name}]"
+            with r.sends(*[f"reduce_scatter {name}"] * (size > 1)):
+                r.check(reduce_scatter(shard(x, r.mesh), axis, name), x * size, f"{layout} I{{{rest}}}")
+
+    on_mesh(text, body, seed, cost=BYTES)
+
+
+def test_reduce_scatter_on_the_one_axis(seed):
+    """T8: (8, 4) on dp=4."""
+
+    def body(r):
+        x = r.randn(8, 4)
+        with r.sends("reduce_scatter dp"):
+            y = r.check(reduce_scatter(shard(x, r.mesh), 0), 4 * x, "[dp],[]")
+        assert tuple(y.local.shape) == (2, 4)
+        r.check(reduce_scatter(shard(x, r.mesh), -1, reduce_op="max"), x, "[],[dp]")
+
+    on_mesh("dp=4", body, seed, cost=BYTES)
+    on_mesh("dp=4", lambda r: r.check(reduce_scatter(shard(x := r.randn(8, 4), r.mesh), 0), 4 * x, "[dp],[]"), seed)
+
+
+def test_reduce_scatter_under_vmap(seed):
+    """T9: rows one by one; the batch dimension is free, the hidden one is scattered."""
+
+    def body(r):
+        x = r.randn(4, 16)
+
+        def row(local):
+            y = reduce_scatter(from_local(local, r.mesh, None), 0)
+            assert str(y.layout) == "[tp]"
+            return y.local
+
+        with r.sends("reduce_scatter tp"):
+            out = torch.func.vmap(row)(x)
+        r.check(from_local(out, r.mesh, P(None, "tp")), 2 * x, "[],[tp]")
+
+    on_mesh("tp=2", body, seed, cost=BYTES)
+
+
+def test_reduce_scatter_of_parts_under_vmap(seed):
+    """T21: local tensors are terms along the axis that shards them: half the size, and only that axis."""
+
+    def body(r):
+        x = r.randn(2, 8)
+        batch = shard(x, r.mesh, P(None, "x"))
+
+        def row(local):
+            y = reduce_scatter(from_local(local, r.mesh, P("x")), 0)
+            assert tuple(y.shape) == (4,)
+            assert str(y.layout) == "[x] I{y}"
+            return y.local
+
+        with r.sends("reduce_scatter x"):
+            out = torch.func.vmap(row)(batch.local)
+        r.check(from_local(out, r.mesh, P(None, "x")), x[:, :4] + x[:, 4:], "[],[x] I{y}")
+
+    on_mesh("x=2,y=2", body, seed, cost=BYTES)
+
+
+@pytest.mark.parametrize(
+    ("layout", "after", "sent"),
+    [
+        ("[x],[] P{y}", "[x,y],[]", "reduce_scatter y"),
+        ("[],[x] P{y}", "[y],[x]", "reduce_scatter y"),
+        ("[],[] P{y} I{x}", "[y],[] I{x}", "reduce_scatter y"),
+        ("[],[] P{x,y}", "[x,y],[]", "reduce_scatter x,y"),
+    ],
+)
+def test_reduce_scatter_takes_the_pending_axes(layout, after, sent, seed):
+    """B6: over what is pending, not over the mesh; onto a dimension that another axis shards."""
+
+    def body(r):
+        x = r.randn(8, 4)
+        y = r.check(r.place(x, layout), x, layout)
+        with r.sends(sent):
+            r.check(reduce_scatter(y, 0), x, after)
+
+    on_mesh("x=2,y=2", body, seed, cost=BYTES)
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_pmean(text, seed):
+    """T18, B7: of copies it is the value, divided by the size of the axis that was summed."""
+
+    def body(r):
+        x = r.randn(12, 4)
+        for name, size in r.mesh.mesh.axes.items():
+            rest = ",".join(n for n in r.mesh.mesh.axes if n != name)
+            with r.sends(*[f"all_reduce {name}"] * (size > 1)):
+                r.check(pmean(shard(x, r.mesh), name), x, f"[],[] I{{{name},{rest}}}")
+            parts = shard(x, r.mesh, P(name))
+            r.check(pmean(parts, name), torch.stack(x.chunk(size)).mean(0), f"[],[] I{{{name},{rest}}}")
+            ones = torch.ones(4, dtype=torch.float64)
+            r.check(pmean(shard(ones, r.mesh), name), ones)
+
+    on_mesh(text, body, seed)
+
+
+REDUCE = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "prod": torch.prod}
+
+
+@pytest.mark.parametrize("kind", REDUCE)
+@pytest.mark.parametrize("text", MESHES)
+def test_all_reduce_of_parts(text, kind, seed):
+    """T19, B18: local tensors are the terms, along one axis: (12, 4) on 2 becomes (6, 4)."""
+
+    def body(r):
+        x = r.randn(12, 4)
+        for name, size in r.mesh.mesh.axes.items():
+            rest = ",".join(n for n in r.mesh.mesh.axes if n != name)
+            expected = REDUCE[kind](torch.stack(x.chunk(size)), 0)
+            with r.sends(*[f"all_reduce {name}"] * (size > 1)):
+                y = all_reduce(shard(x, r.mesh, P(name)), kind, name)
+            r.check(y, expected, f"[],[] I{{{name},{rest}}}")
+            pending = r.place(x, f"[],[] P{{{name}:{kind.replace('prod', 'product')}}} I{{{rest}}}")
+            with r.sends(*[f"all_reduce {name}"] * (size > 1)):
+                r.check(all_reduce(pending), x, f"[],[] I{{{name},{rest}}}")
+
+    on_mesh(text, body, seed)
+
+
+def test_pending_axes_survive_what_does_not_concern_them(seed):
+    """B8: an all_gather beside a pending sum leaves it, and it is reduced along its own axis: ones give 2, not 4."""
+
+    def body(r):
+        x = r.randn(4, 3)
+        y = r.place(x, "[x],[] P{y}")
+        with r.sends("all_gather x"):
+            z = r.check(all_gather(y, 0), x, "[],[] P{y} I{x}")
+        with r.sends("all_reduce y"):
+            r.check(all_reduce(z), x, "[],[] I{x,y}")
+        ones = torch.ones(4, 3, dtype=torch.float64)
+        z = all_gather(assume_partial(shard(ones, r.mesh, P("x")), "y"), 0)
+        r.check(all_reduce(z), 2 * ones)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_two_pending_axes_are_reduced_once(seed):
+    """B9: ones pending on both axes of 2x2 are 4, in one collective."""
+
+    def body(r):
+        ones = torch.ones(4, 3, dtype=torch.float64)
+        with r.sends("all_reduce x,y"):
+            r.check(all_reduce(assume_partial(shard(ones, r.mesh), ["x", "y"])), 4 * ones, "[],[] I{x,y}")
+        y = assume_partial(shard(ones, r.mesh), ["x", "y"])
+        with r.sends("all_reduce x,y"):
+            r.check(y.reshard(None), 4 * ones, "[],[] I{x,y}")
+        with r.sends("all_reduce x"):
+            r.check(all_reduce(y, "sum", "x"), 4 * ones, "[],[] P{y} I{x}")
+
+    on_mesh("x=2,y=2", body, seed)

@@ -1,0 +1,38 @@
+"""torch.autocast for Sharded values: what it does to a function's arguments, done before the function is planned.
+
+The lists are those of CUDA's autocast, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["argument_dtype", "autocast_of"]
+
+_LOWER = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "addmv", "baddbmm", "einsum", "chain_matmul",
+    "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "prelu", "rmatmul", "scaled_dot_product_attention",
+})  # fmt: skip
+_FLOAT32 = frozenset({
+    "acos", "asin", "cosh", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp",
+    "expm1", "group_norm", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
+    "mse_loss", "nll_loss", "norm", "normalize", "pow", "prod", "reciprocal", "rms_norm", "rpow", "rsqrt",
+    "sinh", "smooth_l1_loss", "softmax", "softmin", "softplus", "sum", "tan", "var", "vector_norm",
+})  # fmt: skip
+
+
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of an autocast that is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def argument_dtype(func: Callable[..., Any], autocast: torch.dtype) -> torch.dtype | None:
+    """What the function's float arguments are cast to; None: nothing."""
+    name = str(getattr(func, "__name__", "")).strip("_")
+    if name in _LOWER:
+        return autocast
+    return torch.float32 if name in _FLOAT32 else None

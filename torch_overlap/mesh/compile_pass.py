@@ -1,0 +1,362 @@
+"""A pass of torch.compile that makes one operator of a product and the collective beside it.
+
+    all_gather -> mm, mm ...   all_gather_matmul, with all the weights
+    mm -> reduce_scatter       matmul_reduce_scatter
+    mm -> all_reduce           matmul_all_reduce
+
+It sees the collectives of torch_overlap.ops, those that sharded tensors make among them, and the functional ones of
+torch.distributed over groups of backend "torch_overlap". The cost model decides; every collective that is left alone is
+logged with the reason, by the logger "torch_overlap.compile".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from torch_overlap._C import InvalidValueError, _BackendWrapper
+from torch_overlap.mesh._core import CostModel
+from torch_overlap.mesh.products import ALGORITHMS
+
+__all__ = ["Decision", "OverlapPass", "overlap_products"]
+
+_log = logging.getLogger("torch_overlap.compile")
+_aten = torch.ops.aten
+_with_effects = torch.ops.higher_order.with_effects
+_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_VIEWS = (*_RESHAPES, _aten.permute.default, _aten.t.default, _aten.transpose.int, _aten.alias.default)
+_LINK = "nvlink"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one collective.
+
+    Attributes:
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        fused: Is it one operator with its products now?
+        why: The times that were compared, or what stood in the way.
+    """
+
+    collective: str
+    fused: bool
+    why: str
+
+
+@dataclass
+class _Collective:
+    """A collective in a graph, of whichever family."""
+
+    name: str
+    node: fx.Node
+    x: fx.Node
+    dim: int
+    op: str
+    comm: str
+    size: int
+    result: fx.Node
+    token: fx.Node | None  # of ordered effects: what came before
+    next_token: fx.Node | None
+
+
+class _Refused(Exception):
+    pass
+
+
+class OverlapPass(CustomGraphPass):
+    """The pass. `decisions` has what it did to the graphs that it saw, in order.
+
+    Args:
+        cost: of H200s unless given.
+        algorithm: "auto" asks the cost model; "fused" takes every product that can be taken; "plain" none.
+    """
+
+    def __init__(self, cost: CostModel | None = None, algorithm: str = "auto") -> None:
+        if algorithm not in ALGORITHMS:
+            raise InvalidValueError(f"OverlapPass: expected an algorithm of {ALGORITHMS}, got {algorithm!r}")
+        self.cost, self.algorithm = cost or CostModel.h200(), algorithm
+        self.decisions: list[Decision] = []
+
+    def uuid(self) -> Any:
+        text = f"torch_overlap 1 {self.algorithm} {sorted(self.cost.to_dict().items())}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in [n for n in graph.nodes if _collective(n) is not None]:
+            found = _collective(node)  # once more: what it takes may be another's result by now
+            assert found is not None
+            try:
+                why = self._fuse(graph, found)
+                decision = Decision(found.name, True, why)
+            except _Refused as reason:
+                decision = Decision(found.name, False, str(reason))
+            self.decisions.append(decision)
+            _log.info("%s of %s over '%s': %s, %s", found.name, tuple(_val(found.x).shape), found.comm,
+                      "fused" if decision.fused else "left alone", decision.why)  # fmt: skip
+        graph.eliminate_dead_code()
+        graph.lint()
+
+    def _fuse(self, graph: fx.Graph, found: _Collective) -> str:
+        if any(not isinstance(n, int) for n in _val(found.x).shape):
+            raise _Refused("shapes are symbolic")
+        if found.name == "all_gather":
+            return self._fuse_gather(graph, found)
+        return self._fuse_reduction(graph, found)
+
+    def _compare(self, found: _Collective, moved: int, sizes: tuple[int, int, int], itemsize: int) -> str:
+        """The reason to fuse; raises _Refused otherwise."""
+        product = self.cost.matmul(*sizes, itemsize)
+        collective = self.cost.collective(found.name, {_LINK: found.size}, moved)
+        together = self.cost.overlapped(collective, product, found.size)
+        why = f"{together * 1e6:.1f} us together, {(product + collective) * 1e6:.1f} us apart by the cost model"
+        if self.algorithm == "plain" or (self.algorithm == "auto" and together >= product + collective):
+            raise _Refused(why if self.algorithm == "auto" else "as asked for")
+        return why
+
+    # --- all_gather -> mm -----------------------------------------------------------------------
+
+    def _fuse_gather(self, graph: fx.Graph, found: _Collective) -> str:
+        whole = _val(found.result)
+        if whole.dim() < 2 or found.dim == whole.dim() - 1:
+            raise _Refused("it gathers the dimension that is multiplied")
+        products = [mm for mm in _products_of(found.result) if _val(mm).dtype == whole.dtype]
+        if not products:
+            users = sorted({_name(user) for user in found.result.users})
+            raise _Refused(f"no product takes the result, but {', '.join(users) or 'nobody'}")
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        taken = [mm for mm in products if _is_there(mm.args[1], order, order[found.node])]
+        if not taken:
+            raise _Refused("the weights are computed after it")
+        columns = sum(_val(mm).shape[1] for mm in taken)
+        rows, inner = _val(taken[0]).shape[0], whole.shape[-1]
+        why = self._compare(found, whole.numel() * whole.element_size(), (rows, columns, inner), whole.element_size())
+        with graph.inserting_before(found.node):
+            weights = [_transposed(graph, _copied(graph, mm.args[1], order, order[found.node])) for mm in taken]
+            kept = not _only_feeds(found.result, taken)
+            args = (found.x, weights, [], found.comm, found.size, found.dim, kept, "auto")
+            outs, gathered = _emit(graph, found, torch.ops.torch_overlap.all_gather_matmul.default, args)
+        for i, mm in enumerate(taken):
+            with graph.inserting_before(mm):
+                out = _called(graph, operator.getitem, (outs, i))
+                mm.replace_all_uses_with(_reshaped(graph, out, list(_val(mm).shape)))
+        found.result.replace_all_uses_with(gathered)
+        _erase(graph, found)
+        return why
+
+    # --- mm -> reduce_scatter, all_reduce -------------------------------------------------------
+
+    def _fuse_reduction(self, graph: fx.Graph, found: _Collective) -> str:
+        y = _val(found.x)
+        if found.op != "sum":
+            raise _Refused(f"it is no sum but {found.op}")
+        if y.dim() < 2 or found.dim == y.dim() - 1:
+            raise _Refused("it scatters the columns of the product")
+        mm, steps = found.x, [found.x]
+        while mm.target in _RESHAPES and len(mm.users) == 1:
+            mm = mm.args[0]
+            steps.append(mm)
+        if mm.target is not _aten.mm.default:
+            raise _Refused(f"what it reduces comes from {_name(mm)}, not from a product")
+        if len(mm.users) != 1:
+            raise _Refused("the product is needed before it is reduced as well")
+        if _val(mm).shape[1] != y.shape[-1]:
+            raise _Refused("the product is reshaped in its columns")
+        a, b = mm.args[0], mm.args[1]
+        inner = _val(a).shape[1]
+        why = self._compare(found, y.numel() * y.element_size(), (*_val(mm).shape, inner), y.element_size())
+        scatter = found.name == "reduce_scatter"
+        with graph.inserting_before(found.node):
+            x = _reshaped(graph, a, [*y.shape[:-1], inner])
+            weight = _transposed(graph, b)
+            args: tuple[Any, ...] = (x, weight, None, found.comm, found.size)
+            if scatter:
+                op, args = torch.ops.torch_overlap.matmul_reduce_scatter.default, (*args, found.dim, "sum", "auto")
+            else:
+                op, args = torch.ops.torch_overlap.matmul_all_reduce.default, (*args, "sum", "auto")
+            (out,) = _emit(graph, found, op, args)
+        found.result.replace_all_uses_with(out)
+        _erase(graph, found)
+        return why
+
+
+@contextlib.contextmanager
+def overlap_products(cost: CostModel | None = None, algorithm: str = "auto") -> Iterator[OverlapPass]:
+    """In the block, torch.compile (Inductor) runs the pass on what it compiles, before its own passes.
+
+    with overlap_products() as log:
+        step = torch.compile(model)
+        step(x)  # compiles
+    print(log.decisions)
+
+    Raises:
+        InvalidValueError: another pass is set there already.
+    """
+    import torch._inductor.config as config
+
+    if config.post_grad_custom_pre_pass is not None:
+        raise InvalidValueError(
+            f"overlap_products: expected no torch._inductor.config.post_grad_custom_pre_pass, got "
+            f"{config.post_grad_custom_pre_pass}; call an OverlapPass in yours"
+        )
+    made = OverlapPass(cost, algorithm)
+    with config.patch(post_grad_custom_pre_pass=made):
+        yield made
+
+
+# --- Finding ------------------------------------------------------------------------------------
+
+
+def _collective(node: fx.Node) -> _Collective | None:
+    if node.op != "call_function":
+        return None
+    ours, theirs = torch.ops.torch_overlap, torch.ops._c10d_functional
+    effects = node.target is _with_effects
+    everything: Any = node.args
+    target, args = (everything[1], everything[2:]) if effects else (node.target, everything)
+    names = {ours.all_gather.default: "all_gather", ours.reduce_scatter.default: "reduce_scatter",
+             ours.all_reduce.default: "all_reduce"}  # fmt: skip
+    if target in names:
+        name = names[target]
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem} if effects else {}
+        result = items.get(1) if effects else node
+        if result is None:
+            return None
+        x, *rest = args
+        if name == "all_gather":
+            dim, op, comm, size = rest[0], "sum", rest[1], rest[2]
+        elif name == "reduce_scatter":
+            dim, op, comm, size = rest[:4]
+        else:
+            dim, (op, comm, size) = 0, rest[:3]
+        dim = dim % max(1, _val(x).dim())
+        token = everything[0] if effects else None
+        return _Collective(name, node, x, dim, op, comm, size, result, token, items.get(0))
+    if target is theirs.all_gather_into_tensor.default:
+        name, (x, size, group), op = "all_gather", args, "sum"
+    elif target is theirs.reduce_scatter_tensor.default:
+        name, (x, op, size, group) = "reduce_scatter", args
+    elif target is theirs.all_reduce.default:
+        name, (x, op, group), size = "all_reduce", args, 0
+    else:
+        return None
+    waits = [user for user in node.users if user.target is theirs.wait_tensor.default]
+    comm = _comm_of_group(str(group), _val(x).device)
+    if comm is None or len(node.users) != 1 or len(waits) != 1:
+        return None
+    return _Collective(name, node, x, 0, op, comm.get_name(), size or comm.get_size(), waits[0], None, None)
+
+
+def _comm_of_group(name: str, device: torch.device) -> Any:
+    import torch.distributed.distributed_c10d as distributed
+
+    c10d: Any = distributed
+    try:
+        backend = c10d._resolve_process_group(name)._get_backend(device)
+    except (LookupError, RuntimeError, ValueError):
+        return None
+    return backend.get_comm(device) if isinstance(backend, _BackendWrapper) else None
+
+
+def _products_of(value: fx.Node) -> list[fx.Node]:
+    """Products of two dimensions that take the value, or its rows, as their first operand."""
+    found, inner = [], _val(value).shape[-1]
+    for user in value.users:
+        if user.target is _aten.mm.default and user.args[0] is value and user.args[1] is not value:
+            found.append(user)
+        elif user.target in _RESHAPES and _val(user).shape == (_val(value).numel() // inner, inner):
+            found += [
+                u for u in user.users if u.target is _aten.mm.default and u.args[0] is user and u.args[1] is not user
+            ]
+    return found
+
+
+def _only_feeds(value: fx.Node, taken: list[fx.Node]) -> bool:
+    return all(user in taken or (user.target in _RESHAPES and _only_feeds(user, taken)) for user in value.users)
+
+
+def _is_there(node: Any, order: dict[fx.Node, int], at: int) -> bool:
+    """Is the value known before place `at`, or a view of one that is?"""
+    while order[node] > at and node.target in _VIEWS:
+        node = node.args[0]
+    return order[node] < at
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+def _val(node: Any) -> torch.Tensor:
+    return node.meta["val"]  # type: ignore[no-any-return]
+
+
+def _name(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    target = node.args[1] if node.target is _with_effects else node.target
+    return str(getattr(target, "_opname", getattr(target, "__name__", target)))
+
+
+def _called(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any]) -> fx.Node:
+    """A node, with its value as tracing would have it."""
+    node = graph.call_function(target, tuple(args))
+    node.meta["val"] = _value(target, args)
+    return node
+
+
+def _value(target: Callable[..., Any], args: Sequence[Any]) -> Any:
+    values = fx.map_arg(tuple(args), lambda n: n.meta["val"])
+    mode = next((t.fake_mode for t in torch.utils._pytree.tree_leaves(values) if hasattr(t, "fake_mode")), None)
+    with mode or contextlib.nullcontext():
+        return target(*values)
+
+
+def _reshaped(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    return node if list(_val(node).shape) == list(shape) else _called(graph, _aten.reshape.default, (node, list(shape)))
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is _aten.permute.default and list(node.args[1]) == [1, 0]:
+        return node.args[0]
+    return _called(graph, _aten.permute.default, (node, [1, 0]))
+
+
+def _copied(graph: fx.Graph, node: Any, order: dict[fx.Node, int], at: int) -> fx.Node:
+    """The value, known at place `at`: views that come later are made again."""
+    if order[node] < at:
+        return node  # type: ignore[no-any-return]
+    return _called(graph, node.target, (_copied(graph, node.args[0], order, at), *node.args[1:]))
+
+
+def _emit(graph: fx.Graph, found: _Collective, op: Any, args: Sequence[Any]) -> list[fx.Node]:
+    """The operator in the place of the collective, also in the order of effects; its results."""
+    if found.token is None:
+        node = _called(graph, op, args)
+        results = node.meta["val"]
+        count = len(results) if isinstance(results, tuple) else 0
+        return [_called(graph, operator.getitem, (node, i)) for i in range(count)] if count else [node]
+    node = graph.call_function(_with_effects, (found.token, op, *args))
+    value = _value(op, args)
+    values = value if isinstance(value, tuple) else (value,)
+    node.meta["val"] = (found.token.meta.get("val"), *values)
+    token = _called(graph, operator.getitem, (node, 0))
+    if found.next_token is not None:
+        found.next_token.replace_all_uses_with(token)
+    results = [_called(graph, operator.getitem, (node, 1 + i)) for i in range(len(values))]
+    return results
+
+
+def _erase(graph: fx.Graph, found: _Collective) -> None:
+    """Takes out the collective, which has an effect and is no dead code by itself."""
+    for node in dict.fromkeys((found.result, *found.node.users, found.node)):
+        assert node is found.node or not node.users
+        if node is not found.node:
+            graph.erase_node(node)
+    graph.erase_node(found.node)
