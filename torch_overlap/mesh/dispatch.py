@@ -69,10 +69,10 @@ class Executed:
     def run(self, values: Any) -> list[Sharded]:
         if self.gathers is not None:
             first = values[self.inputs[0][0]]
-            fused = self.gathers.run(first, [values[i]._moved(to) for i, to in self.inputs[1:]])
+            fused = self.gathers.run(first, [values[i]._operand(to) for i, to in self.inputs[1:]])
             if fused is not None:
                 return [Sharded(fused, self.outputs[0])]
-        operands = [values[i]._moved(to) for i, to in self.inputs]
+        operands = [values[i]._operand(to) for i, to in self.inputs]
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, self.outputs[0], PendingProduct(self.call, self.local, operands, bias))]
@@ -117,6 +117,12 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """`func(*args, **kwargs)` where some arguments are Sharded."""
     if torch._C._is_any_autocast_enabled():
         return _under_autocast(func, args, kwargs)
+    recipe, operands = look_up(func, args, kwargs)
+    return recipe.run(operands)
+
+
+def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recipe, list[Sharded]]:
+    """How `func(*args, **kwargs)` runs, made the first time it is asked for; and the Sharded among its arguments."""
     operands: list[Sharded] = []
     key = (func, *[_key(a, operands) for a in args])
     if kwargs:
@@ -128,7 +134,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         if len(recipes) >= MOST_RECIPES:
             recipes.clear()
         recipes[key] = recipe
-    return recipe.run(operands)
+    return recipe, operands
 
 
 def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -26,19 +26,36 @@ class Spec:
     Attributes:
         mesh, layout, shape (global), dtype.
         text: The layout in words, as operators take it.
+        values: The same without what is invariant, which only gradients depend on.
         anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
+        targets, gradient: What target_of and gradient_of found.
     """
 
-    __slots__ = ("anchored", "device", "dtype", "layout", "mesh", "recipes", "shape", "text")
+    __slots__ = (
+        "anchored",
+        "device",
+        "dtype",
+        "gradient",
+        "layout",
+        "mesh",
+        "recipes",
+        "shape",
+        "targets",
+        "text",
+        "values",
+    )
 
     def __init__(
         self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
     ) -> None:
         self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
-        self.text, self.device = str(layout), mesh.comm.get_device()
+        self.text, self.values = str(layout), str(layout.with_invariant(None))
+        self.device = mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
+        self.targets: dict[Any, Spec] = {}
+        self.gradient: Spec | None = None
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} {self.text} on {self.mesh.mesh}"
@@ -56,6 +73,28 @@ def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.
     if spec is None:
         spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
+
+
+def target_of(spec: Spec, to: Any) -> Spec:
+    """The Spec of the same value in another layout: any spelling of one."""
+    try:
+        found = spec.targets.get(to)
+    except TypeError:  # a spelling with lists, which have no hash
+        return _target_of(spec, to)
+    if found is None:
+        found = spec.targets[to] = _target_of(spec, to)
+    return found
+
+
+def _target_of(spec: Spec, to: Any) -> Spec:
+    return spec_of(spec.mesh, layout_of(to, spec.mesh, len(spec.shape)), spec.shape, spec.dtype)
+
+
+def gradient_of(spec: Spec) -> Spec:
+    """The Spec of the gradient of a value."""
+    if spec.gradient is None:
+        spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
+    return spec.gradient
 
 
 def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
@@ -177,7 +216,7 @@ class Sharded:
         """The gradient, as it lies: see gradient_layout."""
         if self.local.grad is None:
             return None
-        layout = gradient_layout(self.layout)
+        layout = gradient_of(self.spec).layout
         return Sharded(self.local.grad, spec_of(self.mesh, layout, self.shape, self.local.grad.dtype))
 
     @grad.setter
@@ -213,7 +252,7 @@ class Sharded:
 
     def reshard(self, spec: Any) -> Sharded:
         """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
-        return self._reshard(layout_of(spec, self.mesh, self.ndim))
+        return self._brought(target_of(self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -229,8 +268,10 @@ class Sharded:
         return Sharded(self.local, spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True))
 
     def _reshard(self, layout: Layout) -> Sharded:
-        target = spec_of(self.mesh, layout, self.shape, self.dtype)
-        return self if layout == self.layout else Sharded(self._moved(target), target)
+        return self._brought(spec_of(self.mesh, layout, self.shape, self.dtype))
+
+    def _brought(self, target: Spec) -> Sharded:
+        return self if target.text == self.spec.text else Sharded(self._moved(target), target)
 
     def _moved(self, target: Spec) -> Tensor:
         """The local tensor under another layout. Moved once for all who ask."""
@@ -244,6 +285,15 @@ class Sharded:
                 moved = _moved(self.local, self.spec, target)
             self._remember(target, moved)
         return moved
+
+    def _operand(self, target: Spec) -> Tensor:
+        """The local tensor under another layout, to compute with. Without a gradient a cast is nothing."""
+        spec = self.spec
+        if target.values == spec.values:
+            local = self.local
+            if target.text == spec.text or not (local.requires_grad and torch.is_grad_enabled()):
+                return local
+        return self._moved(target)
 
     def _copy(self, target: Spec) -> Tensor | None:
         """The local tensor under another layout, if it was brought there before and is still right."""
@@ -302,11 +352,11 @@ class Sharded:
                     f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
                 )
             ones = torch.ones_like(self.local.detach())
-            gradient = Sharded(ones, spec_of(self.mesh, layout_of(None, self.mesh, self.ndim), self.shape, self.dtype))
+            gradient = Sharded(ones, target_of(self.spec, None))
         x = self
         if set(self.layout.partial.values()) - {"sum"}:
             x = self._reshard(with_invariant_rest(self.layout.with_partial(None)))  # it knows what a term's share is
-        own = gradient._reshard(gradient_layout(x.layout))
+        own = gradient._reshard(gradient_of(x.spec).layout)
         x.local.backward(own.local, retain_graph, create_graph)
 
     # --- Numbers
@@ -339,17 +389,15 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        from torch_overlap.mesh.dispatch import call
-
-        return call(func, args, kwargs or {})
+        return dispatch.call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(Tensor, name, None)
-        if method is None or name.startswith("__"):
+        attribute = getattr(Tensor, name, None)
+        if attribute is None or name.startswith("__"):
             raise AttributeError(f"'Sharded' object has no attribute '{name}'")
-        if not callable(method):
-            return _call(method.__get__, self)  # T, mT
-        return lambda *args, **kwargs: _call(method, self, *args, **kwargs)
+        if not callable(attribute):
+            return dispatch.call(attribute.__get__, (self,), {})  # T, mT
+        return _method(attribute).__get__(self)
 
 
 def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
@@ -357,19 +405,11 @@ def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
     return moved
 
 
-def _call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from torch_overlap.mesh.dispatch import call
+def _method(function: Callable[..., Any]) -> Any:
+    def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        return dispatch.call(function, (self, *args), kwargs)
 
-    return call(func, args, kwargs)
-
-
-def _operator(name: str) -> Any:
-    function = getattr(Tensor, name)
-
-    def method(self: Sharded, *args: Any) -> Any:
-        return _call(function, self, *args)
-
-    method.__name__ = name
+    method.__name__ = function.__name__
     return method
 
 
@@ -377,8 +417,9 @@ _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
     eq ne lt le gt ge and or xor rand ror rxor invert getitem
 """
-for _name in _OPERATORS.split():
-    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in [*(f"__{name}__" for name in _OPERATORS.split()), *(n for n in dir(Tensor) if not n.startswith("_"))]:
+    if _name not in vars(Sharded) and callable(getattr(Tensor, _name)):
+        setattr(Sharded, _name, _method(getattr(Tensor, _name)))
 
 
 def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] | None = None) -> Sharded:
@@ -404,3 +445,6 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
             f"{tuple(local.shape)}; give the global shape"
         )
     return Sharded(local, spec_of(mesh, layout, shape, local.dtype))
+
+
+from torch_overlap.mesh import dispatch  # noqa: E402 (it needs what is above)
