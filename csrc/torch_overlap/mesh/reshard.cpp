@@ -252,11 +252,17 @@ std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
     state = next;
   }
   Layout last = layout(state, false);
-  if (!new_partial_.empty()) {
+  // What becomes pending, one kind after the other.
+  for (size_t i = 0; i < new_partial_.size(); ++i) {
+    const ReduceKind kind = new_partial_[i].kind;
+    const auto is_of_kind = [&](const Partial& p) { return p.kind == kind; };
+    const auto begin = new_partial_.begin();
+    if (std::any_of(begin, begin + static_cast<int64_t>(i), is_of_kind)) continue;
     std::vector<Partial> partial = last.partial();
     AxisList invariant = last.invariant();
     AxisList axes;
     for (const Partial& p : new_partial_) {
+      if (p.kind != kind) continue;
       partial.push_back(p);
       axes.push_back(p.axis);
       std::erase_if(invariant, [&](const AxisRef& ref) { return overlap(ref, p.axis); });
@@ -264,7 +270,7 @@ std::vector<Step> Reshard::steps(const std::vector<Edge>& walk) const {
     const Layout after(last.mesh(), last.dims(), partial, invariant);
     out.push_back({.kind = StepKind::kMakePartial,
                    .axes = merged(axes),
-                   .reduce = new_partial_.front().kind,
+                   .reduce = kind,
                    .before = last,
                    .after = after,
                    .ranks = size_of(axes),

@@ -53,6 +53,8 @@ class Reshard {
   size_t num_atoms() const noexcept { return atoms_.size(); }
   size_t num_dims() const noexcept { return base_.size(); }
   int64_t atom_size(size_t atom) const noexcept { return atoms_[atom].size; }
+  // How it is pending at the start. One collective reduces in one way.
+  ReduceKind reduce_of(size_t atom) const noexcept { return reduces_[atom]; }
   const State& start() const noexcept { return start_; }
   const State& goal() const noexcept { return goal_; }
   bool is_goal(const State& state) const noexcept;
@@ -82,8 +84,7 @@ class Reshard {
   std::vector<Partial> new_partial_;     // pending afterwards only
   std::vector<int64_t> base_;            // per dimension: its largest part under frozen_
   double element_size_;
-  ReduceKind reduce_ = ReduceKind::kSum;  // of the atoms that are pending at the start
-  std::vector<ReduceKind> reduces_;       // per atom
+  std::vector<ReduceKind> reduces_;  // per atom
   State start_;
   State goal_;
   mutable std::map<uint64_t, std::vector<LinkLevel>> links_;

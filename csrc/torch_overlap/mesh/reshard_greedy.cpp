@@ -37,7 +37,11 @@ Edge next_edge(const Reshard& reshard, const State& state) {
     return edge;
   }
   for (size_t i = 0; i < reshard.num_atoms(); ++i) {
-    if (state.place[i] == State::kPending) edge.atoms.push_back(i);
+    if (state.place[i] != State::kPending) continue;
+    const bool is_first = edge.atoms.count == 0;
+    if (is_first || reshard.reduce_of(i) == reshard.reduce_of(edge.atoms.ids[0])) {
+      edge.atoms.push_back(i);
+    }
   }
   if (edge.atoms.count > 0) {
     edge.kind = StepKind::kAllReduce;

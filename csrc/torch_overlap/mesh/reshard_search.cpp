@@ -67,9 +67,14 @@ class Neighbours {
     });
     for (uint32_t mask = 1; mask < (1U << pending.size()); ++mask) {
       Edge edge{.kind = StepKind::kAllReduce};
+      bool is_one_kind = true;
       for (size_t i = 0; i < pending.size(); ++i) {
-        if ((mask >> i & 1U) != 0) edge.atoms.push_back(pending[i]);
+        if ((mask >> i & 1U) == 0) continue;
+        edge.atoms.push_back(pending[i]);
+        is_one_kind =
+            is_one_kind && reshard_.reduce_of(pending[i]) == reshard_.reduce_of(edge.atoms.ids[0]);
       }
+      if (!is_one_kind) continue;
       edges_.push_back(edge);
       edge.kind = StepKind::kReduceScatter;
       for (size_t d = 0; d < lists_.size(); ++d) {

@@ -31,6 +31,9 @@ std::vector<mesh::AxisList> to_sets(const mesh::Mesh& mesh, const py::args& valu
 MeshCommsPtr connect(const mesh::Mesh& mesh, const std::shared_ptr<TorchComm>& comm,
                      const std::string& name, const mesh::CostModel& cost, const py::object& sets) {
   std::vector<mesh::AxisList> lists;
+  TORCH_OVERLAP_CHECK(!py::isinstance<py::str>(sets), kType,
+                      "connect: expected sets as a list of sets of axes, got a string; put it into "
+                      "a list");
   if (!sets.is_none()) {
     for (const py::handle value : py::reinterpret_borrow<py::iterable>(sets)) {
       lists.push_back(to_set(mesh, value));
@@ -61,11 +64,13 @@ void register_spmd(py::module_& module) {
           "group_comm",
           [](MeshComms& self, const py::object& axes) {
             const auto set = to_set(self.mesh(), axes);
-            return without_gil([&] { return self.group(set, /*may_split=*/false).comm; });
+            return without_gil([&] { return self.group(set, /*may_split=*/true).comm; });
           },
           py::arg("axes"),
           "The communicator of the ranks that differ from this one along `axes` only; the first "
-          "axis of the mesh is major. None where that is this rank alone.")
+          "axis of the mesh is major. None where that is this rank alone. Collective where it is "
+          "not "
+          "there yet.")
       .def(
           "prepare",
           [](MeshComms& self, const py::args& sets) {
