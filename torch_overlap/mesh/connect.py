@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch_overlap._C import MeshComms, TorchComm, _connect
 from torch_overlap.mesh._core import CostModel, Mesh
+from torch_overlap.mesh.tracing import name_it
 
 __all__ = ["MeshComms", "connect"]
 
@@ -37,5 +38,5 @@ def connect(
     elif not isinstance(mesh, Mesh):
         mesh = Mesh(mesh)
     made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
-    made._specs, made._recipes = {}, {}
+    made._specs, made._recipes, made.traced_name = {}, {}, name_it(made)
     return made
