@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, used_axes
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = [
     "Axes",
@@ -52,9 +53,11 @@ class CollectiveOperation:
 
     def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
         spec = self._spec(x)
-        source, target, shape = self.move(spec, *args, **kwargs)
-        taken = Sharded(x.local, spec_of(spec.mesh, source, shape, spec.dtype)) if source != spec.layout else x
-        return taken._reshard(target)
+        if is_dynamo_compiling():
+            taken, target = asked(_ends, type(self), spec, args, kwargs)
+        else:
+            taken, target = _ends(type(self), spec, args, kwargs)
+        return (x if taken is None else Sharded(x.local, taken))._to(target)
 
     def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
         """The steps that the operation takes on this operand."""
@@ -77,6 +80,13 @@ class CollectiveOperation:
                 f"{self.name}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one"
             )
         return x.spec
+
+
+def _ends(kind: type[CollectiveOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec | None, Spec]:
+    """What the operand is taken as, where that is something else, and what comes of it."""
+    source, target, shape = kind().move(spec, *args, **kwargs)
+    taken = None if source == spec.layout else spec_of(spec.mesh, source, shape, spec.dtype)
+    return taken, spec_of(spec.mesh, target, shape, spec.dtype)
 
 
 class LocalOperation(CollectiveOperation):
