@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidValueError, StateError, TorchComm
 from torch_overlap.mesh._core import Layout, Plan, Step
@@ -156,7 +157,7 @@ class GatherProduct(Named):
 
     def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
-        if x._copy(self._target) is not None:
+        if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
             return None
         algorithm = _state.algorithm
         if not (asked(GatherProduct.fuses, self, algorithm) if is_dynamo_compiling() else self.fuses(algorithm)):
@@ -245,6 +246,8 @@ class PendingProduct:
 
     def ended(self, spec: Spec, target: Spec) -> Tensor | None:
         """The local tensor under `target`, where that is one fused operator."""
+        if any(map(is_batchedtensor, self._operands)):
+            return None
         known = spec, target, self._step.sizes, _state.algorithm
         how = asked(_ending, *known) if is_dynamo_compiling() else _ending(*known)
         if how is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
@@ -79,6 +80,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
     if (
         out.local is not x
+        and not is_batchedtensor(out.local)
         and out.local.is_leaf
         and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     ):
