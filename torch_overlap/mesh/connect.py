@@ -59,6 +59,7 @@ def _make_part(mesh: MeshComms, axes: Sequence[str]) -> MeshComms:
     places = ",".join(f"{name}={mesh.coordinate(name)}" for name in axes)
     mesh.prepare(list(rest))
     comm = mesh.group_comm(list(rest)) or mesh.comm.split([mesh.rank], f"{mesh.name}/{places}/{mesh.rank}")
+    assert comm is not None
     links = {name: next(iter(whole.links(name))) for name, size in rest.items() if size > 1}
     return connect(Mesh(rest or {"none": 1}, links=links), comm, name=f"{mesh.name}/{places}", cost=mesh.cost)
 

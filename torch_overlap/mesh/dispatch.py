@@ -24,7 +24,7 @@ from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_pr
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, keep, name_it, run_kept
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, name_it, run_local
 
 __all__ = ["Executed", "Recipe", "call", "recipe_of"]
 
@@ -80,7 +80,7 @@ class Executed:
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
             return [Sharded(None, self.outputs[0], PendingProduct(self, operands, bias))]
-        out = run_kept(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
+        out = run_local(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
         return list(map(Sharded, out, self.outputs)) if self.call.is_sequence else [Sharded(out, self.outputs[0])]
 
 
@@ -148,10 +148,7 @@ def _recipe(
 
 def _traced_recipe(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
     """The recipe, where the arguments have Specs in place of Sharded values."""
-    recipe = _recipe(func, _without_locals(args), _without_locals(kwargs), [])
-    for step in recipe.steps:
-        keep(step.traced_name, step.local)
-    return recipe
+    return _recipe(func, _without_locals(args), _without_locals(kwargs), [])
 
 
 def _without_locals(value: Any) -> Any:

@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch._C._functorch import is_batchedtensor
 from torch_overlap._C import InvalidValueError, StateError, TorchComm
 from torch_overlap.mesh._core import Layout, Plan, Step
 from torch_overlap.mesh.call import Call
-from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, run_kept
+from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, run_local
 from torch_overlap.nn._functions import sum_matmul
 
 if TYPE_CHECKING:
@@ -188,16 +188,13 @@ def gather_product(
 # --- product + reduction ------------------------------------------------------------------------
 
 
-class Ending(NamedTuple):
-    """The fused operator that a pending product ends with."""
+def _ending(
+    spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str
+) -> tuple[str, tuple[str, int], int] | None:
+    """The fused operator that a pending product ends with: its kind, the communicator's name and size, a dimension.
 
-    kind: str  # "scatter", "total", or "sum": a total whose gradient is whole
-    comm: str
-    size: int
-    dim: int
-
-
-def _ending(spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str) -> Ending | None:
+    Kinds: "scatter", "total", and "sum", a total whose gradient is whole.
+    """
     plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
     scatter, total = _single(plan, "reduce_scatter"), _single(plan, "all_reduce")
     step = scatter or total
@@ -217,7 +214,7 @@ def _ending(spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: st
         kind, op = "sum" if invariant else "total", "matmul_all_reduce"
     if not _fuses(op, step, sizes, spec, algorithm):
         return None
-    return Ending(kind, comm.get_name(), comm.get_size(), dim)
+    return kind, (comm.get_name(), comm.get_size()), dim
 
 
 class PendingProduct:
@@ -239,7 +236,7 @@ class PendingProduct:
         """The pending local tensor."""
         with self._as_called():
             if is_dynamo_compiling():
-                out: Tensor = run_kept(self._step.traced_name, self._operands)
+                out: Tensor = run_local(self._step.traced_name, self._operands)
             else:
                 out = self._step.local(self._operands)
         return out
@@ -252,13 +249,13 @@ class PendingProduct:
         how = asked(_ending, *known) if is_dynamo_compiling() else _ending(*known)
         if how is None:
             return None
-        kind, *group, dim = how
+        kind, group, dim = how
         with self._as_called():
             x, weight = self._operands[0], _as_linear(self._step.call, self._operands[1])
             if kind == "scatter":
                 out = _ops.matmul_reduce_scatter(x, weight, None, *group, dim, "sum", "auto")
             elif kind == "sum":
-                out = sum_matmul(x, weight, None, tuple(group), "auto")
+                out = sum_matmul(x, weight, None, group, "auto")
             else:
                 out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
         return out if self._bias is None else self._with_bias(out, target)
@@ -273,7 +270,8 @@ class PendingProduct:
 
     @contextlib.contextmanager
     def _as_called(self) -> Iterator[None]:
-        for tensor, version in zip(self._operands, self._versions, strict=True) if self._versions else ():
+        versions = [] if is_dynamo_compiling() else self._versions
+        for tensor, version in zip(self._operands, versions, strict=bool(versions)):
             if tensor._version != version:
                 raise StateError(
                     f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got "

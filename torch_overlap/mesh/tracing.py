@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,10 +31,9 @@ __all__ = [
     "asked",
     "is_argument",
     "is_dynamo_compiling",
-    "keep",
     "layout_in_trace",
     "name_it",
-    "run_kept",
+    "run_local",
 ]
 
 _MARK = "torch_overlap_mesh_"
@@ -81,9 +80,9 @@ def as_constant(value: Any) -> Any:
     if isinstance(value, MeshComms):
         return value.traced_name
     if isinstance(value, int) and not isinstance(value, bool):
-        return int(f"{value}")  # also where Dynamo took it for a symbol: this fixes it
+        return int(f"{value}")  # where Dynamo took it for a symbol, this fixes it: it guards the value
     if isinstance(value, float):
-        return float(f"{value}")
+        return float.fromhex(value.hex())
     if isinstance(value, list):
         return [as_constant(item) for item in value]
     if isinstance(value, tuple):  # torch.Size and P, too
@@ -127,18 +126,22 @@ def layout_in_trace(spec: Any) -> Layout:
 
 # --- Local functions ----------------------------------------------------------------------------
 
-_kept: dict[str, Callable[[Sequence[Tensor]], Any]] = {}
+_kept: dict[str, Any] = {}
 
 
-def keep(name: str, function: Callable[[Sequence[Tensor]], Any]) -> None:
-    """Compiled functions call it from now on, as long as the process lives."""
-    _kept[name] = function
+def run_local(name: str, tensors: list[Tensor]) -> Any:
+    """Under torch.compile: `local(tensors)` of the object with this name. It lives as long as the process then."""
+    asked(_keep, name)
+    return run_kept(name, tensors)
+
+
+def _keep(value: Any) -> None:
+    _kept[value.traced_name] = value
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def run_kept(name: str, tensors: list[Tensor]) -> Any:
-    """A kept function on local tensors."""
-    out = _kept[name](tensors)
+    out = _kept[name].local(tensors)
     return out if isinstance(out, Tensor) else tuple(out)
 
 

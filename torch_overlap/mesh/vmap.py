@@ -91,7 +91,7 @@ def _dims(what: str, dims: Any, leaves: Sequence[Any], structure: pytree.TreeSpe
             count = leaf.dim() + (what == "out_dims")
             if not -count <= dim < count:
                 raise InvalidValueError(
-                    f"vmap: expected {what} in [{-count}, {count - 1}] for a value of {leaf.dim()} dimensions, got {dim}"
+                    f"vmap: expected {what} in [{-count}, {count - 1}] for {leaf.dim()} dimensions, got {dim}"
                 )
             dim %= count
         out.append(dim)
@@ -169,8 +169,8 @@ class _Batch:
         if not isinstance(leaf, Sharded):
             if dim is not None and self._axes:
                 raise InvalidTypeError(
-                    f"vmap: expected Sharded arguments where {list(self._axes)} shard the mapped dimension, got a plain "
-                    f"tensor of shape {tuple(leaf.shape)} that is mapped; shard it first"
+                    f"vmap: expected Sharded arguments where {list(self._axes)} shard the mapped dimension, got a "
+                    f"plain tensor of shape {tuple(leaf.shape)} that is mapped; shard it first"
                 )
             return leaf, None
         layout = leaf.layout
