@@ -133,7 +133,8 @@ def check(function, values, compiled):
         assert got.spec is want.spec
     torch.testing.assert_close(locals_of(got), locals_of(want))
     ones = torch.randn_like(locals_of(want))
-    assert locals_of(got).requires_grad and locals_of(want).requires_grad
+    assert locals_of(got).requires_grad
+    assert locals_of(want).requires_grad
     grads = [
         torch.autograd.grad(locals_of(y), values.leaves(), ones, allow_unused=True, materialize_grads=True)
         for y in (got, want)
