@@ -796,6 +796,8 @@ def _set_interleaving(seed: int) -> None: ...
 class MeshComms:
     _specs: dict[Any, Any]
     _recipes: dict[Any, Any]
+    _parts: dict[Any, MeshComms]
+    traced_name: str
     @property
     def mesh(self) -> Mesh: ...
     @property

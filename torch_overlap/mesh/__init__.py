@@ -61,6 +61,7 @@ from torch_overlap.mesh.products import Choice, choices, choosing, linear
 from torch_overlap.mesh.sharded import Sharded, from_local, gradient_layout
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
+from torch_overlap.mesh.vmap import vmap
 
 __all__ = [
     "AutoShard",
@@ -124,5 +125,6 @@ __all__ = [
     "to_dtensor",
     "to_layout",
     "trace",
+    "vmap",
     "wire_bytes",
 ]

@@ -21,10 +21,11 @@ from torch_overlap.mesh.autocast import argument_dtype, autocast_of
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
-from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product
+from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product, local_sizes
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, name_it, run_local
 
 __all__ = ["Executed", "Recipe", "call", "recipe_of"]
 
@@ -57,6 +58,10 @@ class Executed:
     numbers: tuple[int, ...] = ()  # of the results among the values
     gathers: GatherProduct | None = None
     is_pending_product: bool = False
+    sizes: tuple[int, int, int] = (0, 0, 0)  # of a product: rows, columns and inner size of the local one
+
+    def __post_init__(self) -> None:
+        self.traced_name = name_it(self)
 
     def explain(self) -> str:
         if self.found is None or self.strategy is None:
@@ -69,14 +74,15 @@ class Executed:
     def run(self, values: Any) -> list[Sharded]:
         if self.gathers is not None:
             first = values[self.inputs[0][0]]
-            fused = self.gathers.run(first, [values[i]._operand(to) for i, to in self.inputs[1:]])
+            rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
+            fused = GatherProduct.run(self.gathers, first, rest)
             if fused is not None:
                 return [Sharded(fused, self.outputs[0])]
         operands = [values[i]._operand(to) for i, to in self.inputs]
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
-            return [Sharded(None, self.outputs[0], PendingProduct(self.call, self.local, operands, bias))]
-        out = self.local(operands)
+            return [Sharded(None, self.outputs[0], PendingProduct(self, operands, bias))]
+        out = run_local(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
         return list(map(Sharded, out, self.outputs)) if self.call.is_sequence else [Sharded(out, self.outputs[0])]
 
 
@@ -89,7 +95,7 @@ class Recipe:
 
     def __init__(self, program: Program, steps: list[Executed], constants: dict[int, Sharded]) -> None:
         self.steps = steps
-        self._program, self._constants = program, constants
+        self._program, self._constants = program, tuple(constants.items())
         # One operator that gives the result, as most functions are.
         self._only = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
         if self._only is not None and program.result != Ref(self._only.numbers[0]):
@@ -97,11 +103,13 @@ class Recipe:
 
     def run(self, operands: list[Sharded]) -> Any:
         if self._only is not None:
-            return self._only.run(operands)[0]
-        values = dict(enumerate(operands)) | self._constants
+            return Executed.run(self._only, operands)[0]
+        values = dict(enumerate(operands))
+        for number, value in self._constants:
+            values[number] = value
         for step in self.steps:
-            values.update(zip(step.numbers, step.run(values), strict=True))
-        return self._program.results(values.__getitem__)
+            values.update(zip(step.numbers, Executed.run(step, values), strict=True))
+        return Program.results(self._program, values.__getitem__)
 
     @property
     def plans(self) -> list[Plan]:
@@ -117,6 +125,11 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """`func(*args, **kwargs)` where some arguments are Sharded."""
     if torch._C._is_any_autocast_enabled():
         return _under_autocast(func, args, kwargs)
+    if is_dynamo_compiling():
+        operands: list[Sharded] = []
+        known = [_as_specs(a, operands) for a in args], {name: _as_specs(v, operands) for name, v in kwargs.items()}
+        traced: Recipe = asked(_traced_recipe, func, *known)
+        return Recipe.run(traced, operands)
     recipe, operands = look_up(func, args, kwargs)
     return recipe.run(operands)
 
@@ -128,13 +141,42 @@ def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if kwargs:
         key += tuple((name, _key(value, operands)) for name, value in kwargs.items())
     recipes = operands[0].spec.recipes
-    recipe = recipes.get(key)
+    recipe: Recipe | None = recipes.get(key)
     if recipe is None:
         recipe = _make(func, args, kwargs, operands)
         if len(recipes) >= MOST_RECIPES:
             recipes.clear()
         recipes[key] = recipe
     return recipe, operands
+
+
+def _traced_recipe(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
+    """The recipe, where the arguments have Specs in place of Sharded values."""
+    return look_up(func, _without_locals(args), _without_locals(kwargs))[0]
+
+
+def _without_locals(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return Sharded(None, value)
+    if type(value) is dict:
+        return {name: _without_locals(item) for name, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(_without_locals, value))
+    return value
+
+
+def _as_specs(value: Any, operands: list[Sharded]) -> Any:
+    """An argument with Specs in place of Sharded values, which it collects, as Dynamo follows it."""
+    if isinstance(value, Sharded):
+        operands.append(value)
+        return value.spec
+    if isinstance(value, list):
+        return [_as_specs(item, operands) for item in value]
+    if isinstance(value, tuple):
+        return tuple([_as_specs(item, operands) for item in value])
+    if isinstance(value, Tensor):
+        _key(value, operands)  # refuses it
+    return value
 
 
 def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -261,6 +303,7 @@ def _plan(
     ]
     made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
     if is_product(call_):
-        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0])
+        made.sizes = local_sizes(needed[0], needed[1], call_)
+        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0], made.sizes)
         made.is_pending_product = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
     return made

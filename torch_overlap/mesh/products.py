@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidValueError, StateError, TorchComm
 from torch_overlap.mesh._core import Layout, Plan, Step
 from torch_overlap.mesh.call import Call
+from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, run_local
 from torch_overlap.nn._functions import sum_matmul
 
 if TYPE_CHECKING:
+    from torch_overlap.mesh.dispatch import Executed
     from torch_overlap.mesh.sharded import Sharded, Spec
 
 __all__ = ["ALGORITHMS", "Choice", "GatherProduct", "PendingProduct", "choices", "choosing", "gather_product"]
@@ -89,14 +92,14 @@ def choices() -> Iterator[list[Choice]]:
         _state.log = before
 
 
-def _choose(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec) -> bool:
+def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorithm: str) -> bool:
     """Is the product better fused with this step?"""
     cost, mesh = spec.mesh.cost, spec.mesh.mesh
     product = cost.matmul(*sizes, element_size=spec.dtype.itemsize)
     moved = cost.collective(step.kind, mesh.links(step.axes), step.bytes)
     together = cost.overlapped(moved, product, step.ranks)
-    if _state.algorithm != "auto":
-        fused, why = _state.algorithm == "fused", "asked for"
+    if algorithm != "auto":
+        fused, why = algorithm == "fused", "asked for"
     else:
         fused, why = together < moved + product, "cost"
     if _state.log is not None:
@@ -129,40 +132,49 @@ def _as_linear(call: Call, weight: Tensor) -> Tensor:
     return weight if call.name == "linear" else weight.t()
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
+def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
+    """Rows, columns and inner size of the product of this rank's parts."""
+    rows, (out, inner) = 1, weight.local_shape
+    for n in x.local_shape[:-1]:
+        rows *= n
+    return (rows, out, inner) if call.name == "linear" else (rows, inner, out)
 
 
 # --- gather + product ---------------------------------------------------------------------------
 
 
-class GatherProduct:
+class GatherProduct(Named):
     """A product whose first operand has to be gathered along a dimension that is not multiplied."""
 
-    def __init__(self, call: Call, step: Step, target: Spec, comm: TorchComm) -> None:
-        self._call, self._step, self._target, self._comm = call, step, target, comm
+    def __init__(self, call: Call, step: Step, source: Spec, target: Spec, comm: TorchComm,
+                 sizes: tuple[int, int, int]) -> None:  # fmt: skip
+        super().__init__()
+        self._call, self._step, self._source, self._target, self._sizes = call, step, source, target, sizes
+        self._group, self._dim = (comm.get_name(), comm.get_size()), step.dim
+
+    def fuses(self, algorithm: str) -> bool:
+        return _fuses("all_gather_matmul", self._step, self._sizes, self._source, algorithm)
 
     def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
-        if x._copy(self._target) is not None:
+        if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
+            return None
+        algorithm = _state.algorithm
+        if not (asked(GatherProduct.fuses, self, algorithm) if is_dynamo_compiling() else self.fuses(algorithm)):
             return None
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
-        rows = _rows(x.local) * self._step.ranks
-        if not _choose("all_gather_matmul", self._step, (rows, weight.shape[0], weight.shape[1]), x.spec):
-            return None
         (out,), gathered = _ops.all_gather_matmul(
-            x.local, [weight], [] if bias is None else [bias], self._comm.get_name(), self._comm.get_size(),
-            self._step.dim, True, "auto",
-        )  # fmt: skip
+            x.local, [weight], [] if bias is None else [bias], *self._group, self._dim, True, "auto"
+        )
         x._remember(self._target, gathered)
         result: Tensor = out
         return result
 
 
-def gather_product(call: Call, plan: Plan, spec: Spec, target: Spec) -> GatherProduct | None:
+def gather_product(
+    call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int]
+) -> GatherProduct | None:
     """The fused form of a call whose first operand moves by `plan`, if there is one."""
-    if call.name not in _NAMES or len(call.inputs[1].shape) != 2 or len(call.inputs[0].shape) < 2:
-        return None
     step = _single(plan, "all_gather")
     if step is None or step.dim == len(spec.shape) - 1 or not _in_order(step, spec.mesh.mesh):
         return None
@@ -170,10 +182,39 @@ def gather_product(call: Call, plan: Plan, spec: Spec, target: Spec) -> GatherPr
     if invariant & set(step.axes) or not _divides(spec.layout, spec.shape, step.dim):
         return None
     comm = spec.mesh.group_comm(step.axes)
-    return None if comm is None else GatherProduct(call, step, target, comm)
+    return None if comm is None else GatherProduct(call, step, spec, target, comm, sizes)
 
 
 # --- product + reduction ------------------------------------------------------------------------
+
+
+def _ending(
+    spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str
+) -> tuple[str, tuple[str, int], int] | None:
+    """The fused operator that a pending product ends with: its kind, the communicator's name and size, a dimension.
+
+    Kinds: "scatter", "total", and "sum", a total whose gradient is whole.
+    """
+    plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
+    scatter, total = _single(plan, "reduce_scatter"), _single(plan, "all_reduce")
+    step = scatter or total
+    if step is None or step.reduce != "sum" or not _in_order(step, spec.mesh.mesh):
+        return None
+    comm = spec.mesh.group_comm(step.axes)
+    if comm is None:
+        return None
+    kind, dim, op = "scatter", step.dim, "matmul_reduce_scatter"
+    if scatter is not None:
+        if dim == len(spec.shape) - 1 or not _divides(target.layout, spec.shape, dim):
+            return None
+    else:
+        invariant = {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
+        if invariant and invariant != set(step.axes):
+            return None
+        kind, op = "sum" if invariant else "total", "matmul_all_reduce"
+    if not _fuses(op, step, sizes, spec, algorithm):
+        return None
+    return kind, (comm.get_name(), comm.get_size()), dim
 
 
 class PendingProduct:
@@ -182,10 +223,9 @@ class PendingProduct:
     Its operands must not change until it is: an operand that did is an error.
     """
 
-    def __init__(self, call: Call, local: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor],
-                 bias: Sharded | None) -> None:  # fmt: skip
-        self._call, self._local, self._operands, self._bias = call, local, list(operands), bias
-        self._versions = [t._version for t in operands]
+    def __init__(self, step: Executed, operands: Sequence[Tensor], bias: Sharded | None) -> None:
+        self._step, self._operands, self._bias = step, list(operands), bias
+        self._versions = [] if is_dynamo_compiling() else [t._version for t in operands]
         self._grad = torch.is_grad_enabled()
 
     @property
@@ -195,40 +235,29 @@ class PendingProduct:
     def compute(self) -> Tensor:
         """The pending local tensor."""
         with self._as_called():
-            out: Tensor = self._local(self._operands)
+            if is_dynamo_compiling():
+                out: Tensor = run_local(self._step.traced_name, self._operands)
+            else:
+                out = self._step.local(self._operands)
         return out
 
     def ended(self, spec: Spec, target: Spec) -> Tensor | None:
         """The local tensor under `target`, where that is one fused operator."""
-        plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
-        x, weight = self._operands[0], _as_linear(self._call, self._operands[1])
-        sizes = (_rows(x), weight.shape[0], weight.shape[1])
-        scatter, total = _single(plan, "reduce_scatter"), _single(plan, "all_reduce")
-        step = scatter or total
-        if step is None or step.reduce != "sum" or not _in_order(step, spec.mesh.mesh):
+        if any(map(is_batchedtensor, self._operands)):
             return None
-        comm = spec.mesh.group_comm(step.axes)
-        if comm is None:
+        known = spec, target, self._step.sizes, _state.algorithm
+        how = asked(_ending, *known) if is_dynamo_compiling() else _ending(*known)
+        if how is None:
             return None
-        group = comm.get_name(), comm.get_size()
-        if scatter is not None:
-            if scatter.dim == len(spec.shape) - 1 or not _divides(target.layout, spec.shape, scatter.dim):
-                return None
-            if not _choose("matmul_reduce_scatter", step, sizes, spec):
-                return None
-            with self._as_called():
-                out = _ops.matmul_reduce_scatter(x, weight, None, *group, scatter.dim, "sum", "auto")
-        else:
-            invariant = {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
-            if invariant and invariant != set(step.axes):
-                return None
-            if not _choose("matmul_all_reduce", step, sizes, spec):
-                return None
-            with self._as_called():
-                if invariant:
-                    out = sum_matmul(x, weight, None, comm, "auto")
-                else:
-                    out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
+        kind, group, dim = how
+        with self._as_called():
+            x, weight = self._operands[0], _as_linear(self._step.call, self._operands[1])
+            if kind == "scatter":
+                out = _ops.matmul_reduce_scatter(x, weight, None, *group, dim, "sum", "auto")
+            elif kind == "sum":
+                out = sum_matmul(x, weight, None, group, "auto")
+            else:
+                out = _ops.matmul_all_reduce(x, weight, None, *group, "sum", "auto")
         return out if self._bias is None else self._with_bias(out, target)
 
     def _with_bias(self, out: Tensor, target: Spec) -> Tensor:
@@ -241,11 +270,12 @@ class PendingProduct:
 
     @contextlib.contextmanager
     def _as_called(self) -> Iterator[None]:
-        for tensor, version in zip(self._operands, self._versions, strict=True):
+        versions = [] if is_dynamo_compiling() else self._versions
+        for tensor, version in zip(self._operands, versions, strict=bool(versions)):
             if tensor._version != version:
                 raise StateError(
-                    f"{self._call.name}: expected operands that stay as they are until the product is needed, got one "
-                    "that changed in place; take .local of the result first, or reshard it"
+                    f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got "
+                    "one that changed in place; take .local of the result first, or reshard it"
                 )
         with torch.set_grad_enabled(self._grad):
             yield

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.spec import to_layout
+from torch_overlap.mesh.tracing import Named, asked, is_argument, is_dynamo_compiling, layout_in_trace
 
 if TYPE_CHECKING:
     from torch_overlap.mesh.products import PendingProduct
@@ -20,13 +21,13 @@ __all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spe
 _reshard = torch.ops.torch_overlap.reshard
 
 
-class Spec:
+class Spec(Named):
     """What a Sharded is, apart from its numbers. One object for equal ones: compared by identity.
 
     Attributes:
         mesh, layout, shape (global), dtype.
-        text: The layout in words, as operators take it.
-        values: The same without what is invariant, which only gradients depend on.
+        text, name: The layout in words, and the name of the mesh, as operators take them.
+        values: The layout in words without what is invariant, which only gradients depend on.
         anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
@@ -40,6 +41,7 @@ class Spec:
         "gradient",
         "layout",
         "mesh",
+        "name",
         "recipes",
         "shape",
         "targets",
@@ -50,9 +52,10 @@ class Spec:
     def __init__(
         self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
     ) -> None:
+        super().__init__()
         self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
         self.text, self.values = str(layout), str(layout.with_invariant(None))
-        self.device = mesh.comm.get_device()
+        self.name, self.device = mesh.name, mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
         self.targets: dict[Any, Spec] = {}
         self.gradient: Spec | None = None
@@ -177,7 +180,7 @@ class Sharded:
 
     @property
     def layout(self) -> Layout:
-        return self.spec.layout
+        return layout_in_trace(self.spec) if is_dynamo_compiling() else self.spec.layout
 
     @property
     def mesh(self) -> MeshComms:
@@ -252,7 +255,9 @@ class Sharded:
 
     def reshard(self, spec: Any) -> Sharded:
         """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
-        return self._brought(target_of(self.spec, spec))
+        if is_dynamo_compiling():
+            return self._to(asked(target_of, self.spec, spec))
+        return self._to(target_of(self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -264,13 +269,12 @@ class Sharded:
     def anchor(self) -> Sharded:
         """The same value, which stays where it lies: an operator moves its other operands, also where it would be
         cheaper to move this one, unless there is no other way. For weights of tensor-parallel layers."""
-        spec = self.spec
-        return Sharded(self.local, spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True))
+        return Sharded(self.local, asked(_anchored, self.spec) if is_dynamo_compiling() else _anchored(self.spec))
 
     def _reshard(self, layout: Layout) -> Sharded:
-        return self._brought(spec_of(self.mesh, layout, self.shape, self.dtype))
+        return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
-    def _brought(self, target: Spec) -> Sharded:
+    def _to(self, target: Spec) -> Sharded:
         return self if target.text == self.spec.text else Sharded(self._moved(target), target)
 
     def _moved(self, target: Spec) -> Tensor:
@@ -297,25 +301,29 @@ class Sharded:
 
     def _copy(self, target: Spec) -> Tensor | None:
         """The local tensor under another layout, if it was brought there before and is still right."""
+        if is_dynamo_compiling() and is_argument(self):
+            return None  # what it was moved to before guards no compiled function
         if self._copies is None:
             return None
         known = self._copies.get((target.text, torch.is_grad_enabled()))
         return None if known is None or known[1] != self._version else known[0]
 
     def _remember(self, target: Spec, moved: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() and is_argument(self):
             return
         copies = self._copies
         if copies is None:
             copies = self._copies = {}
         copies[target.text, torch.is_grad_enabled()] = moved, self._version
+        if is_dynamo_compiling():
+            return
         local = self._local
         if local is not None and local.is_leaf and moved.requires_grad and moved is not local:
             moved.register_hook(lambda _: copies.clear())  # the graph behind a copy of a leaf is gone after backward()
 
     @property
     def _version(self) -> int:
-        return 0 if self._local is None else self._local._version
+        return 0 if self._local is None or is_dynamo_compiling() else self._local._version
 
     def full(self) -> Tensor:
         """The whole tensor, on every rank; with the same gradient on every rank."""
@@ -400,8 +408,12 @@ class Sharded:
         return _method(attribute).__get__(self)
 
 
+def _anchored(spec: Spec) -> Spec:
+    return spec_of(spec.mesh, spec.layout, spec.shape, spec.dtype, anchored=True)
+
+
 def _moved(local: Tensor, spec: Spec, target: Spec) -> Tensor:
-    moved: Tensor = _reshard(local, spec.mesh.name, spec.text, target.text, spec.shape)
+    moved: Tensor = _reshard(local, spec.name, spec.text, target.text, spec.shape)
     return moved
 
 
@@ -431,20 +443,28 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
     Raises:
         InvalidValueError: `local` has not the shape of this rank's part.
     """
-    layout = layout_of(spec, mesh, local.dim())
+    if is_dynamo_compiling():
+        return Sharded(local, asked(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
+    return Sharded(local, _spec_of_local(local.shape, local.dtype, mesh, spec, shape))
+
+
+def _spec_of_local(
+    local: Sequence[int], dtype: torch.dtype, mesh: MeshComms, spec: Any, shape: Sequence[int] | None
+) -> Spec:
+    layout = layout_of(spec, mesh, len(local))
     if shape is None:
-        sizes = [1] * local.dim()
+        sizes = [1] * len(local)
         for dim, names in enumerate(layout.dims):
             for name in names:
                 sizes[dim] *= layout.mesh.axis(name).size
-        shape = [n * parts for n, parts in zip(local.shape, sizes, strict=True)]
+        shape = [n * parts for n, parts in zip(local, sizes, strict=True)]
     expected = layout.local_shape(shape, mesh.rank)
-    if tuple(local.shape) != expected:
+    if tuple(local) != expected:
         raise InvalidValueError(
             f"from_local: expected {expected}, this rank's part of {tuple(shape)} under {layout}, got "
-            f"{tuple(local.shape)}; give the global shape"
+            f"{tuple(local)}; give the global shape"
         )
-    return Sharded(local, spec_of(mesh, layout, shape, local.dtype))
+    return spec_of(mesh, layout, shape, dtype)
 
 
 from torch_overlap.mesh import dispatch  # noqa: E402 (it needs what is above)

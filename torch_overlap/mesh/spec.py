@@ -22,6 +22,9 @@ class P(tuple[Entry, ...]):
     def __new__(cls, *entries: Entry | Iterable[str]) -> P:
         return super().__new__(cls, [e if e is None or isinstance(e, str) else tuple(e) for e in entries])
 
+    def __getnewargs__(self) -> tuple[Entry, ...]:
+        return tuple(self)
+
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 

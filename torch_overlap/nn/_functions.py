@@ -32,10 +32,15 @@ def copy_matmul(
     return list(outputs)
 
 
-def sum_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, comm: TorchComm, algorithm: str) -> Tensor:
-    """matmul_all_reduce(x, weight, comm, bias), whose backward pass sends nothing: the gradient is whole."""
+def sum_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, comm: TorchComm | tuple[str, int], algorithm: str
+) -> Tensor:
+    """matmul_all_reduce(x, weight, comm, bias), whose backward pass sends nothing: the gradient is whole.
+
+    `comm`: the communicator, or its name and size.
+    """
     cast = [_autocast(t) for t in (x, weight, bias)]
-    output: Tensor = _SumMatmul.apply(*group(comm), algorithm, *cast)  # type: ignore[no-untyped-call]
+    output: Tensor = _SumMatmul.apply(*(comm if isinstance(comm, tuple) else group(comm)), algorithm, *cast)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -73,5 +73,16 @@ def register() -> None:
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Batched:
         return ops.send(x.movedim(in_dims[0], 0), *args), None
 
-    for name in ("all_reduce", "_all_reduce_traced", "broadcast", "_reduce_to_root", "permute", "_recv", "_waited"):
+    for name in (
+        "all_reduce",
+        "_all_reduce_traced",
+        "broadcast",
+        "_reduce_to_root",
+        "permute",
+        "_recv",
+        "_waited",
+        "_invariant_to_replicated",
+        "_replicated_to_invariant",
+        "_to_pending",
+    ):
         torch.library.register_vmap(f"torch_overlap::{name}", _whatever_the_shape(getattr(ops, name)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import CollectiveOperation, Move, wrap_dim
 from torch_overlap.mesh.sharded import Sharded, Spec
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = ["AllToAllOp", "all_to_all"]
 
@@ -52,14 +53,19 @@ def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True
     y = _all_to_all(x, split_axis, concat_axis)
     if tiled:
         return y
-    dim = wrap_dim("all_to_all", x.spec, concat_axis, "concat_axis")
-    parts = 1
-    for name in x.layout.dims[dim]:
-        parts *= x.layout.mesh.axis(name).size
-    if x.shape[dim] % parts:
-        raise InvalidValueError(
-            f"all_to_all: expected dimension {dim} of {tuple(x.shape)} divisible by its {parts} parts, to stack them, "
-            f"got {x.shape[dim]}"
-        )
-    stacked: Sharded = y.unflatten(dim, (parts, x.shape[dim] // parts))
+    dim, parts, size = asked(_stacked, x.spec, concat_axis) if is_dynamo_compiling() else _stacked(x.spec, concat_axis)
+    stacked: Sharded = y.unflatten(dim, (parts, size))
     return stacked
+
+
+def _stacked(spec: Spec, concat_axis: int) -> tuple[int, int, int]:
+    dim = wrap_dim("all_to_all", spec, concat_axis, "concat_axis")
+    parts = 1
+    for name in spec.layout.dims[dim]:
+        parts *= spec.layout.mesh.axis(name).size
+    if spec.shape[dim] % parts:
+        raise InvalidValueError(
+            f"all_to_all: expected dimension {dim} of {tuple(spec.shape)} divisible by its {parts} parts, to stack "
+            f"them, got {spec.shape[dim]}"
+        )
+    return dim, parts, spec.shape[dim] // parts

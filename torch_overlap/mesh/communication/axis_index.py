@@ -10,7 +10,8 @@ import torch
 from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import CollectiveOperation, axis_names
-from torch_overlap.mesh.sharded import Sharded, spec_of, with_invariant_rest
+from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = ["AxisIndexOp", "axis_index"]
 
@@ -21,16 +22,23 @@ class AxisIndexOp(CollectiveOperation):
     name = "axis_index"
 
     def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:  # type: ignore[override]
-        (axis,) = axis_names(self.name, mesh.mesh, axis_name)
-        layout = with_invariant_rest(Layout(mesh.mesh, [axis]))
-        local = torch.full((1,), mesh.coordinate(axis), dtype=torch.int32, device=mesh.comm.get_device())
-        return Sharded(local, spec_of(mesh, layout, (mesh.mesh.axis(axis).size,), torch.int32))
+        if is_dynamo_compiling():
+            place, spec = asked(_place, mesh, axis_name)
+        else:
+            place, spec = _place(mesh, axis_name)
+        return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)
 
     def estimate_cost(self, *_: object, **__: object) -> float:
         return 0.0
 
     def communication_cost(self, *_: object, **__: object) -> float:
         return 0.0
+
+
+def _place(mesh: MeshComms, axis_name: str) -> tuple[int, Spec]:
+    (axis,) = axis_names("axis_index", mesh.mesh, axis_name)
+    layout = with_invariant_rest(Layout(mesh.mesh, [axis]))
+    return mesh.coordinate(axis), spec_of(mesh, layout, (mesh.mesh.axis(axis).size,), torch.int32)
 
 
 _axis_index = AxisIndexOp()

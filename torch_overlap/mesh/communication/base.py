@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, used_axes
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = [
     "Axes",
@@ -52,13 +53,11 @@ class CollectiveOperation:
 
     def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
         spec = self._spec(x)
-        source, target, shape = self.move(spec, *args, **kwargs)
-        if source == spec.layout:
-            return x._reshard(target)
-        # Of N copies that become N terms the gradient is the sum of the terms': that of a replicated value.
-        whole = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in source.partial])
-        taken = Sharded(x._reshard(whole).local, spec_of(spec.mesh, source, shape, spec.dtype))
-        return taken._reshard(target)
+        if is_dynamo_compiling():
+            before, taken, target = asked(_ends, type(self), spec, args, kwargs)
+        else:
+            before, taken, target = _ends(type(self), spec, args, kwargs)
+        return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
 
     def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
         """The steps that the operation takes on this operand."""
@@ -81,6 +80,18 @@ class CollectiveOperation:
                 f"{self.name}: expected a Sharded, got {type(x).__name__}; shard(x, mesh, spec) makes one"
             )
         return x.spec
+
+
+def _ends(kind: type[CollectiveOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
+    """What the operand has to be first, what it is then taken as, where that is something else, and what comes of it.
+
+    Of N copies that become N terms the gradient is the sum of the terms': that of a replicated value.
+    """
+    source, target, shape = kind().move(spec, *args, **kwargs)
+    whole = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in source.partial])
+    taken = None if source == spec.layout else spec_of(spec.mesh, source, shape, spec.dtype)
+    before = spec_of(spec.mesh, whole, spec.shape, spec.dtype)
+    return before, taken, spec_of(spec.mesh, target, shape, spec.dtype)
 
 
 class LocalOperation(CollectiveOperation):

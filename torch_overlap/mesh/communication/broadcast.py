@@ -11,6 +11,7 @@ import torch
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order, used_axes
 from torch_overlap.mesh.sharded import Sharded, Spec, spec_of
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = ["BroadcastOp", "broadcast"]
 
@@ -22,16 +23,12 @@ class BroadcastOp(LocalOperation):
 
     def __call__(self, x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
         spec = self._spec(x)
-        names = self.group(spec, root, axes)
-        comm = spec.mesh.group_comm(names)
-        if comm is None:
+        how = asked(_group, spec, root, axes) if is_dynamo_compiling() else _group(spec, root, axes)
+        if how is None:
             return x
-        # The operator sums all gradients for the root: operand and result are replicated. Of an invariant result, each
-        # gradient of which is the whole, one rank's counts; an invariant operand gets that of the root on every rank.
-        plain = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in names])
-        local = torch.ops.torch_overlap.broadcast(x._reshard(plain).local, root, comm.get_name())
-        replicated = Sharded(local, spec_of(spec.mesh, plain, spec.shape, spec.dtype))
-        return replicated._reshard(plain.with_invariant([*plain.invariant, *names]))
+        comm, replicated, target = how
+        local = torch.ops.torch_overlap.broadcast(x._to(replicated).local, root, comm)
+        return Sharded(local, replicated)._to(target)
 
     def group(self, spec: Spec, root: int = 0, axes: Axes = None) -> list[str]:
         mesh, differ = spec.mesh.mesh, used_axes(spec.layout)
@@ -45,6 +42,22 @@ class BroadcastOp(LocalOperation):
         if not 0 <= root < count:
             raise InvalidValueError(f"broadcast: expected a root below {count}, the ranks along {names}, got {root}")
         return in_mesh_order(mesh, names)
+
+
+def _group(spec: Spec, root: int, axes: Axes) -> tuple[str, Spec, Spec] | None:
+    """The communicator, what comes from it and what that becomes.
+
+    The operator sums all gradients for the root: operand and result are replicated. Of an invariant result, each
+    gradient of which is the whole, one rank's counts; an invariant operand gets that of the root on every rank.
+    """
+    names = BroadcastOp().group(spec, root, axes)
+    comm = spec.mesh.group_comm(names)
+    if comm is None:
+        return None
+    plain = spec.layout.with_invariant([n for n in spec.layout.invariant if n not in names])
+    whole = plain.with_invariant([*plain.invariant, *names])
+    known = (spec.shape, spec.dtype)
+    return comm.get_name(), spec_of(spec.mesh, plain, *known), spec_of(spec.mesh, whole, *known)
 
 
 _broadcast = BroadcastOp()

@@ -12,6 +12,7 @@ import torch
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order, used_axes
 from torch_overlap.mesh.sharded import Sharded, Spec
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = ["PPermuteOp", "ppermute"]
 
@@ -24,10 +25,10 @@ class PPermuteOp(LocalOperation):
     def __call__(self, x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
         spec = self._spec(x)
         pairs = list(permutation)
-        comm = spec.mesh.group_comm(self.group(spec, pairs, axes))
+        comm = asked(_group, spec, pairs, axes) if is_dynamo_compiling() else _group(spec, pairs, axes)
         if comm is None:
             return x
-        local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm.get_name())
+        local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)
         return Sharded(local, spec)
 
     def group(self, spec: Spec, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> list[str]:
@@ -53,6 +54,11 @@ class PPermuteOp(LocalOperation):
                 f"{tuple(spec.shape)} under {spec.text}"
             )
         return names
+
+
+def _group(spec: Spec, pairs: list[tuple[int, int]], axes: Axes) -> str | None:
+    comm = spec.mesh.group_comm(PPermuteOp().group(spec, pairs, axes))
+    return None if comm is None else comm.get_name()
 
 
 _ppermute = PPermuteOp()

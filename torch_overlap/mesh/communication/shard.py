@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import CollectiveOperation, Move
 from torch_overlap.mesh.sharded import Sharded, Spec, layout_of, spec_of, with_invariant_rest
+from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 
 __all__ = ["ShardOp", "shard"]
 
@@ -68,6 +70,9 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         return _shard(x, spec, replicated_axes, partial_sum_axes)
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"shard: expected a tensor, got {type(x).__name__}")
+    if is_dynamo_compiling():
+        source, target = asked(_ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes)
+        return Sharded(x, source)._to(target)
     if x.device.type != mesh.comm.get_device().type:
         raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
     layout = with_invariant_rest(Layout.replicated(mesh.mesh, x.dim()))
@@ -75,9 +80,16 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
     if (
         out.local is not x
+        and not is_batchedtensor(out.local)
         and out.local.is_leaf
         and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     ):
         out.local = out.local.clone()  # the part alone, not a view that keeps the whole
     whole._copies = None
     return out
+
+
+def _ends_of_whole(shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]) -> tuple[Spec, Spec]:
+    layout = with_invariant_rest(Layout.replicated(mesh.mesh, len(shape)))
+    spec = spec_of(mesh, layout, shape, dtype)
+    return spec, spec_of(mesh, _shard.move(spec, to, *axes).target, shape, dtype)
