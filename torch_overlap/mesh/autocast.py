@@ -1,6 +1,7 @@
 """torch.autocast for Sharded values: what it does to a function's arguments, done before the function is planned.
 
-The lists are those of CUDA's autocast, on every device.
+Products are cast down, functions that lose much in 16 bits up to float32, on every device; the lists follow CUDA's
+autocast. Others take what comes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 __all__ = ["argument_dtype", "autocast_of"]
 
 _LOWER = frozenset({
-    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "addmv", "baddbmm", "einsum", "chain_matmul",
-    "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "linear", "matmul", "mm", "mv",
     "prelu", "rmatmul", "scaled_dot_product_attention",
 })  # fmt: skip
 _FLOAT32 = frozenset({
-    "acos", "asin", "cosh", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp",
-    "expm1", "group_norm", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
-    "mse_loss", "nll_loss", "norm", "normalize", "pow", "prod", "reciprocal", "rms_norm", "rpow", "rsqrt",
-    "sinh", "smooth_l1_loss", "softmax", "softmin", "softplus", "sum", "tan", "var", "vector_norm",
+    "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity", "cross_entropy", "cumprod",
+    "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "huber_loss", "kl_div", "l1_loss", "layer_norm",
+    "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss", "norm", "normalize",
+    "pow", "prod", "reciprocal", "rpow", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax",
+    "softmin", "softplus", "sum", "tan", "vector_norm",
 })  # fmt: skip
 
 

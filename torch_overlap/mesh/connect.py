@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 
-from torch_overlap._C import MeshComms, TorchComm, _connect
+from torch_overlap._C import InvalidValueError, MeshComms, TorchComm, _connect
 from torch_overlap.mesh._core import CostModel, Mesh
 from torch_overlap.mesh.tracing import name_it
 
@@ -37,7 +38,13 @@ def connect(
         mesh = Mesh.parse(mesh)
     elif not isinstance(mesh, Mesh):
         mesh = Mesh(mesh)
-    made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
+    try:
+        made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
+    except InvalidValueError as error:
+        if "that no live mesh has" not in str(error):
+            raise
+        gc.collect()  # one that was dropped may be in a cycle still, and hold its name
+        made = _connect(mesh, comm, name, cost or CostModel.h200(), sets)
     made._specs, made._recipes, made._parts, made.traced_name = {}, {}, {}, name_it(made)
     return made
 

@@ -8,6 +8,7 @@ on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product, local_sizes
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
+from torch_overlap.mesh.sharded import Sharded, Spec, maker_of, spec_of, with_invariant_rest
 from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, name_it, run_local
 
 __all__ = ["Executed", "Recipe", "call", "recipe_of"]
@@ -72,18 +73,22 @@ class Executed:
         return text
 
     def run(self, values: Any) -> list[Sharded]:
+        spec = self.outputs[0]
+        maker = maker_of(spec)
         if self.gathers is not None:
             first = values[self.inputs[0][0]]
             rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
             fused = GatherProduct.run(self.gathers, first, rest)
             if fused is not None:
-                return [Sharded(fused, self.outputs[0])]
+                return [Sharded(fused, spec, None, maker)]
         operands = [values[i]._operand(to) for i, to in self.inputs]
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None
-            return [Sharded(None, self.outputs[0], PendingProduct(self, operands, bias))]
+            return [Sharded(None, spec, PendingProduct(self, operands, bias), maker)]
         out = run_local(self.traced_name, operands) if is_dynamo_compiling() else self.local(operands)
-        return list(map(Sharded, out, self.outputs)) if self.call.is_sequence else [Sharded(out, self.outputs[0])]
+        if not self.call.is_sequence:
+            return [Sharded(out, spec, None, maker)]
+        return [Sharded(one, of, None, maker) for one, of in zip(out, self.outputs, strict=True)]
 
 
 class Recipe:
@@ -137,9 +142,13 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recipe, list[Sharded]]:
     """How `func(*args, **kwargs)` runs, made the first time it is asked for; and the Sharded among its arguments."""
     operands: list[Sharded] = []
-    key = (func, *[_key(a, operands) for a in args])
+    key = (func, torch.get_default_dtype(), *[_key(a, operands) for a in args])
     if kwargs:
         key += tuple((name, _key(value, operands)) for name, value in kwargs.items())
+    if not operands:
+        raise InvalidTypeError(
+            f"{_name(func)}: expected Sharded values as arguments, in lists, tuples or alone, got none that is found"
+        )
     recipes = operands[0].spec.recipes
     recipe: Recipe | None = recipes.get(key)
     if recipe is None:
@@ -190,7 +199,7 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         to = None if autocast is None else argument_dtype(func, autocast)
 
         def cast(value: Any) -> Any:
-            if isinstance(value, list | tuple):
+            if type(value) in (list, tuple):
                 return type(value)(cast(item) for item in value)
             is_cast = isinstance(value, Sharded) and value.dtype.is_floating_point
             return call(Tensor.to, (value, to), {}) if is_cast and value.dtype not in (to, torch.float64) else value
@@ -216,9 +225,9 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
     if kind is Sharded:
         operands.append(value)
         return value.spec
-    if kind is int or kind is float or kind is bool:
-        return kind, value  # 1 == 1.0 == True
-    if kind is list or kind is tuple:
+    if kind is float:
+        return kind, value, math.copysign(1.0, value)  # 0.0 == -0.0
+    if isinstance(value, list | tuple):
         return kind, tuple(_key(item, operands) for item in value)
     if isinstance(value, Tensor):
         raise InvalidTypeError(
@@ -227,7 +236,7 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
         )
     if kind is slice:
         return slice, value.start, value.stop, value.step
-    return value
+    return kind, value  # 1 == 1.0 == True
 
 
 def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operands: list[Sharded]) -> Recipe:
@@ -266,7 +275,8 @@ def _as_operands(value: Any) -> Any:
     if isinstance(value, Sharded):
         return Operand(tuple(value.shape), value.dtype)
     if isinstance(value, list | tuple):
-        return type(value)(_as_operands(item) for item in value)
+        items = [_as_operands(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

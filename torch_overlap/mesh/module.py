@@ -59,8 +59,7 @@ def shard_module(
     """
     left = dict(layouts or {})
     used = set()
-    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole one: tied ones stay tied
-    found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
+    wholes: list[tuple[nn.Module, str, Tensor, Layout]] = []
     for prefix, owner in module.named_modules():
         if hasattr(owner, _SPECS):
             raise InvalidValueError(f"shard_module: expected a module that is not sharded, got '{prefix}', which is")
@@ -70,23 +69,27 @@ def shard_module(
             name = f"{prefix}.{own_name}" if prefix else own_name
             pattern = next((p for p in left if fnmatch.fnmatchcase(name, p)), None)
             used.add(pattern)
-            if id(whole) not in parts:
-                layout = layout_of(None if pattern is None else left[pattern], mesh, whole.dim())
-                is_parameter = isinstance(whole, nn.Parameter)
-                if defer_gradients and is_parameter:
-                    layout = layout.with_invariant(None)
-                parts[id(whole)] = _part(whole, mesh, layout, anchored=is_parameter and not move_parameters)
-            part, spec = parts[id(whole)]
-            if own_name in owner._parameters:
-                owner._parameters[own_name] = part
-            else:
-                owner._buffers[own_name] = part
-            found.setdefault(id(owner), (owner, {}))[1][own_name] = spec
+            layout = layout_of(None if pattern is None else left[pattern], mesh, whole.dim())
+            if defer_gradients and isinstance(whole, nn.Parameter):
+                layout = layout.with_invariant(None)
+            wholes.append((owner, own_name, whole, layout))
     unused = [p for p in left if p not in used]
     if unused:
         raise InvalidValueError(
             f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none"
         )
+    parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole one: tied ones stay tied
+    for _, _, whole, layout in wholes:
+        if id(whole) not in parts:
+            anchored = isinstance(whole, nn.Parameter) and not move_parameters
+            parts[id(whole)] = _part(whole, mesh, layout, anchored=anchored)
+    # Nothing is changed before all of it is made.
+    found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
+    for owner, own_name, whole, _ in wholes:
+        part, spec = parts[id(whole)]
+        store: dict[str, Any] = owner._parameters if own_name in owner._parameters else owner._buffers
+        store[own_name] = part
+        found.setdefault(id(owner), (owner, {}))[1][own_name] = spec
     for owner, specs in found.values():
         _read_as_sharded(owner, specs)
     return module
@@ -188,6 +191,8 @@ def reduce_gradients(module: nn.Module, *others: Sharded) -> list[Sharded]:
     """
     values = _with_gradients(module)
     pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    if not values and not others:
+        return []
     mesh = (*values, *others)[0].mesh
     for value in values:
         axes = _joining(value.mesh, gradient_layout(value.layout).partial)
@@ -225,12 +230,14 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *others: Sharded) -> tup
     Returns: the norm of all gradients before, a scalar that is the same on every rank; the reduced `others`.
     """
     values = _with_gradients(module)
+    if not values:
+        raise InvalidValueError(
+            "clip_grad_norm_: expected a sharded module with parameters that require gradients, got one without"
+        )
     late = [v for v in values if _joining(v.mesh, gradient_layout(v.layout).partial)]
     ready = [v for v in values if all(v is not other for other in late)]
     squares = _squares(ready)
     reduced = reduce_gradients(module, *others, *squares)
-    if not values:
-        raise InvalidValueError("clip_grad_norm_: expected a sharded module with parameters that require gradients")
     total = torch.stack([x.full() for x in [*reduced[len(others) :], *_squares(late)]]).sum()
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -59,6 +59,9 @@ class Choice:
     why: str
 
 
+_nothing = contextlib.nullcontext()
+
+
 class _State(threading.local):
     algorithm = "auto"
     log: list[Choice] | None = None
@@ -69,7 +72,8 @@ _state = _State()
 
 @contextlib.contextmanager
 def choosing(algorithm: str) -> Iterator[None]:
-    """In the block, for this thread: products and their communication run fused, plain, or as is cheaper (auto).
+    """In the block, for this thread: products and their communication run fused, plain, or as is cheaper. A product
+    whose sum is pending is decided where the sum ends.
 
     "fused" asks for it where the operands allow it: parts of one size, along a dimension that is not multiplied.
     """
@@ -108,9 +112,8 @@ def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorit
 
 
 def _single(plan: Plan, kind: str) -> Step | None:
-    """The only step that the plan has, casts aside."""
-    steps = [step for step in plan.steps if step.kind != "cast"]
-    return steps[0] if len(steps) == 1 and len(plan.steps) == 1 and steps[0].kind == kind else None
+    """The only step that the plan has, if it is of this kind."""
+    return plan.steps[0] if len(plan.steps) == 1 and plan.steps[0].kind == kind else None
 
 
 def _in_order(step: Step, mesh: Any) -> bool:
@@ -133,9 +136,9 @@ def _as_linear(call: Call, weight: Tensor) -> Tensor:
 
 
 def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
-    """Rows, columns and inner size of the product of this rank's parts."""
-    rows, (out, inner) = 1, weight.local_shape
-    for n in x.local_shape[:-1]:
+    """Rows, columns and inner size of the product of the largest parts: the same on every rank, as choices must be."""
+    rows, (out, inner) = 1, weight.largest_shape
+    for n in x.largest_shape[:-1]:
         rows *= n
     return (rows, out, inner) if call.name == "linear" else (rows, inner, out)
 
@@ -163,12 +166,29 @@ class GatherProduct(Named):
         if not (asked(GatherProduct.fuses, self, algorithm) if is_dynamo_compiling() else self.fuses(algorithm)):
             return None
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
+        keeps = x._keeps()
         (out,), gathered = _ops.all_gather_matmul(
-            x.local, [weight], [] if bias is None else [bias], *self._group, self._dim, True, "auto"
+            x.local, [weight], [] if bias is None else [bias], *self._group, self._dim, keeps, "auto"
         )
-        x._remember(self._target, gathered)
+        if keeps:
+            if not is_dynamo_compiling() and torch.is_grad_enabled() and x.local.requires_grad:
+                gathered = _Gathered.apply(x.local, gathered.detach(), *self._group, self._dim)  # type: ignore[no-untyped-call]
+            x._remember(self._target, gathered)
         result: Tensor = out
         return result
+
+
+class _Gathered(torch.autograd.Function):
+    """What a product gathered, for others: a gather of its own in the graph, beside the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor, comm: str, size: int, dim: int) -> Tensor:
+        ctx.group, ctx.dim = (comm, size), dim
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ops.reduce_scatter(grad, ctx.dim, "sum", *ctx.group), None, None, None, None
 
 
 def gather_product(
@@ -225,7 +245,8 @@ class PendingProduct:
 
     def __init__(self, step: Executed, operands: Sequence[Tensor], bias: Sharded | None) -> None:
         self._step, self._operands, self._bias = step, list(operands), bias
-        self._versions = [] if is_dynamo_compiling() else [t._version for t in operands]
+        watched = [] if is_dynamo_compiling() or torch.is_inference_mode_enabled() else operands[:2]
+        self._versions = [(t, t._version) for t in watched if not t.is_inference()]
         self._grad = torch.is_grad_enabled()
 
     @property
@@ -270,14 +291,15 @@ class PendingProduct:
 
     @contextlib.contextmanager
     def _as_called(self) -> Iterator[None]:
-        versions = [] if is_dynamo_compiling() else self._versions
-        for tensor, version in zip(self._operands, versions, strict=bool(versions)):
+        for tensor, version in () if is_dynamo_compiling() else self._versions:
             if tensor._version != version:
                 raise StateError(
                     f"{self._step.call.name}: expected operands that stay as they are until the product is needed, got "
                     "one that changed in place; take .local of the result first, or reshard it"
                 )
-        with torch.set_grad_enabled(self._grad):
+        device = self._operands[0].device.type
+        cast = torch._C._is_any_autocast_enabled()  # the operands were cast before, if they had to be
+        with torch.set_grad_enabled(self._grad), torch.autocast(device, enabled=False) if cast else _nothing:
             yield
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError, UnsupportedError
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.spec import to_layout
 from torch_overlap.mesh.tracing import Named, asked, is_argument, is_dynamo_compiling, layout_in_trace
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spec_of"]
 
 _reshard = torch.ops.torch_overlap.reshard
+MOST_SPECS = 1 << 16
 
 
 class Spec(Named):
@@ -28,6 +29,7 @@ class Spec(Named):
         mesh, layout, shape (global), dtype.
         text, name: The layout in words, and the name of the mesh, as operators take them.
         values: The layout in words without what is invariant, which only gradients depend on.
+        is_whole: Is the value not pending?
         anchored: Operators bring other operands to this one.
         device: That of the mesh.
         recipes: How functions run on this mesh; see dispatch.
@@ -39,6 +41,7 @@ class Spec(Named):
         "device",
         "dtype",
         "gradient",
+        "is_whole",
         "layout",
         "mesh",
         "name",
@@ -57,6 +60,7 @@ class Spec(Named):
         self.text, self.values = str(layout), str(layout.with_invariant(None))
         self.name, self.device = mesh.name, mesh.comm.get_device()
         self.recipes: dict[Any, Any] = mesh._recipes
+        self.is_whole = not layout.partial
         self.targets: dict[Any, Spec] = {}
         self.gradient: Spec | None = None
 
@@ -67,6 +71,11 @@ class Spec(Named):
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.shape, self.mesh.rank)
 
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """The largest local shape: that of the first rank of the mesh, and the same answer on every rank."""
+        return self.layout.local_shape(self.shape, self.mesh.mesh.ranks[0])
+
 
 def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
     """The Spec of these: the same object for the same ones."""
@@ -74,8 +83,18 @@ def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.
     key = (layout, size, dtype, anchored)
     spec: Spec | None = mesh._specs.get(key)
     if spec is None:
+        if len(mesh._specs) >= MOST_SPECS:  # those in use live on
+            mesh._specs.clear()
+            mesh._recipes.clear()
         spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
     return spec
+
+
+def maker_of(spec: Spec) -> int:
+    """Who makes a value now: 2 in the capture of a CUDA graph, else 1. (0: the caller, who may change it.)"""
+    if is_dynamo_compiling() or spec.device.type != "cuda":
+        return 1
+    return 2 if torch.cuda.is_current_stream_capturing() else 1
 
 
 def target_of(spec: Spec, to: Any) -> Spec:
@@ -151,7 +170,8 @@ class Sharded:
     them. All ranks call the same functions in the same order. It is no torch.Tensor: local tensors carry the autograd
     graph, and `grad` is that of `local`.
 
-    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there.
+    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there, of values
+    that you made; a function's result keeps what it was moved to, and is not to be changed.
 
     Attributes:
         local: This rank's part. Of a pending value: its term.
@@ -159,11 +179,12 @@ class Sharded:
         mesh: The connected mesh.
     """
 
-    __slots__ = ("__weakref__", "_copies", "_local", "_product", "spec")
+    __slots__ = ("__weakref__", "_copies", "_ended", "_local", "_maker", "_product", "spec")
 
-    def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None) -> None:
-        self._local, self.spec, self._product = local, spec, product
-        self._copies: dict[tuple[str, bool], tuple[Tensor, int]] | None = None
+    def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None, maker: int = 0) -> None:
+        self._local, self.spec, self._product, self._maker = local, spec, product, maker
+        self._copies: dict[tuple[str, bool, bool], Tensor] | None = None
+        self._ended: tuple[Tensor, Spec, bool] | None = None
 
     # --- What it is
 
@@ -171,12 +192,12 @@ class Sharded:
     def local(self) -> Tensor:
         if self._local is None:
             assert self._product is not None
-            self._local, self._product = self._product.compute(), None
+            self._local = self._product.compute()
         return self._local
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        self._local, self._product, self._copies = value, None, None
+        self._local, self._product, self._copies, self._ended, self._maker = value, None, None, None, 0
 
     @property
     def layout(self) -> Layout:
@@ -245,11 +266,11 @@ class Sharded:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d Sharded")
+            raise InvalidTypeError("len: expected one or more dimensions, got a scalar Sharded")
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"Sharded({self.spec}, local {tuple(self.local.shape)})"
+        return f"Sharded({self.spec}, local {tuple(self.spec.local_shape)})"
 
     # --- Moving it
 
@@ -275,19 +296,30 @@ class Sharded:
         return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
 
     def _to(self, target: Spec) -> Sharded:
-        return self if target.text == self.spec.text else Sharded(self._moved(target), target)
+        return self if target.text == self.spec.text else Sharded(self._moved(target), target, None, maker_of(target))
 
     def _moved(self, target: Spec) -> Tensor:
-        """The local tensor under another layout. Moved once for all who ask."""
-        if target.text == self.spec.text:
+        """The local tensor under another layout.
+
+        Results of functions keep what they were moved to, so that each move is made once; what others made (a leaf, a
+        buffer) may change, and is moved each time. Which it is depends on nothing that may differ between ranks. A
+        pending result that was reduced once is moved on from there.
+        """
+        spec = self.spec
+        if target.text == spec.text:
             return self.local
         moved = self._copy(target)
+        if moved is not None:
+            return moved
+        grad = torch.is_grad_enabled()
+        if self._ended is not None and self._ended[2] == grad:
+            moved = _moved(self._ended[0], self._ended[1], target)
+        elif self._product is not None:
+            moved = self._product.ended(spec, target)
         if moved is None:
-            if self._product is not None:
-                moved = self._product.ended(self.spec, target)
-            if moved is None:
-                moved = _moved(self.local, self.spec, target)
-            self._remember(target, moved)
+            moved = _moved(self.local, spec, target)
+        if self._remember(target, moved) and self._ended is None and target.is_whole and not spec.is_whole:
+            self._ended = moved, target, grad
         return moved
 
     def _operand(self, target: Spec) -> Tensor:
@@ -299,31 +331,25 @@ class Sharded:
                 return local
         return self._moved(target)
 
-    def _copy(self, target: Spec) -> Tensor | None:
-        """The local tensor under another layout, if it was brought there before and is still right."""
-        if is_dynamo_compiling() and is_argument(self):
-            return None  # what it was moved to before guards no compiled function
-        if self._copies is None:
-            return None
-        known = self._copies.get((target.text, torch.is_grad_enabled()))
-        return None if known is None or known[1] != self._version else known[0]
-
-    def _remember(self, target: Spec, moved: Tensor) -> None:
-        if is_dynamo_compiling() and is_argument(self):
-            return
-        copies = self._copies
-        if copies is None:
-            copies = self._copies = {}
-        copies[target.text, torch.is_grad_enabled()] = moved, self._version
+    def _keeps(self) -> bool:
+        """Does the value keep what it is moved to? One that was made in a capture only there, others only outside."""
         if is_dynamo_compiling():
-            return
-        local = self._local
-        if local is not None and local.is_leaf and moved.requires_grad and moved is not local:
-            moved.register_hook(lambda _: copies.clear())  # the graph behind a copy of a leaf is gone after backward()
+            return not is_argument(self)  # what it was moved to before guards no compiled function
+        return self._maker != 0 and self._maker == maker_of(self.spec)
 
-    @property
-    def _version(self) -> int:
-        return 0 if self._local is None or is_dynamo_compiling() else self._local._version
+    def _copy(self, target: Spec) -> Tensor | None:
+        """The local tensor under another layout, if it was brought there before."""
+        if self._copies is None or not self._keeps():
+            return None
+        return self._copies.get((target.text, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    def _remember(self, target: Spec, moved: Tensor) -> bool:
+        if not self._keeps():
+            return False
+        if self._copies is None:
+            self._copies = {}
+        self._copies[target.text, torch.is_grad_enabled(), torch.is_inference_mode_enabled()] = moved
+        return True
 
     def full(self) -> Tensor:
         """The whole tensor, on every rank; with the same gradient on every rank."""
@@ -342,7 +368,7 @@ class Sharded:
     # --- Autograd
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
-        self.local.requires_grad_(requires_grad)
+        self.local = self.local.requires_grad_(requires_grad)
         return self
 
     def detach(self) -> Sharded:
@@ -356,11 +382,13 @@ class Sharded:
         """Of a scalar, or with a gradient of its shape, which is brought where the gradient belongs."""
         if gradient is None:
             if self.shape.numel() != 1:
-                raise RuntimeError(
+                raise InvalidValueError(
                     f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
                 )
-            ones = torch.ones_like(self.local.detach())
+            ones = torch.ones(self.shape, dtype=self.dtype, device=self.device)
             gradient = Sharded(ones, target_of(self.spec, None))
+        elif not isinstance(gradient, Sharded):
+            raise InvalidTypeError(f"backward: expected a Sharded as gradient, got {type(gradient).__name__}; shard it")
         x = self
         if set(self.layout.partial.values()) - {"sum"}:
             x = self._reshard(with_invariant_rest(self.layout.with_partial(None)))  # it knows what a term's share is
@@ -387,6 +415,9 @@ class Sharded:
     def __int__(self) -> int:
         return int(self.full())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
     def __array__(self, *_: Any) -> NoReturn:
         raise TypeError("Sharded: expected a plain tensor for numpy, got a Sharded; take .full() or .local")
 
@@ -401,8 +432,9 @@ class Sharded:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name, None)
-        if attribute is None or name.startswith("__"):
-            raise AttributeError(f"'Sharded' object has no attribute '{name}'")
+        is_view = name in ("T", "mT", "H", "mH")  # other attributes would be those of a tensor without data
+        if attribute is None or name.startswith("__") or not (callable(attribute) or is_view):
+            raise AttributeError(f"'Sharded' object has no attribute '{name}'; .local has those of this rank's part")
         if not callable(attribute):
             return dispatch.call(attribute.__get__, (self,), {})  # T, mT
         return _method(attribute).__get__(self)
@@ -424,6 +456,20 @@ def _method(function: Callable[..., Any]) -> Any:
     method.__name__ = function.__name__
     return method
 
+
+def _in_place(name: str) -> Any:
+    def method(self: Sharded, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{name}: expected a function that changes no Sharded, got one in place; use the form that returns a new "
+            "one, or work on .local"
+        )
+
+    return method
+
+
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem"
+for _name in _IN_PLACE.split():
+    setattr(Sharded, f"__{_name}__", _in_place(_name))
 
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs

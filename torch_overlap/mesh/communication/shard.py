@@ -85,7 +85,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     ):
         out.local = out.local.clone()  # the part alone, not a view that keeps the whole
-    whole._copies = None
+    out._maker = 0  # the caller's, who may change it
     return out
 
 
