@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError, UnsupportedError
 from torch_overlap.mesh._core import Layout
@@ -95,6 +96,10 @@ def maker_of(spec: Spec) -> int:
     if is_dynamo_compiling() or spec.device.type != "cuda":
         return 1
     return 2 if torch.cuda.is_current_stream_capturing() else 1
+
+
+def _is_inference() -> bool:
+    return not is_dynamo_compiling() and torch.is_inference_mode_enabled()
 
 
 def target_of(spec: Spec, to: Any) -> Spec:
@@ -327,7 +332,10 @@ class Sharded:
         spec = self.spec
         if target.values == spec.values:
             local = self.local
-            if target.text == spec.text or not (local.requires_grad and torch.is_grad_enabled()):
+            if target.text == spec.text:
+                return local
+            # Under vmap it is the tensor inside that requires a gradient.
+            if not is_batchedtensor(local) and not (local.requires_grad and torch.is_grad_enabled()):
                 return local
         return self._moved(target)
 
@@ -341,14 +349,14 @@ class Sharded:
         """The local tensor under another layout, if it was brought there before."""
         if self._copies is None or not self._keeps():
             return None
-        return self._copies.get((target.text, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return self._copies.get((target.text, torch.is_grad_enabled(), _is_inference()))
 
     def _remember(self, target: Spec, moved: Tensor) -> bool:
         if not self._keeps():
             return False
         if self._copies is None:
             self._copies = {}
-        self._copies[target.text, torch.is_grad_enabled(), torch.is_inference_mode_enabled()] = moved
+        self._copies[target.text, torch.is_grad_enabled(), _is_inference()] = moved
         return True
 
     def full(self) -> Tensor:
