@@ -3,6 +3,7 @@
 What needs real ranks runs on gloo processes: a compiler's state belongs to its process.
 """
 
+import os
 import random
 from collections import Counter
 
@@ -36,6 +37,9 @@ from torch_overlap.mesh import (
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
+
+# Minutes of C++ to compile: `make stress` has them.
+inductor = pytest.mark.skipif("TORCH_OVERLAP_STRESS" not in os.environ, reason="make stress")
 
 
 class Values:
@@ -175,7 +179,7 @@ def test_values_and_gradients(names, backend):
     run_ranks(cases_rank, 2, names, backend, random.randrange(2**31), backend="gloo", timeout=280)
 
 
-@pytest.mark.slow
+@inductor
 @pytest.mark.parametrize("names", [NAMES[i::8] for i in range(8)], ids=map(str, range(8)))
 def test_values_and_gradients_inductor(names):
     run_ranks(cases_rank, 2, names, "inductor", random.randrange(2**31), backend="gloo", timeout=280)
@@ -239,7 +243,7 @@ def test_modules(lies, algorithm):
     )
 
 
-@pytest.mark.slow
+@inductor
 def test_modules_inductor():
     run_ranks(module_rank, 2, "inductor", COLUMNS, P(), random.randrange(2**31), "auto", backend="gloo", timeout=280)
 
