@@ -25,14 +25,14 @@ using spmd::MeshComms;
 
 // How a dimension of n is cut along some axes, in the order of the axes: part i, and which member
 // of the communicator has it.
-struct Parts {
+struct CutParts {
   std::vector<Extent> extents;
   std::vector<size_t> members;
   size_t own = 0;
   int64_t largest = 0;
   bool plain = true;  // parts of one size, in the order of the members
 
-  Parts(const MeshComms& comms, const Group& group, const AxisList& axes, int64_t n) {
+  CutParts(const MeshComms& comms, const Group& group, const AxisList& axes, int64_t n) {
     const std::vector<int64_t> order = comms.mesh().group_at(comms.index(), axes);
     std::vector<int64_t> sizes;
     for (const AxisRef& ref : axes) sizes.push_back(ref.size);
@@ -51,7 +51,7 @@ struct Parts {
   }
 };
 
-Tensor padded(const Tensor& x, int64_t dim, int64_t size) {
+Tensor padded_to(const Tensor& x, int64_t dim, int64_t size) {
   const int64_t missing = size - x.size(dim);
   if (missing == 0) return x;
   std::vector<int64_t> pad(static_cast<size_t>(2 * (x.dim() - dim)), 0);
@@ -60,19 +60,19 @@ Tensor padded(const Tensor& x, int64_t dim, int64_t size) {
 }
 
 // x, cut along `dim`, with the parts in the order of the members, all as large as the largest.
-Tensor to_members(const Tensor& x, int64_t dim, const Parts& parts) {
+Tensor to_members(const Tensor& x, int64_t dim, const CutParts& parts) {
   if (parts.plain) return x;
   std::vector<Tensor> by_member(parts.members.size());
   for (size_t i = 0; i < parts.members.size(); ++i) {
     const Extent& extent = parts.extents[i];
     by_member[parts.members[i]] =
-        padded(x.narrow(dim, extent.offset, extent.size), dim, parts.largest);
+        padded_to(x.narrow(dim, extent.offset, extent.size), dim, parts.largest);
   }
   return at::cat(by_member, dim);
 }
 
 // The inverse.
-Tensor from_members(const Tensor& x, int64_t dim, const Parts& parts) {
+Tensor from_members(const Tensor& x, int64_t dim, const CutParts& parts) {
   if (parts.plain) return x;
   std::vector<Tensor> in_order;
   for (size_t i = 0; i < parts.members.size(); ++i) {
@@ -156,7 +156,7 @@ class Run {
   Tensor slice(const Tensor& x) const {
     const int64_t dim = step_.dim;
     const Group& members = group(step_.axes);
-    const Parts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const CutParts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
     const AxisList invariant = invariant_ones(step_.axes, step_.before);
     if (invariant.size() == step_.axes.size() && parts.plain && members.comm) {
       return own_part(x, dim, members.comm_name, size(members));
@@ -176,11 +176,11 @@ class Run {
     const int64_t dim = step_.dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const Parts parts(comms_, members, step_.axes, after_[static_cast<size_t>(dim)]);
+    const CutParts parts(comms_, members, step_.axes, after_[static_cast<size_t>(dim)]);
     const AxisList invariant = invariant_ones(step_.axes, step_.after);
     const std::string_view grad = invariant.size() == step_.axes.size() ? "I" : "R";
-    const Tensor gathered =
-        ops::all_gather(padded(x, dim, parts.largest), dim, members.comm_name, size(members), grad);
+    const Tensor gathered = ops::all_gather(padded_to(x, dim, parts.largest), dim,
+                                            members.comm_name, size(members), grad);
     return with_gradient(from_members(gathered, dim, parts), invariant);
   }
 
@@ -198,7 +198,7 @@ class Run {
     const int64_t dim = step_.dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const Parts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const CutParts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
     const Tensor mine = ops::reduce_scatter(to_members(x, dim, parts), dim, to_string(step_.reduce),
                                             members.comm_name, size(members));
     return mine.narrow(dim, 0, parts.extents[parts.own].size);
@@ -209,9 +209,9 @@ class Run {
     const int64_t from = step_.from_dim;
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const Parts cut(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
-    const Parts joined(comms_, members, step_.axes, after_[static_cast<size_t>(from)]);
-    const Tensor sent = to_members(padded(x, from, joined.largest), dim, cut);
+    const CutParts cut(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const CutParts joined(comms_, members, step_.axes, after_[static_cast<size_t>(from)]);
+    const Tensor sent = to_members(padded_to(x, from, joined.largest), dim, cut);
     const Tensor got = ops::all_to_all(sent, dim, from, members.comm_name, size(members));
     return from_members(got.narrow(dim, 0, cut.extents[cut.own].size), from, joined);
   }
@@ -242,7 +242,8 @@ class Run {
     const bool stays = before.size() == whole_before.size() && after.size() == whole_after.size();
     // What comes may be larger or smaller than what goes.
     Tensor sent = stays || before.empty() ? x : to_replicated(x, before);
-    for (int64_t d = 0; d < x.dim(); ++d) sent = padded(sent, d, largest_[static_cast<size_t>(d)]);
+    for (int64_t d = 0; d < x.dim(); ++d)
+      sent = padded_to(sent, d, largest_[static_cast<size_t>(d)]);
     Tensor got = ops::permute(sent, pairs, members.comm_name);
     for (int64_t d = 0; d < x.dim(); ++d) got = got.narrow(d, 0, after_[static_cast<size_t>(d)]);
     return stays || after.empty() ? got : replicated_to_invariant(got, is_first(comms_, after));
