@@ -58,9 +58,10 @@ from torch_overlap.mesh.module import (
     sharded_parameters,
 )
 from torch_overlap.mesh.products import Choice, choices, choosing, linear
-from torch_overlap.mesh.sharded import Sharded, from_local, gradient_layout
+from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.spec import DimSpec, P, ShardingSpec, to_layout
 from torch_overlap.mesh.trace import Traced, trace
+from torch_overlap.mesh.value_spec import gradient_layout
 from torch_overlap.mesh.vmap import vmap
 
 __all__ = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import InvalidValueError, MeshComms, ReduceOp, TorchComm
+from torch_overlap.bench.timing import Stopwatch, interleave, slowest_rank, spread_of
 from torch_overlap.mesh._core import CostModel, wire_bytes
 from torch_overlap.mesh.cost import save_cost_model
 
@@ -86,29 +85,14 @@ class _Clock:
     """Times work that all ranks begin together."""
 
     def __init__(self, mesh: MeshComms, rounds: int) -> None:
-        self.comm, self.rounds = mesh.comm, rounds
+        self._comm, self._rounds = mesh.comm, rounds
         self.device = mesh.comm.get_device()
+        self._watch = Stopwatch(self.device, lambda: mesh.comm.barrier(async_op=False))
 
     def microseconds(self, work: Callable[[], object], calls: int = 4) -> float:
         """Of one of `calls` calls in a row: the median over rounds, of the slowest rank."""
-        work()
-        samples = []
-        for _ in range(self.rounds):
-            self._wait()
-            self.comm.barrier(async_op=False)
-            self._wait()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                work()
-            self._wait()
-            samples.append((time.perf_counter() - begin) * 1e6 / calls)
-        slowest = torch.tensor([statistics.median(samples)], dtype=torch.float64, device=self.device)
-        self.comm.all_reduce(slowest, ReduceOp.MAX, async_op=False)
-        return float(slowest.item())
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        samples = interleave({"": self._watch.sampler(work, repeats=calls)}, self._rounds, warmup=1)
+        return spread_of(slowest_rank(samples, self._comm)[""]).median
 
 
 def _call(collective: str, comm: TorchComm, size: int) -> Callable[[], Tensor]:

@@ -23,8 +23,7 @@ from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules import rule_of
 
-__all__ = ["Program", "Recorded", "Ref", "capture"]
-
+__all__ = ["capture"]
 
 # torch keeps the modes of this kind for all threads.
 _LOCK = threading.RLock()

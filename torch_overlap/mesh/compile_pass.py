@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_overlap._C import InvalidValueError, _BackendWrapper
 from torch_overlap.mesh._core import CostModel
-from torch_overlap.mesh.products import ALGORITHMS
+from torch_overlap.mesh.products import ALGORITHMS, times
 
 __all__ = ["Decision", "OverlapPass", "overlap_products"]
 
@@ -114,11 +114,9 @@ class OverlapPass(CustomGraphPass):
 
     def _compare(self, found: _Collective, moved: int, sizes: tuple[int, int, int], itemsize: int) -> str:
         """The reason to fuse; raises _Refused otherwise."""
-        product = self.cost.matmul(*sizes, itemsize)
-        collective = self.cost.collective(found.name, {_LINK: found.size}, moved)
-        together = self.cost.overlapped(collective, product, found.size)
-        why = f"{together * 1e6:.1f} us together, {(product + collective) * 1e6:.1f} us apart by the cost model"
-        if self.algorithm == "plain" or (self.algorithm == "auto" and together >= product + collective):
+        apart, together = times(self.cost, found.name, {_LINK: found.size}, moved, sizes, itemsize)
+        why = f"{together * 1e6:.1f} us together, {apart * 1e6:.1f} us apart by the cost model"
+        if self.algorithm == "plain" or (self.algorithm == "auto" and together >= apart):
             raise _Refused(why if self.algorithm == "auto" else "as asked for")
         return why
 

@@ -26,8 +26,8 @@ def connect(
     w = shard(torch.empty(4096, 4096), mesh, P(None, "tp"))
 
     `sets`: the sets of axes that get a communicator ("dp", "dp,tp"). Without it: all sets of a mesh of up to three
-    axes; of a larger one each axis, and all together. Another set is split off when it is first used, which is an
-    error in a CUDA graph capture and under torch.compile: name it here, or call `prepare`.
+    axes; of a larger one each axis, and all together. Another set is split off when it is first used, by all ranks;
+    in a CUDA graph capture, or on the fake tensors of a compiler, that is an error: name it here, or call `prepare`.
 
     `cost`: what plans are made with, the same on all ranks; of H200s unless given. `name`: of its own in the process,
     the beginning of the communicators' names.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
-from torch_overlap.mesh._core import Layout, OpRule, Plan, Propagation, Strategy, propagate
+from torch_overlap.mesh._core import OpRule, Plan, Propagation, Strategy, propagate
 from torch_overlap.mesh.autocast import argument_dtype, autocast_of
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
@@ -25,8 +25,9 @@ from torch_overlap.mesh.local import local_call
 from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product, local_sizes
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
-from torch_overlap.mesh.sharded import Sharded, Spec, maker_of, spec_of, with_invariant_rest
+from torch_overlap.mesh.sharded import Sharded, maker_of
 from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, name_it, run_local
+from torch_overlap.mesh.value_spec import Spec, spec_of, whole_of
 
 __all__ = ["Executed", "Recipe", "call", "recipe_of"]
 
@@ -267,8 +268,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _constant(value: Tensor, mesh: MeshComms, device: torch.device) -> Sharded:
     """A tensor that the function itself makes: the same on every rank."""
-    layout = with_invariant_rest(Layout.replicated(mesh.mesh, value.dim()))
-    return Sharded(value.to(device), spec_of(mesh, layout, value.shape, value.dtype))
+    return Sharded(value.to(device), whole_of(mesh, value.shape, value.dtype))
 
 
 def _as_operands(value: Any) -> Any:
@@ -289,9 +289,9 @@ def _plan(
 ) -> Executed:
     """How one operator runs on inputs that lie so."""
     if not inputs:
-        layouts = [with_invariant_rest(Layout.replicated(mesh.mesh, len(o.shape))) for o in call_.outputs]
-        outputs = [spec_of(mesh, y, o.shape, o.dtype) for y, o in zip(layouts, call_.outputs, strict=True)]
-        return Executed(call_, None, None, [], [], local_call(call_, None, [], layouts, mesh.rank, device), outputs)
+        outputs = [whole_of(mesh, o.shape, o.dtype) for o in call_.outputs]
+        local = local_call(call_, None, [], [spec.layout for spec in outputs], mesh.rank, device)
+        return Executed(call_, None, None, [], [], local, outputs)
     rule = rule_of(call_)
     if rule is None:
         rule = OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])

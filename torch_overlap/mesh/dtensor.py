@@ -11,7 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_overlap._C import InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import Layout, Mesh
-from torch_overlap.mesh.sharded import Sharded, spec_of, with_invariant_rest
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import spec_of, with_invariant_rest
 
 __all__ = ["from_dtensor", "layout_from_placements", "mesh_of", "placements_of", "to_dtensor"]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch_overlap._C import InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import shard
-from torch_overlap.mesh.sharded import Sharded, Spec, from_local, gradient_layout, layout_of, spec_of, used_axes
+from torch_overlap.mesh.sharded import Sharded, from_local
+from torch_overlap.mesh.value_spec import Spec, gradient_layout, layout_of, spec_of, used_axes
 
 __all__ = [
     "clip_grad_norm_",

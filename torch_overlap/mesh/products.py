@@ -11,8 +11,9 @@ scattered or whole. The cost model says whether hiding pays; `choosing` forces a
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from torch_overlap._C import InvalidValueError, StateError, TorchComm
-from torch_overlap.mesh._core import Layout, Plan, Step
+from torch_overlap._C import InvalidValueError, StateError
+from torch_overlap.mesh._core import CostModel, Layout, Plan, Step
 from torch_overlap.mesh.call import Call
 from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, run_local
+from torch_overlap.mesh.value_spec import ranks_of
 from torch_overlap.nn._functions import sum_matmul
 
 if TYPE_CHECKING:
     from torch_overlap.mesh.dispatch import Executed
-    from torch_overlap.mesh.sharded import Sharded, Spec
+    from torch_overlap.mesh.sharded import Sharded
+    from torch_overlap.mesh.value_spec import Spec
 
 __all__ = ["ALGORITHMS", "Choice", "GatherProduct", "PendingProduct", "choices", "choosing", "gather_product"]
 
@@ -98,17 +101,21 @@ def choices() -> Iterator[list[Choice]]:
 
 def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorithm: str) -> bool:
     """Is the product better fused with this step?"""
-    cost, mesh = spec.mesh.cost, spec.mesh.mesh
-    product = cost.matmul(*sizes, element_size=spec.dtype.itemsize)
-    moved = cost.collective(step.kind, mesh.links(step.axes), step.bytes)
-    together = cost.overlapped(moved, product, step.ranks)
-    if algorithm != "auto":
-        fused, why = algorithm == "fused", "asked for"
-    else:
-        fused, why = together < moved + product, "cost"
+    links = spec.mesh.mesh.links(step.axes)
+    apart, together = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
+    fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (together < apart, "cost")
     if _state.log is not None:
-        _state.log.append(Choice(op, fused, sizes, moved + product, together, why))
+        _state.log.append(Choice(op, fused, sizes, apart, together, why))
     return fused
+
+
+def times(
+    cost: CostModel, collective: str, links: Mapping[str, int], size: float, sizes: tuple[int, int, int], itemsize: int
+) -> tuple[float, float]:
+    """Seconds of a product and a collective of `size` bytes, one after the other and together."""
+    product = cost.matmul(*sizes, element_size=itemsize)
+    moved = cost.collective(collective, links, size)
+    return product + moved, cost.overlapped(moved, product, math.prod(links.values()))
 
 
 def _single(plan: Plan, kind: str) -> Step | None:
@@ -124,10 +131,7 @@ def _in_order(step: Step, mesh: Any) -> bool:
 
 
 def _divides(layout: Layout, shape: Sequence[int], dim: int) -> bool:
-    parts = 1
-    for axis in layout.dims[dim]:
-        parts *= layout.mesh.axis(axis).size
-    return shape[dim] % parts == 0
+    return shape[dim] % ranks_of(layout.mesh, layout.dims[dim]) == 0
 
 
 def _as_linear(call: Call, weight: Tensor) -> Tensor:
@@ -149,30 +153,33 @@ def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
 class GatherProduct(Named):
     """A product whose first operand has to be gathered along a dimension that is not multiplied."""
 
-    def __init__(self, call: Call, step: Step, source: Spec, target: Spec, comm: TorchComm,
-                 sizes: tuple[int, int, int]) -> None:  # fmt: skip
+    def __init__(self, call: Call, step: Step, source: Spec, target: Spec, sizes: tuple[int, int, int]) -> None:
         super().__init__()
         self._call, self._step, self._source, self._target, self._sizes = call, step, source, target, sizes
-        self._group, self._dim = (comm.get_name(), comm.get_size()), step.dim
+        self._dim = step.dim
 
-    def fuses(self, algorithm: str) -> bool:
-        return _fuses("all_gather_matmul", self._step, self._sizes, self._source, algorithm)
+    def group(self, algorithm: str) -> tuple[str, int] | None:
+        """The communicator's name and size; None where it is not to be fused."""
+        comm = self._source.mesh.group_comm(self._step.axes)
+        if comm is None or not _fuses("all_gather_matmul", self._step, self._sizes, self._source, algorithm):
+            return None
+        return comm.get_name(), comm.get_size()
 
     def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
         if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
             return None
-        algorithm = _state.algorithm
-        if not (asked(GatherProduct.fuses, self, algorithm) if is_dynamo_compiling() else self.fuses(algorithm)):
+        group = asked(GatherProduct.group, self, _state.algorithm)
+        if group is None:
             return None
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
         keeps = x._keeps()
         (out,), gathered = _ops.all_gather_matmul(
-            x.local, [weight], [] if bias is None else [bias], *self._group, self._dim, keeps, "auto"
+            x.local, [weight], [] if bias is None else [bias], *group, self._dim, keeps, "auto"
         )
         if keeps:
             if not is_dynamo_compiling() and torch.is_grad_enabled() and x.local.requires_grad:
-                gathered = _Gathered.apply(x.local, gathered.detach(), *self._group, self._dim)  # type: ignore[no-untyped-call]
+                gathered = _Gathered.apply(x.local, gathered.detach(), *group, self._dim)  # type: ignore[no-untyped-call]
             x._remember(self._target, gathered)
         result: Tensor = out
         return result
@@ -201,8 +208,7 @@ def gather_product(
     invariant = {name.split(":")[0] for name in step.after.invariant}
     if invariant & set(step.axes) or not _divides(spec.layout, spec.shape, step.dim):
         return None
-    comm = spec.mesh.group_comm(step.axes)
-    return None if comm is None else GatherProduct(call, step, spec, target, comm, sizes)
+    return GatherProduct(call, step, spec, target, sizes)
 
 
 # --- product + reduction ------------------------------------------------------------------------
@@ -266,8 +272,7 @@ class PendingProduct:
         """The local tensor under `target`, where that is one fused operator."""
         if any(map(is_batchedtensor, self._operands)):
             return None
-        known = spec, target, self._step.sizes, _state.algorithm
-        how = asked(_ending, *known) if is_dynamo_compiling() else _ending(*known)
+        how = asked(_ending, spec, target, self._step.sizes, _state.algorithm)
         if how is None:
             return None
         kind, group, dim = how

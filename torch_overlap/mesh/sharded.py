@@ -11,84 +11,23 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError, UnsupportedError
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.spec import to_layout
-from torch_overlap.mesh.tracing import Named, asked, is_argument, is_dynamo_compiling, layout_in_trace
+from torch_overlap.mesh.tracing import asked, is_argument, is_dynamo_compiling, layout_in_trace
+from torch_overlap.mesh.value_spec import (
+    Spec,
+    gradient_of,
+    layout_of,
+    ranks_of,
+    spec_of,
+    target_of,
+    with_invariant_rest,
+)
 
 if TYPE_CHECKING:
     from torch_overlap.mesh.products import PendingProduct
 
-__all__ = ["Sharded", "Spec", "from_local", "gradient_layout", "layout_of", "spec_of"]
+__all__ = ["Sharded", "from_local", "maker_of"]
 
 _reshard = torch.ops.torch_overlap.reshard
-MOST_SPECS = 1 << 16
-
-
-class Spec(Named):
-    """What a Sharded is, apart from its numbers. One object for equal ones: compared by identity.
-
-    Attributes:
-        mesh, layout, shape (global), dtype.
-        text, name: The layout in words, and the name of the mesh, as operators take them.
-        values: The layout in words without what is invariant, which only gradients depend on.
-        is_whole: Is the value not pending?
-        anchored: Operators bring other operands to this one.
-        device: That of the mesh.
-        recipes: How functions run on this mesh; see dispatch.
-        targets, gradient: What target_of and gradient_of found.
-    """
-
-    __slots__ = (
-        "anchored",
-        "device",
-        "dtype",
-        "gradient",
-        "is_whole",
-        "layout",
-        "mesh",
-        "name",
-        "recipes",
-        "shape",
-        "targets",
-        "text",
-        "values",
-    )
-
-    def __init__(
-        self, mesh: MeshComms, layout: Layout, shape: torch.Size, dtype: torch.dtype, anchored: bool = False
-    ) -> None:
-        super().__init__()
-        self.mesh, self.layout, self.shape, self.dtype, self.anchored = mesh, layout, shape, dtype, anchored
-        self.text, self.values = str(layout), str(layout.with_invariant(None))
-        self.name, self.device = mesh.name, mesh.comm.get_device()
-        self.recipes: dict[Any, Any] = mesh._recipes
-        self.is_whole = not layout.partial
-        self.targets: dict[Any, Spec] = {}
-        self.gradient: Spec | None = None
-
-    def __repr__(self) -> str:
-        return f"{tuple(self.shape)} {self.dtype} {self.text} on {self.mesh.mesh}"
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.layout.local_shape(self.shape, self.mesh.rank)
-
-    @property
-    def largest_shape(self) -> tuple[int, ...]:
-        """The largest local shape: that of the first rank of the mesh, and the same answer on every rank."""
-        return self.layout.local_shape(self.shape, self.mesh.mesh.ranks[0])
-
-
-def spec_of(mesh: MeshComms, layout: Layout, shape: Sequence[int], dtype: torch.dtype, anchored: bool = False) -> Spec:
-    """The Spec of these: the same object for the same ones."""
-    size = torch.Size(shape)
-    key = (layout, size, dtype, anchored)
-    spec: Spec | None = mesh._specs.get(key)
-    if spec is None:
-        if len(mesh._specs) >= MOST_SPECS:  # those in use live on
-            mesh._specs.clear()
-            mesh._recipes.clear()
-        spec = mesh._specs[key] = Spec(mesh, layout, size, dtype, anchored)
-    return spec
 
 
 def maker_of(spec: Spec) -> int:
@@ -100,71 +39,6 @@ def maker_of(spec: Spec) -> int:
 
 def _is_inference() -> bool:
     return not is_dynamo_compiling() and torch.is_inference_mode_enabled()
-
-
-def target_of(spec: Spec, to: Any) -> Spec:
-    """The Spec of the same value in another layout: any spelling of one."""
-    try:
-        found = spec.targets.get(to)
-    except TypeError:  # a spelling with lists, which have no hash
-        return _target_of(spec, to)
-    if found is None:
-        found = spec.targets[to] = _target_of(spec, to)
-    return found
-
-
-def _target_of(spec: Spec, to: Any) -> Spec:
-    return spec_of(spec.mesh, layout_of(to, spec.mesh, len(spec.shape)), spec.shape, spec.dtype)
-
-
-def gradient_of(spec: Spec) -> Spec:
-    """The Spec of the gradient of a value."""
-    if spec.gradient is None:
-        spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
-    return spec.gradient
-
-
-def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:
-    """A layout from any way to write one. What P, a ShardingSpec or entries leave out is invariant: the same value on
-    all ranks, and the same gradient. A Layout, or its text, is taken as it is."""
-    layout = to_layout(spec, mesh.mesh, num_dims)
-    if isinstance(spec, Layout | str):
-        return layout
-    return with_invariant_rest(layout)
-
-
-def with_invariant_rest(layout: Layout) -> Layout:
-    """The layout with every axis that it does not use made invariant, and the rest of one that it uses in part."""
-    plain = layout.with_invariant(None)
-    return plain.with_invariant(unused_axes(plain))
-
-
-def unused_axes(layout: Layout) -> list[str]:
-    """The axes along which nothing is said: local tensors are replicated. Of an axis that is used in part, the rest."""
-    mesh = layout.mesh
-    names = [*(name for dim in layout.dims for name in dim), *layout.partial, *layout.invariant]
-    unused = []
-    for axis, size in mesh.axes.items():
-        done = 1  # parts of an axis follow each other: x:(1)2, x:(2)4
-        for ref in sorted((mesh.axis(n) for n in names if n.split(":")[0] == axis), key=lambda ref: ref.pre):
-            if ref.pre > done:
-                unused.append(f"{axis}:({done}){ref.pre // done}")
-            done = ref.pre * ref.size
-        if done < size or axis not in {n.split(":")[0] for n in names}:
-            unused.append(axis if done == 1 else f"{axis}:({done}){size // done}")
-    return unused
-
-
-def used_axes(layout: Layout) -> set[str]:
-    """The axes along which local tensors differ: sharded, or pending."""
-    names = {name for dim in layout.dims for name in dim} | set(layout.partial)
-    return {name.split(":")[0] for name in names}
-
-
-def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a value with this layout lies: pending where the value is replicated, and the other way
-    round; sharded and invariant as the value is."""
-    return layout.with_partial(unused_axes(layout))
 
 
 class Sharded:
@@ -281,9 +155,7 @@ class Sharded:
 
     def reshard(self, spec: Any) -> Sharded:
         """The same value in another layout: any spelling of one. Costs what `mesh.plan(...)` says; differentiable."""
-        if is_dynamo_compiling():
-            return self._to(asked(target_of, self.spec, spec))
-        return self._to(target_of(self.spec, spec))
+        return self._to(asked(target_of, self.spec, spec))
 
     def shard(self, mesh: MeshComms, spec: Any = None, replicated_axes: Sequence[str] = (),
               partial_sum_axes: Sequence[str] = ()) -> Sharded:  # fmt: skip
@@ -295,7 +167,7 @@ class Sharded:
     def anchor(self) -> Sharded:
         """The same value, which stays where it lies: an operator moves its other operands, also where it would be
         cheaper to move this one, unless there is no other way. For weights of tensor-parallel layers."""
-        return Sharded(self.local, asked(_anchored, self.spec) if is_dynamo_compiling() else _anchored(self.spec))
+        return Sharded(self.local, asked(_anchored, self.spec))
 
     def _reshard(self, layout: Layout) -> Sharded:
         return self._to(spec_of(self.mesh, layout, self.shape, self.dtype))
@@ -497,9 +369,7 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
     Raises:
         InvalidValueError: `local` has not the shape of this rank's part.
     """
-    if is_dynamo_compiling():
-        return Sharded(local, asked(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
-    return Sharded(local, _spec_of_local(local.shape, local.dtype, mesh, spec, shape))
+    return Sharded(local, asked(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
 
 
 def _spec_of_local(
@@ -507,11 +377,7 @@ def _spec_of_local(
 ) -> Spec:
     layout = layout_of(spec, mesh, len(local))
     if shape is None:
-        sizes = [1] * len(local)
-        for dim, names in enumerate(layout.dims):
-            for name in names:
-                sizes[dim] *= layout.mesh.axis(name).size
-        shape = [n * parts for n, parts in zip(local, sizes, strict=True)]
+        shape = [n * ranks_of(layout.mesh, axes) for n, axes in zip(local, layout.dims, strict=True)]
     expected = layout.local_shape(shape, mesh.rank)
     if tuple(local) != expected:
         raise InvalidValueError(

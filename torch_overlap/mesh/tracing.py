@@ -61,11 +61,11 @@ class Named:
 
 
 def asked(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, run while torch.compile traces, and a constant of what it compiles.
+    """`function(*args)`; under torch.compile it is run while that traces, and a constant of what it compiles.
 
     Arguments are constants: plain values, torch's own, Named ones and meshes, in lists, tuples and dicts.
     """
-    return _asked(function, as_constant(args))
+    return _asked(function, as_constant(args)) if is_dynamo_compiling() else function(*args)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.connect import mesh_without
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, used_axes
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
 
 __all__ = ["vmap"]
 

@@ -170,7 +170,7 @@ const Group& MeshComms::make_group(const AxisList& axes, bool may_split) {
                       "': expected an open mesh, got one that was closed");
   const auto known = groups_.find(axes);
   if (known != groups_.end()) return known->second;
-  Group made{.axes = axes, .indices = mesh_.group_at(index_, axes), .comm = {}, .comm_name = {}};
+  Group made{.indices = mesh_.group_at(index_, axes), .comm = {}, .comm_name = {}};
   if (made.indices.size() > 1) {
     std::vector<int> ranks;
     for (const int64_t index : made.indices) {

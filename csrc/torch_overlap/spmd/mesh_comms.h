@@ -23,7 +23,6 @@ namespace torch_overlap::spmd {
 
 // Who differs from this rank along some axes only.
 struct Group {
-  mesh::AxisList axes;              // in the order of the mesh
   std::vector<int64_t> indices;     // of the members; the position is the rank in `comm`
   std::shared_ptr<TorchComm> comm;  // null for one member
   std::string comm_name;

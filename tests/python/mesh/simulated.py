@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torch_overlap.mesh import CostModel, Layout, Mesh, OpRule, collect, distribute, propagate, simulate
 from torch_overlap.mesh.call import Call, Operand
-from torch_overlap.mesh.capture import Program, capture
+from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.program import Program
 from torch_overlap.mesh.rules import rule_of
 
 H200 = CostModel.h200()

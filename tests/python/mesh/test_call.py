@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch_overlap import UnsupportedError
 from torch_overlap.mesh import Layout, Mesh
 from torch_overlap.mesh.call import Call, Operand
-from torch_overlap.mesh.capture import Program, Ref, capture
+from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
+from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import known_operators, rule_of
 
 X, Y, V = (Operand(shape, torch.float32) for shape in ((4, 6), (4, 6), (6,)))

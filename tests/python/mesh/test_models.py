@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_overlap.mesh import Layout, Mesh
-from torch_overlap.mesh.capture import Program
+from torch_overlap.mesh.program import Program
 from torch_overlap.mesh.rules import rule_of
 
 

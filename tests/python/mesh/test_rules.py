@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated import random_layout
 
 from torch_overlap.mesh import CostModel, Layout, Mesh, OpRule, collect, distribute, propagate, simulate
 
@@ -55,18 +56,6 @@ CASES: dict[str, tuple[OpRule, Callable[..., torch.Tensor]]] = {
     "amax": (OpRule.reduction("amax", (4, 8), (0,)), lambda x: x.amax(0) if len(x) else x.new_full(x.shape[1:], -1e9)),
     "flip": (OpRule.along("flip", (4, 8), (0,)), lambda x: x.flip(0)),
 }
-
-
-def random_layout(rng: random.Random, mesh: Mesh, dims: int, *, partial: bool) -> Layout:
-    lists: list[list[str]] = [[] for _ in range(dims)]
-    pending = []
-    for name in sorted(mesh.axes, key=lambda _: rng.random()):
-        place = rng.randrange(dims + 2)
-        if place < dims:
-            lists[place].append(name)
-        elif partial and place == dims:
-            pending.append(name)
-    return Layout(mesh, lists, pending)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,7 +26,7 @@ from torch_overlap.mesh import (
     gradient_layout,
     shard,
 )
-from torch_overlap.mesh.sharded import layout_of, spec_of
+from torch_overlap.mesh.value_spec import layout_of, spec_of
 from torch_overlap.testing import run_ranks
 
 MESHES = ("dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2", "dp=1,tp=4", "dp=4,tp=1", "dp=2,tp=4", "dp=4,tp=2", "dp=3,tp=2",

@@ -6,13 +6,14 @@ its own gradient; nothing is sent. Cost: (N-1)/N of the gathered tensor.
 
 from __future__ import annotations
 
-from torch_overlap.mesh.communication.base import CollectiveOperation, Move, settled, wrap_dim
-from torch_overlap.mesh.sharded import Sharded, Spec, with_invariant_rest
+from torch_overlap.mesh.communication.base import LayoutOperation, Move, settled, wrap_dim
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import Spec, with_invariant_rest
 
 __all__ = ["AllGatherOp", "GatherAllAxesOp", "all_gather", "gather_all_axes"]
 
 
-class AllGatherOp(CollectiveOperation):
+class AllGatherOp(LayoutOperation):
     """Gathers one dimension; see all_gather."""
 
     name = "all_gather"
@@ -22,7 +23,7 @@ class AllGatherOp(CollectiveOperation):
         return Move(spec.layout, settled(spec.layout, list(spec.layout.dims[dim])), tuple(spec.shape))
 
 
-class GatherAllAxesOp(CollectiveOperation):
+class GatherAllAxesOp(LayoutOperation):
     """Gathers and reduces everything; see gather_all_axes."""
 
     name = "gather_all_axes"

@@ -11,55 +11,42 @@ from __future__ import annotations
 from torch_overlap._C import InvalidValueError
 from torch_overlap.mesh.communication.base import (
     Axes,
-    CollectiveOperation,
+    LayoutOperation,
     Move,
     axis_names,
+    reduction,
     settled,
     terms,
     the_only_axis,
 )
-from torch_overlap.mesh.sharded import Sharded, Spec
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import Spec
 
 __all__ = ["AllReduceOp", "PMeanOp", "all_reduce", "pmean"]
 
-KINDS = {"sum": "sum", "avg": "avg", "mean": "avg", "max": "max", "min": "min", "prod": "product", "product": "product"}
 
-
-class AllReduceOp(CollectiveOperation):
+class AllReduceOp(LayoutOperation):
     """Reduces over `reduce_axes`; see all_reduce."""
 
     name = "all_reduce"
 
     def move(self, spec: Spec, reduce_op: str | None = None, reduce_axes: Axes = None) -> Move:
-        kind = self._kind(reduce_op)
         if reduce_axes is not None:
             axes = axis_names(self.name, spec.mesh.mesh, reduce_axes)
         else:
             axes = list(spec.layout.partial) or the_only_axis(self.name, spec, "reduce_axes")
-            if kind is None and spec.layout.partial:  # each axis as it is pending
+            if reduce_op is None and spec.layout.partial:  # each axis as it is pending
                 return Move(spec.layout, settled(spec.layout, axes), tuple(spec.shape))
-        if kind is None:
-            kinds = {spec.layout.partial.get(axis, "sum") for axis in axes}
-            if len(kinds) > 1:
-                raise InvalidValueError(f"{self.name}: expected one reduction for {axes}, got {sorted(kinds)}")
-            kind = kinds.pop() if kinds else "sum"
-        source, _, shape = terms(self.name, spec, axes, kind)
+        source, _, shape = terms(self.name, spec, axes, reduction(self.name, spec.layout, axes, reduce_op))
         return Move(source, settled(source, axes), shape)
 
-    def _kind(self, reduce_op: str | None) -> str | None:
-        if reduce_op is None:
-            return None
-        if reduce_op not in KINDS:
-            raise InvalidValueError(f"{self.name}: expected a reduce_op of {sorted(KINDS)}, got {reduce_op!r}")
-        return KINDS[reduce_op]
 
-
-class PMeanOp(AllReduceOp):
+class PMeanOp(LayoutOperation):
     """The mean over an axis; see pmean."""
 
     name = "pmean"
 
-    def move(self, spec: Spec, axis_name: Axes = None) -> Move:  # type: ignore[override]
+    def move(self, spec: Spec, axis_name: Axes = None) -> Move:
         pending = [name for name, kind in spec.layout.partial.items() if kind not in ("sum", "avg")]
         if pending:
             raise InvalidValueError(

@@ -7,14 +7,15 @@ Gradient: the way back. Cost: (N-1)/N of a rank's tensor.
 from __future__ import annotations
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import CollectiveOperation, Move, wrap_dim
-from torch_overlap.mesh.sharded import Sharded, Spec
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.communication.base import LayoutOperation, Move, check_divisible, wrap_dim
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.value_spec import Spec, ranks_of
 
 __all__ = ["AllToAllOp", "all_to_all"]
 
 
-class AllToAllOp(CollectiveOperation):
+class AllToAllOp(LayoutOperation):
     """Moves a sharding; see all_to_all."""
 
     name = "all_to_all"
@@ -28,14 +29,7 @@ class AllToAllOp(CollectiveOperation):
         dims = [list(d) for d in layout.dims]
         dims[split] += dims[concat]
         dims[concat] = []
-        parts = 1
-        for name in dims[split]:
-            parts *= layout.mesh.axis(name).size
-        if spec.shape[split] % parts:
-            raise InvalidValueError(
-                f"{self.name}: expected dimension {split} of {tuple(spec.shape)} divisible by the {parts} ranks of "
-                f"{dims[split]}, got {spec.shape[split]}; reshard it where parts may differ"
-            )
+        check_divisible(self.name, layout.mesh, spec.shape, split, dims[split])
         return Move(layout, layout.with_dims(dims), tuple(spec.shape))
 
 
@@ -53,16 +47,14 @@ def all_to_all(x: Sharded, split_axis: int, concat_axis: int, tiled: bool = True
     y = _all_to_all(x, split_axis, concat_axis)
     if tiled:
         return y
-    dim, parts, size = asked(_stacked, x.spec, concat_axis) if is_dynamo_compiling() else _stacked(x.spec, concat_axis)
+    dim, parts, size = asked(_stacked, x.spec, concat_axis)
     stacked: Sharded = y.unflatten(dim, (parts, size))
     return stacked
 
 
 def _stacked(spec: Spec, concat_axis: int) -> tuple[int, int, int]:
     dim = wrap_dim("all_to_all", spec, concat_axis, "concat_axis")
-    parts = 1
-    for name in spec.layout.dims[dim]:
-        parts *= spec.layout.mesh.axis(name).size
+    parts = ranks_of(spec.layout.mesh, spec.layout.dims[dim])
     if spec.shape[dim] % parts:
         raise InvalidValueError(
             f"all_to_all: expected dimension {dim} of {tuple(spec.shape)} divisible by its {parts} parts, to stack "

@@ -10,8 +10,9 @@ import torch
 from torch_overlap._C import MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import CollectiveOperation, axis_names
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, with_invariant_rest
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.value_spec import Spec, spec_of, with_invariant_rest
 
 __all__ = ["AxisIndexOp", "axis_index"]
 
@@ -21,11 +22,8 @@ class AxisIndexOp(CollectiveOperation):
 
     name = "axis_index"
 
-    def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:  # type: ignore[override]
-        if is_dynamo_compiling():
-            place, spec = asked(_place, mesh, axis_name)
-        else:
-            place, spec = _place(mesh, axis_name)
+    def __call__(self, mesh: MeshComms, axis_name: str) -> Sharded:
+        place, spec = asked(_place, mesh, axis_name)
         return Sharded(torch.full((1,), place, dtype=torch.int32, device=spec.device), spec)
 
     def estimate_cost(self, *_: object, **__: object) -> float:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError
 from torch_overlap.mesh._core import CostModel, Layout, Mesh, Plan, plan_reshard, wire_bytes
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of, used_axes
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.value_spec import Spec, ranks_of, spec_of
 
 __all__ = [
     "Axes",
     "CollectiveOperation",
+    "LayoutOperation",
     "LocalOperation",
     "Move",
     "axis_names",
+    "check_divisible",
     "in_mesh_order",
+    "reduction",
     "settled",
     "terms",
     "the_only_axis",
-    "used_axes",
     "wrap_dim",
 ]
 
@@ -38,41 +42,23 @@ class Move(NamedTuple):
     shape: tuple[int, ...]
 
 
-class CollectiveOperation:
-    """A communication operation: a rule for shape and layout, from which follow cost, gradient and execution.
-
-    The gradient is that of the plan's steps, by what the layouts say of each axis (R, I, S, P): a value that becomes
-    invariant has a gradient that is whole on every rank.
-    """
+class CollectiveOperation(ABC):
+    """A communication operation on sharded values: what it does, and what that costs."""
 
     name = "collective"
 
-    def move(self, spec: Spec, *args: Any, **kwargs: Any) -> Move:
-        """The rule, on what is known of an operand."""
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Sharded:
+        """Does it."""
 
-    def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
-        spec = self._spec(x)
-        if is_dynamo_compiling():
-            before, taken, target = asked(_ends, type(self), spec, args, kwargs)
-        else:
-            before, taken, target = _ends(type(self), spec, args, kwargs)
-        return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
+    @abstractmethod
+    def estimate_cost(self, x: Any, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
+        """Seconds with these arguments, by the cost model of the mesh or the given one."""
 
-    def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
-        """The steps that the operation takes on this operand."""
-        spec = self._spec(x)
-        source, target, shape = self.move(spec, *args, **kwargs)
-        return plan_reshard(source, target, shape, spec.dtype.itemsize, cost or spec.mesh.cost)
-
-    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
-        """Seconds, by the cost model of the mesh or the given one."""
-        return self.plan(x, *args, cost=cost, **kwargs).seconds
-
-    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
-        """Bytes that a rank sends: all_reduce 2(N-1)/N of its tensor, all_gather, reduce_scatter and all_to_all
-        (N-1)/N of the larger of input and output."""
-        return self.plan(x, *args, **kwargs).wire_bytes
+    @abstractmethod
+    def communication_cost(self, x: Any, *args: Any, **kwargs: Any) -> float:
+        """Bytes that a rank sends with these arguments: all_reduce 2(N-1)/N of its tensor, all_gather, reduce_scatter
+        and all_to_all (N-1)/N of the larger of input and output."""
 
     def _spec(self, x: Any) -> Spec:
         if not isinstance(x, Sharded):
@@ -82,7 +68,35 @@ class CollectiveOperation:
         return x.spec
 
 
-def _ends(kind: type[CollectiveOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
+class LayoutOperation(CollectiveOperation):
+    """An operation that is a rule for shape and layout, from which follow cost, gradient and execution.
+
+    The gradient is that of the plan's steps, by what the layouts say of each axis (R, I, S, P): a value that becomes
+    invariant has a gradient that is whole on every rank.
+    """
+
+    @abstractmethod
+    def move(self, spec: Spec, *args: Any, **kwargs: Any) -> Move:
+        """The rule, on what is known of an operand."""
+
+    def __call__(self, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
+        before, taken, target = asked(_ends, type(self), self._spec(x), args, kwargs)
+        return (x if taken is None else Sharded(x._to(before).local, taken))._to(target)
+
+    def plan(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> Plan:
+        """The steps that the operation takes on this operand."""
+        spec = self._spec(x)
+        source, target, shape = self.move(spec, *args, **kwargs)
+        return plan_reshard(source, target, shape, spec.dtype.itemsize, cost or spec.mesh.cost)
+
+    def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
+        return self.plan(x, *args, cost=cost, **kwargs).seconds
+
+    def communication_cost(self, x: Sharded, *args: Any, **kwargs: Any) -> float:
+        return self.plan(x, *args, **kwargs).wire_bytes
+
+
+def _ends(kind: type[LayoutOperation], spec: Spec, args: Any, kwargs: Any) -> tuple[Spec, Spec | None, Spec]:
     """What the operand has to be first, what it is then taken as, where that is something else, and what comes of it.
 
     Of N copies that become N terms the gradient is the sum of the terms': that of a replicated value.
@@ -99,9 +113,9 @@ class LocalOperation(CollectiveOperation):
 
     collective = ""  # as CostModel.collective knows it
 
+    @abstractmethod
     def group(self, spec: Spec, *args: Any, **kwargs: Any) -> list[str]:
         """The axes, for these arguments, which are checked."""
-        raise NotImplementedError
 
     def estimate_cost(self, x: Sharded, *args: Any, cost: CostModel | None = None, **kwargs: Any) -> float:
         spec = self._spec(x)
@@ -112,6 +126,31 @@ class LocalOperation(CollectiveOperation):
         spec = self._spec(x)
         ranks = len(spec.mesh.mesh.group(spec.mesh.rank, self.group(spec, *args, **kwargs)))
         return wire_bytes(self.collective, ranks, x.local.numel() * x.element_size())
+
+
+KINDS = {"sum": "sum", "avg": "avg", "mean": "avg", "max": "max", "min": "min", "prod": "product", "product": "product"}
+
+
+def reduction(op: str, layout: Layout, axes: Sequence[str], reduce_op: str | None) -> str:
+    """The reduction over `axes` that `reduce_op` names; None: as the value is pending there, else a sum."""
+    if reduce_op is not None:
+        if reduce_op not in KINDS:
+            raise InvalidValueError(f"{op}: expected a reduce_op of {sorted(KINDS)}, got {reduce_op!r}")
+        return KINDS[reduce_op]
+    kinds = {layout.partial.get(axis, "sum") for axis in axes} or {"sum"}
+    if len(kinds) > 1:
+        raise InvalidValueError(f"{op}: expected one reduction for {list(axes)}, got {sorted(kinds)}")
+    return kinds.pop()
+
+
+def check_divisible(op: str, mesh: Mesh, shape: Sequence[int], dim: int, axes: Sequence[str]) -> None:
+    """Are the parts of a dimension of one size under these axes?"""
+    parts = ranks_of(mesh, axes)
+    if shape[dim] % parts:
+        raise InvalidValueError(
+            f"{op}: expected dimension {dim} of {tuple(shape)} divisible by the {parts} ranks of {list(axes)}, got "
+            f"{shape[dim]}; reshard it where parts may differ"
+        )
 
 
 def in_mesh_order(mesh: Mesh, names: Iterable[str]) -> list[str]:
@@ -161,12 +200,7 @@ def terms(op: str, spec: Spec, axes: Sequence[str], kind: str) -> Move:
             raise InvalidValueError(
                 f"{op}: expected {gone} to be the last axes of dimension {dim}, got {tuple(names)} in {layout}"
             )
-        before = 1
-        for name in names:
-            before *= layout.mesh.axis(name).size
-        parts = 1
-        for name in gone:
-            parts *= layout.mesh.axis(name).size
+        before, parts = ranks_of(layout.mesh, names), ranks_of(layout.mesh, gone)
         if shape[dim] % before:
             raise InvalidValueError(
                 f"{op}: expected parts of equal size to reduce, dimension {dim} divisible by {before}, got {shape[dim]}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order, used_axes
-from torch_overlap.mesh.sharded import Sharded, Spec, spec_of
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.value_spec import Spec, spec_of, used_axes
 
 __all__ = ["BroadcastOp", "broadcast"]
 
@@ -23,7 +24,7 @@ class BroadcastOp(LocalOperation):
 
     def __call__(self, x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
         spec = self._spec(x)
-        how = asked(_group, spec, root, axes) if is_dynamo_compiling() else _group(spec, root, axes)
+        how = asked(_group, spec, root, axes)
         if how is None:
             return x
         comm, replicated, target = how
@@ -70,6 +71,3 @@ def broadcast(x: Sharded, root: int = 0, axes: Axes = None) -> Sharded:
     which `x` is whole. Along other axes each group has its own root.
     """
     return _broadcast(x, root, axes)
-
-
-distributed_broadcast = broadcast

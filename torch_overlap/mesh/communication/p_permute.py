@@ -10,9 +10,10 @@ from collections.abc import Iterable
 import torch
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order, used_axes
-from torch_overlap.mesh.sharded import Sharded, Spec
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.communication.base import Axes, LocalOperation, axis_names, in_mesh_order
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.tracing import asked
+from torch_overlap.mesh.value_spec import Spec, used_axes
 
 __all__ = ["PPermuteOp", "ppermute"]
 
@@ -25,7 +26,7 @@ class PPermuteOp(LocalOperation):
     def __call__(self, x: Sharded, permutation: Iterable[tuple[int, int]], axes: Axes = None) -> Sharded:
         spec = self._spec(x)
         pairs = list(permutation)
-        comm = asked(_group, spec, pairs, axes) if is_dynamo_compiling() else _group(spec, pairs, axes)
+        comm = asked(_group, spec, pairs, axes)
         if comm is None:
             return x
         local = torch.ops.torch_overlap.permute(x.local, [i for pair in pairs for i in pair], comm)

@@ -6,23 +6,24 @@ dimension. Cost: (N-1)/N of a rank's tensor.
 
 from __future__ import annotations
 
-from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.all_reduce import AllReduceOp
 from torch_overlap.mesh.communication.base import (
     Axes,
-    CollectiveOperation,
+    LayoutOperation,
     Move,
     axis_names,
+    check_divisible,
+    reduction,
     terms,
     the_only_axis,
     wrap_dim,
 )
-from torch_overlap.mesh.sharded import Sharded, Spec
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import Spec
 
 __all__ = ["ReduceScatterOp", "reduce_scatter"]
 
 
-class ReduceScatterOp(CollectiveOperation):
+class ReduceScatterOp(LayoutOperation):
     """Reduces and scatters; see reduce_scatter."""
 
     name = "reduce_scatter"
@@ -32,19 +33,8 @@ class ReduceScatterOp(CollectiveOperation):
         layout = spec.layout
         names = axis_names(self.name, spec.mesh.mesh, axes)
         names = names or list(layout.partial) or list(layout.dims[dim]) or the_only_axis(self.name, spec, "axes")
-        kind = AllReduceOp()._kind(reduce_op)
-        kinds = {kind or layout.partial.get(name, "sum") for name in names}
-        if len(kinds) > 1:
-            raise InvalidValueError(f"{self.name}: expected one reduction for {names}, got {sorted(kinds)}")
-        source, _, shape = terms(self.name, spec, names, kinds.pop())
-        parts = 1
-        for name in (*source.dims[dim], *names):
-            parts *= source.mesh.axis(name).size
-        if shape[dim] % parts:
-            raise InvalidValueError(
-                f"{self.name}: expected dimension {dim} of {shape} divisible by the {parts} ranks of "
-                f"{[*source.dims[dim], *names]}, got {shape[dim]}; reshard it where parts may differ"
-            )
+        source, _, shape = terms(self.name, spec, names, reduction(self.name, layout, names, reduce_op))
+        check_divisible(self.name, source.mesh, shape, dim, [*source.dims[dim], *names])
         dims = [list(d) for d in source.dims]
         dims[dim] += names
         partial = {n: k for n, k in source.partial.items() if n not in names}

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch_overlap._C import InvalidValueError
-from torch_overlap.mesh.communication.base import Axes, CollectiveOperation, Move, axis_names
-from torch_overlap.mesh.sharded import Sharded, Spec, layout_of, used_axes
+from torch_overlap.mesh.communication.base import Axes, LayoutOperation, Move, axis_names
+from torch_overlap.mesh.sharded import Sharded
+from torch_overlap.mesh.value_spec import Spec, layout_of, used_axes
 
 __all__ = ["AssumePartialOp", "ReshardOp", "assume_partial", "reshard"]
 
 
-class ReshardOp(CollectiveOperation):
+class ReshardOp(LayoutOperation):
     """Any layout to any other; see reshard."""
 
     name = "reshard"
@@ -23,7 +24,7 @@ class ReshardOp(CollectiveOperation):
         return Move(spec.layout, layout_of(to, spec.mesh, len(spec.shape)), tuple(spec.shape))
 
 
-class AssumePartialOp(CollectiveOperation):
+class AssumePartialOp(LayoutOperation):
     """Copies as terms; see assume_partial."""
 
     name = "assume_partial"

@@ -14,14 +14,15 @@ from torch._C._functorch import is_batchedtensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.communication.base import CollectiveOperation, Move
-from torch_overlap.mesh.sharded import Sharded, Spec, layout_of, spec_of, with_invariant_rest
+from torch_overlap.mesh.communication.base import LayoutOperation, Move
+from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
+from torch_overlap.mesh.value_spec import Spec, layout_of, spec_of, whole_of, with_invariant_rest
 
 __all__ = ["ShardOp", "shard"]
 
 
-class ShardOp(CollectiveOperation):
+class ShardOp(LayoutOperation):
     """A tensor on a mesh; see shard."""
 
     name = "shard"
@@ -75,8 +76,7 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         return Sharded(x, source)._to(target)
     if x.device.type != mesh.comm.get_device().type:
         raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
-    layout = with_invariant_rest(Layout.replicated(mesh.mesh, x.dim()))
-    whole = Sharded(x, spec_of(mesh, layout, x.shape, x.dtype))
+    whole = Sharded(x, whole_of(mesh, x.shape, x.dtype))
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
     if (
         out.local is not x
@@ -90,6 +90,5 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
 
 
 def _ends_of_whole(shape: Any, dtype: Any, mesh: MeshComms, to: Any, *axes: Iterable[str]) -> tuple[Spec, Spec]:
-    layout = with_invariant_rest(Layout.replicated(mesh.mesh, len(shape)))
-    spec = spec_of(mesh, layout, shape, dtype)
+    spec = whole_of(mesh, shape, dtype)
     return spec, spec_of(mesh, _shard.move(spec, to, *axes).target, shape, dtype)
