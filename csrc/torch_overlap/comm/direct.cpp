@@ -27,7 +27,7 @@ struct Limits {
 
 constexpr Limits kLimits[] = {
     {Primitive::all_reduce, 2, 192 * kKi, 4 * kMi, 0},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 2 * kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 4 * kMi},
     {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi},
     {Primitive::all_gather, 2, 256 * kKi, 4 * kMi, 0},
     {Primitive::all_gather, 4, 128 * kKi, 512 * kKi, 0},
@@ -50,6 +50,9 @@ const Limits* limits_of(Primitive primitive, int size) {
   return found == std::end(kLimits) ? nullptr : found;
 }
 
+// Lines or vectors, before another block helps: many small blocks hide each other's waits.
+constexpr size_t kUnitsOfBlock = 128;
+
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
 DirectPlan share_out(DirectProtocol protocol, size_t units, size_t units_for_a_block,
@@ -60,25 +63,25 @@ DirectPlan share_out(DirectProtocol protocol, size_t units, size_t units_for_a_b
 }
 
 DirectPlan plan_lines(const DirectProblem& problem) {
-  return share_out(DirectProtocol::ll, divide_up(problem.bytes, problem.line_data), G::kThreads,
-                   G::kLineBlocks, G::kLines);
+  return share_out(DirectProtocol::ll, divide_up(problem.bytes, problem.line_data), kUnitsOfBlock,
+                   G::kMostBlocks, G::kLines);
 }
 
 DirectPlan plan_push(const DirectProblem& problem) {
-  return share_out(DirectProtocol::push, divide_up(problem.bytes, G::kVectorBytes), G::kThreads / 2,
+  return share_out(DirectProtocol::push, divide_up(problem.bytes, G::kVectorBytes), kUnitsOfBlock,
                    most_push_blocks(problem.size), G::kVectors);
 }
 
 // A slot holds a slice on its way to its owner, and its sum on the way back.
 DirectPlan plan_two_shot(const DirectProblem& problem) {
   const size_t slice = divide_up(divide_up(problem.bytes, problem.size), G::kVectorBytes);
-  return share_out(DirectProtocol::two_shot, slice, G::kThreads / 2, most_push_blocks(problem.size),
+  return share_out(DirectProtocol::two_shot, slice, kUnitsOfBlock, most_push_blocks(problem.size),
                    G::kVectors / 2);
 }
 
 // The most that two ranks say to each other is unknown: all blocks, whole chunks.
 DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
-  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kLineBlocks, G::kLines};
+  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kMostBlocks, G::kLines};
   if (mode == DirectMode::always || mode == DirectMode::push) {
     return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
   }
@@ -113,7 +116,7 @@ std::string_view to_string(DirectProtocol protocol) {
   return "unknown";
 }
 
-int most_push_blocks(int size) { return size == 2 ? G::kMostBlocks : G::kMostPushBlocks; }
+int most_push_blocks(int size) { return size <= 4 ? G::kMostBlocks : G::kPushBlocksOf8; }
 
 bool is_direct_possible(Primitive primitive, int size) {
   return size >= 2 && limits_of(primitive, size) != nullptr;

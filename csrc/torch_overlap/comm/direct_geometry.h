@@ -6,17 +6,16 @@ namespace torch_overlap {
 // four of plain data are under way at most: why these are enough is in docs/kernels.md.
 struct DirectGeometry {
   static constexpr int kMostRanks = 8;
-  static constexpr int kThreads = 512;
-  static constexpr int kMostBlocks = 64;
-  static constexpr int kLineBlocks = 64;      // of a kernel with lines
-  static constexpr int kLineBytes = 16;       // 12 of data, or one element of 8 bytes
-  static constexpr int kLines = 1024;         // of a block in a round, from each rank
-  static constexpr int kVectorBytes = 16;     // a store of push
-  static constexpr int kVectors = 1024;       // of a block in a round, from each rank
-  static constexpr int kLineSlots = 2;        // rounds of lines
-  static constexpr int kVectorSlots = 4;      // rounds of push
-  static constexpr int kFlagBytes = 128;      // one flag a line of the cache
-  static constexpr int kMostPushBlocks = 32;  // of more than two ranks
+  static constexpr int kThreads = 256;  // at most, of a block
+  static constexpr int kMostBlocks = 128;
+  static constexpr int kLineBytes = 16;      // 12 of data, or one element of 8 bytes
+  static constexpr int kLines = kThreads;    // of a block in a round, from each rank: one a thread
+  static constexpr int kVectorBytes = 16;    // a store of push
+  static constexpr int kVectors = 512;       // of a block in a round, from each rank
+  static constexpr int kLineSlots = 2;       // rounds of lines
+  static constexpr int kVectorSlots = 4;     // rounds of push
+  static constexpr int kFlagBytes = 128;     // one flag a line of the cache
+  static constexpr int kPushBlocksOf8 = 64;  // kernels that push, of more than four ranks
 };
 
 }  // namespace torch_overlap

@@ -107,7 +107,7 @@ TEST(Direct, PlansFitTheMemory) {
           ASSERT_GE(plan.chunk, 1U);
           const bool has_lines = plan.protocol == DirectProtocol::ll;
           const bool is_two_shot = plan.protocol == DirectProtocol::two_shot;
-          ASSERT_LE(plan.blocks, has_lines ? G::kLineBlocks : most_push_blocks(size));
+          ASSERT_LE(plan.blocks, has_lines ? G::kMostBlocks : most_push_blocks(size));
           ASSERT_LE(plan.chunk, has_lines ? G::kLines : G::kVectors / (is_two_shot ? 2 : 1));
           const size_t unit = has_lines ? line_data : G::kVectorBytes;
           const size_t part = is_two_shot ? (bytes + size - 1) / size : bytes;

@@ -269,12 +269,13 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   const Call& call = work.call();
   const c10::cuda::CUDAStreamGuard on_stream(stream);
   const PlainDispatch plain;
-  launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
-  launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
   NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
                             workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout);
   try {
+    // Mapping memory, at the first call, may wait for what the device still has to do.
     const DirectPlan plan = direct_.plan(call, is_capturing);
+    launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
+    launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
     if (call.record) call.record->done_by(to_string(plan.protocol).data());
     if (plan) {
       if (is_capturing) hold_->keep(direct_.memory());

@@ -196,6 +196,12 @@ uint32_t chunks_of(size_t bytes, size_t unit, uint32_t chunk) {
   return static_cast<uint32_t>((units + chunk - 1) / chunk);
 }
 
+// One for each unit of a chunk, in whole warps.
+unsigned int threads_of(uint32_t chunk) {
+  constexpr uint32_t kWarp = 32;
+  return std::min<uint32_t>((chunk + kWarp - 1) / kWarp * kWarp, DirectGeometry::kThreads);
+}
+
 // In a reduction, and in an operation of slices, all ranks talk alike.
 void set_chunks(DirectParams& params, const Call& call, DirectProtocol protocol, size_t unit) {
   if (protocol == DirectProtocol::two_shot) {
@@ -340,6 +346,7 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
   set_parts(params, call);
 
   const cuda::DirectLaunch launch{.blocks = static_cast<unsigned int>(plan.blocks),
+                                  .threads = threads_of(plan.chunk),
                                   .dependent = has_dependent_launch_,
                                   .stream = stream};
   const bool has_lines = plan.protocol == DirectProtocol::ll;

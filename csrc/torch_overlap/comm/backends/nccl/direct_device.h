@@ -49,31 +49,48 @@ __device__ __forceinline__ uint32_t rounds_with(const DirectParams& p, int peer)
   return chunks > blockIdx.x ? (chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
 }
 
-// False: a wait has failed before, and nothing is sent any more, since it need not be true; or
-// another kernel of the channel runs, which is such a failure.
-// `meanwhile()` runs while the words are on their way: it may read what the kernel before wrote.
-template <typename Meanwhile>
-__device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& state,
-                                            const Meanwhile& meanwhile) {
+// Reads all of the parameters, which come through a cache that is cold: while the kernel before
+// still runs.
+__device__ __forceinline__ void warm_parameters(const DirectParams& p) {
+  constexpr int kLine = 64;
+#pragma unroll
+  for (size_t at = 0; at < sizeof(DirectParams); at += kLine) {
+    const uint32_t word =
+        *reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(&p) + at);
+    asm volatile("" ::"r"(word) : "memory");
+  }
+}
+
+__device__ __forceinline__ void begin_kernel(const DirectParams& p) {
+  warm_parameters(p);
   wait_for_kernel_before();
   let_next_kernel_launch();
+}
+
+// Another kernel of the channel runs: a failure.
+__device__ __forceinline__ void give_up_as_busy(const DirectParams& p) {
+  WaitRecord what{};
+  what.kind = WaitKind::apart;
+  what.window = p.window;
+  give_up(p.control, what, 0);
+}
+
+// Of thread 0 of a block.
+__device__ __forceinline__ void leave_block(const DirectParams& p) {
+  word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
+  if (blockIdx.x == 0) *word_at(p, DirectLayout::kNoted) = 0;
+}
+
+// False: a wait has failed before, and nothing is sent any more, since it need not be true; or
+// another kernel of the channel runs.
+__device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& state) {
+  begin_kernel(p);
   const auto thread = static_cast<int>(threadIdx.x);
-  uint32_t epoch = 0;
-  if (thread < p.size) epoch = *static_cast<volatile uint32_t*>(epoch_of(p, thread));
-  bool is_busy = false;
-  bool failed = false;
+  if (thread < p.size) state.epoch[thread] = *static_cast<volatile uint32_t*>(epoch_of(p, thread));
   if (thread == 0) {
-    is_busy = atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
-    failed = has_failed(p.control);
-  }
-  meanwhile();
-  if (thread < p.size) state.epoch[thread] = epoch;
-  if (thread == 0) state.has_failed = failed || is_busy;
-  if (is_busy) {
-    WaitRecord what{};
-    what.kind = WaitKind::apart;
-    what.window = p.window;
-    give_up(p.control, what, 0);
+    const bool is_busy = atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
+    state.has_failed = has_failed(p.control) || is_busy;
+    if (is_busy) give_up_as_busy(p);
   }
   __syncthreads();
   return !state.has_failed;
@@ -85,9 +102,7 @@ __device__ __forceinline__ void end_block(const DirectParams& p, const BlockStat
   if (thread < p.size && thread != p.rank) {
     *epoch_of(p, thread) = state.epoch[thread] + rounds_with(p, thread);
   }
-  if (thread != 0) return;
-  word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
-  if (blockIdx.x == 0) *word_at(p, DirectLayout::kNoted) = 0;
+  if (thread == 0) leave_block(p);
 }
 
 // Of one wait of one thread.
@@ -210,12 +225,18 @@ cudaError_t launch_direct(Kernel kernel, const DirectParams& params, const Direc
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
-  config.blockDim = dim3(G::kThreads);
+  config.blockDim = dim3(launch.threads);
   config.stream = launch.stream;
   config.attrs = &attribute;
   config.numAttrs = launch.dependent ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
+
+inline constexpr DirectType kDirectTypes[] = {DirectType::i32,  DirectType::i64, DirectType::f16,
+                                              DirectType::bf16, DirectType::f32, DirectType::f64};
+template <typename T>
+inline constexpr bool kIsUsualType =
+    std::is_same_v<T, float> || std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>;
 
 // Calls `act(T{})` with the element type.
 template <typename Act>
@@ -237,13 +258,78 @@ cudaError_t for_type(DirectType type, const Act& act) {
   return cudaErrorInvalidValue;
 }
 
+// Whether all that goes and comes is of whole units of `unit` bytes, aligned as such.
+inline bool is_whole(const DirectParams& params, size_t unit) {
+  uintptr_t bits = params.send_bytes[0] | params.send_bytes[params.rank];
+  for (int r = 0; r < params.size; ++r) {
+    bits |= reinterpret_cast<uintptr_t>(params.send[r]) |
+            reinterpret_cast<uintptr_t>(params.recv[r]) | params.send_bytes[r] |
+            params.recv_bytes[r];
+  }
+  return bits % unit == 0;
+}
+
+// Calls `act(Case{})` with the case of kernels that fits.
+template <typename Act>
+cudaError_t for_case(const DirectParams& params, bool is_usual, const Act& act) {
+  if (is_usual && params.size == 2) return act(UsualCase<2>{});
+  if (is_usual && params.size == 4) return act(UsualCase<4>{});
+  if (is_usual && params.size == 8) return act(UsualCase<8>{});
+  return act(AnyCase{});
+}
+
+// A sum of 32- or 16-bit floats.
+inline bool is_usual_sum(DirectType type, const DirectParams& params) {
+  return params.op == DirectOp::sum &&
+         (type == DirectType::f32 || type == DirectType::f16 || type == DirectType::bf16);
+}
+
+// The same with the element type, which usual cases have few of.
+template <typename Act>
+cudaError_t for_reduction(DirectType type, const DirectParams& params, size_t unit,
+                          const Act& act) {
+  const bool is_usual = is_usual_sum(type, params) && is_whole(params, unit);
+  return for_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (kIsUsualType<T>) {
+      return for_case(params, is_usual, [&](auto which) { return act(zero, which); });
+    } else {
+      return act(zero, AnyCase{});
+    }
+  });
+}
+
+// load(which) of every case.
+template <typename Load>
+cudaError_t load_cases(const Load& load) {
+  cudaError_t status = load(AnyCase{});
+  if (status == cudaSuccess) status = load(UsualCase<2>{});
+  if (status == cudaSuccess) status = load(UsualCase<4>{});
+  if (status == cudaSuccess) status = load(UsualCase<8>{});
+  return status;
+}
+
+// load(zero, which) of every element type and the cases that it has.
+template <typename Load>
+cudaError_t load_reductions(const Load& load) {
+  for (const DirectType type : kDirectTypes) {
+    const cudaError_t status = for_type(type, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (kIsUsualType<T>) {
+        return load_cases([&](auto which) { return load(zero, which); });
+      } else {
+        return load(zero, AnyCase{});
+      }
+    });
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 template <typename Kernel>
 cudaError_t load_kernel(Kernel kernel) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
 }
-
-inline constexpr DirectType kDirectTypes[] = {DirectType::i32,  DirectType::i64, DirectType::f16,
-                                              DirectType::bf16, DirectType::f32, DirectType::f64};
 
 }  // namespace torch_overlap::cuda

@@ -25,7 +25,7 @@ struct DirectLayout {
   static constexpr size_t kEpochs = 0;
   static constexpr size_t kBusy = kEpochs + G::kMostBlocks * G::kMostRanks * sizeof(uint32_t);
   static constexpr size_t kNoted = kBusy + G::kMostBlocks * sizeof(uint32_t);
-  static constexpr size_t kFlags = 4096;
+  static constexpr size_t kFlags = 8192;
   static constexpr size_t kFlagsOfOneKind = G::kMostBlocks * G::kMostRanks * G::kFlagBytes;
   static constexpr size_t kLines = kFlags + 2 * kFlagsOfOneKind;
   static_assert(kNoted + sizeof(uint32_t) <= kFlags);
@@ -33,7 +33,7 @@ struct DirectLayout {
   static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
   static constexpr size_t vectors_of_one_rank() { return size_t{G::kVectors} * G::kVectorBytes; }
   static constexpr size_t vectors(int size) {
-    return kLines + size_t{G::kLineBlocks} * G::kLineSlots * size * lines_of_one_rank();
+    return kLines + size_t{G::kMostBlocks} * G::kLineSlots * size * lines_of_one_rank();
   }
   static constexpr size_t bytes(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
@@ -65,6 +65,7 @@ struct DirectParams {
 
 struct DirectLaunch {
   unsigned int blocks;
+  unsigned int threads;
   bool dependent;  // programmatic dependent launch: sm_90 and newer
   cudaStream_t stream;
 };

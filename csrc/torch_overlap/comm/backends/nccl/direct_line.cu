@@ -6,9 +6,6 @@
 namespace torch_overlap::cuda {
 namespace {
 
-// Lines of one thread in a round.
-constexpr int kUnroll = G::kLines / G::kThreads;
-
 // Elements of 8 bytes go one a line; the word beside them is not used.
 template <typename T>
 constexpr int kLineWords = sizeof(T) == 8 ? 2 : 3;
@@ -84,156 +81,214 @@ __device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line
   return false;
 }
 
-template <typename T>
+// What a thread knows of its block when a kernel begins. Each reads it for itself, beside its first
+// data: the block does not meet before anything is sent.
+struct LineState {
+  uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
+  bool has_failed;
+  bool is_busy;  // thread 0: another kernel of the channel runs
+};
+
+template <typename Case>
+__device__ __forceinline__ LineState begin_lines(const DirectParams& p) {
+  begin_kernel(p);
+  LineState state{};
+  const uint32_t* const epochs = epoch_of(p, 0);
+#pragma unroll
+  for (int i = 0; i < Case::kMostRanks; i += 4) {
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(state.epoch[i]), "=r"(state.epoch[i + 1]), "=r"(state.epoch[i + 2]),
+                   "=r"(state.epoch[i + 3])
+                 : "l"(epochs + i)
+                 : "memory");
+  }
+  state.is_busy =
+      threadIdx.x == 0 && atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
+  state.has_failed = has_failed(p.control);
+  return state;
+}
+
+template <typename Case>
+__device__ __forceinline__ void end_lines(const DirectParams& p, const LineState& state) {
+  __syncthreads();
+  const auto thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int r = 0; r < Case::kMostRanks; ++r) {
+    if (thread == r && r < size_of<Case>(p) && r != p.rank) {
+      *epoch_of(p, r) = state.epoch[r] + rounds_with(p, r);
+    }
+  }
+  if (thread == 0) leave_block(p);
+}
+
+// send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
+// with a barrier where others follow: the slot of the one after the next is free when all threads
+// of the peer are past this one.
+template <typename Case, typename Send, typename Take>
+__device__ __forceinline__ void exchange_lines(const DirectParams& p, const LineState& state,
+                                               const Send& send, const Take& take) {
+  const bool has_rounds = p.most_chunks > gridDim.x;
+  bool failed = state.has_failed;
+  if (has_rounds) failed = __syncthreads_or(failed) != 0;
+  uint32_t round = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && !failed; chunk += gridDim.x, ++round) {
+    send(chunk, round);
+    if (round == 0 && state.is_busy) give_up_as_busy(p);
+    failed = take(chunk, round);
+    if (has_rounds) failed = __syncthreads_or(failed) != 0;
+  }
+  end_lines<Case>(p, state);
+}
+
+template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads)
     line_reduce_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = kLineWords<T>;
   constexpr int kData = kWords * 4;
-  __shared__ BlockState state;
+  const LineState state = begin_lines<Case>(p);
   const uint64_t bytes = p.send_bytes[0];
-  Words<kWords> own[kUnroll];
+  const auto line = static_cast<uint32_t>(threadIdx.x);
+  const auto place = [&](uint32_t chunk) {
+    return line < p.chunk ? (static_cast<uint64_t>(chunk) * p.chunk + line) * kData : bytes;
+  };
   const auto load_own = [&](uint32_t chunk) {
+    const uint64_t at = place(chunk);
+    return at < bytes ? load_words<Case, kWords>(p.send[p.rank] + at, bytes - at) : Words<kWords>{};
+  };
+  Words<kWords> own = load_own(blockIdx.x);
+
+  const auto send = [&](uint32_t chunk, uint32_t round) {
+    const uint64_t at = place(chunk);
+    if (at >= bytes) return;
+    if (round > 0) own = load_own(chunk);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t line = threadIdx.x + u * G::kThreads;
-      const uint64_t at = (static_cast<uint64_t>(chunk) * p.chunk + line) * kData;
-      if (line < p.chunk && at < bytes) {
-        own[u] = load_words<kWords>(p.send[p.rank] + at, bytes - at);
-      }
+    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
+      if (peer >= size_of<Case>(p) || peer == p.rank) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      const auto data =
+          p.one_source ? own : load_words<Case, kWords>(p.send[peer] + at, bytes - at);
+      store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
     }
   };
-  bool failed = !begin_block(p, state, [&] { load_own(blockIdx.x); });
-  uint32_t round = 0;
-  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && !failed; chunk += gridDim.x, ++round) {
-    const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-    if (round > 0) load_own(chunk);
+  const auto take = [&](uint32_t chunk, uint32_t round) {
+    const uint64_t at = place(chunk);
+    if (at >= bytes) return false;
+    bool failed = false;
+    LineView seen[Case::kMostRanks];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t line = threadIdx.x + u * G::kThreads;
-      const uint64_t at = (first + line) * kData;
-      if (line >= p.chunk || at >= bytes) break;
-      for (int i = 1; i < p.size; ++i) {
-        const int peer = p.rank + i < p.size ? p.rank + i : p.rank + i - p.size;
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        const auto data = p.one_source ? own[u] : load_words<kWords>(p.send[peer] + at, bytes - at);
-        store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
-      }
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (source >= size_of<Case>(p) || source == p.rank) continue;
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      seen[source] = load_line(lines_of(p, p.rank, source, epoch) + line * G::kLineBytes);
     }
+    Accumulator<Case, T, kWords> sum;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t line = threadIdx.x + u * G::kThreads;
-      const uint64_t at = (first + line) * kData;
-      if (line >= p.chunk || at >= bytes) break;
-      LineView seen[G::kMostRanks];
-#pragma unroll
-      for (int source = 0; source < G::kMostRanks; ++source) {
-        if (source >= p.size || source == p.rank) continue;
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (source >= size_of<Case>(p)) continue;
+      Words<kWords> words = own;
+      if (source != p.rank) {
         const uint32_t epoch = state.epoch[source] + 1 + round;
-        seen[source] = load_line(lines_of(p, p.rank, source, epoch) + line * G::kLineBytes);
+        const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
+        failed = await_line(p, seen[source], from, source, epoch) || failed;
+        words = words_of<kWords>(seen[source]);
       }
-      Accumulator<T, kWords> sum;
-#pragma unroll
-      for (int source = 0; source < G::kMostRanks; ++source) {
-        if (source >= p.size) continue;
-        Words<kWords> words = own[u];
-        if (source != p.rank) {
-          const uint32_t epoch = state.epoch[source] + 1 + round;
-          const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
-          failed = await_line(p, seen[source], from, source, epoch) || failed;
-          words = words_of<kWords>(seen[source]);
-        }
-        if (source == 0) {
-          sum.start(words);
-        } else {
-          sum.add(p.op, words);
-        }
+      if (source == 0) {
+        sum.start(words);
+      } else {
+        sum.add(p.op, words);
       }
-      store_words(p.recv[0] + at, sum.result(p.op, p.size), bytes - at);
     }
-    // The slot of the round after the next is free when all threads of the peer are past this one.
-    if (chunk + gridDim.x < p.most_chunks) failed = __syncthreads_or(failed) != 0;
-  }
-  end_block(p, state);
+    store_words<Case>(p.recv[0] + at, sum.result(p.op, size_of<Case>(p)), bytes - at);
+    return failed;
+  };
+  exchange_lines<Case>(p, state, send, take);
 }
 
 // A pair of ranks of which only one has something to say, or has more, still exchanges a line in
 // every round: it tells that the slot has been read.
+template <typename Case>
 __global__ void __launch_bounds__(G::kThreads)
     line_copy_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = 3;
   constexpr int kData = kWords * 4;
-  __shared__ BlockState state;
-  const auto thread = static_cast<uint32_t>(threadIdx.x);
-  // What this thread sends first.
-  const int next = p.rank + 1 < p.size ? p.rank + 1 : 0;
-  Words<kWords> ahead{};
-  bool failed = !begin_block(p, state, [&] {
-    const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * p.chunk + thread) * kData;
-    if (thread < p.chunk && at < p.send_bytes[next]) {
-      ahead = load_words<kWords>(p.send[next] + at, p.send_bytes[next] - at);
-    }
-  });
-  uint32_t round = 0;
-  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && !failed; chunk += gridDim.x, ++round) {
-    const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-    for (uint32_t line = thread; line < p.chunk; line += G::kThreads) {
-      const uint64_t at = (first + line) * kData;
-      for (int i = 1; i < p.size; ++i) {
-        const int peer = p.rank + i < p.size ? p.rank + i : p.rank + i - p.size;
-        const bool is_empty = at >= p.send_bytes[peer];
-        if (chunk >= p.chunks[peer] || (is_empty && line != 0)) continue;
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        Words<kWords> data = ahead;
-        const bool is_loaded = round == 0 && line == thread && (i == 1 || p.one_source);
-        if (!is_empty && !is_loaded)
-          data = load_words<kWords>(p.send[peer] + at, p.send_bytes[peer] - at);
-        store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
-      }
-    }
-    for (uint32_t line = thread; line < p.chunk; line += G::kThreads) {
-      const uint64_t at = (first + line) * kData;
-      if (p.recv[p.rank] != p.send[p.rank] && at < p.recv_bytes[p.rank]) {
-        const uint64_t left = p.recv_bytes[p.rank] - at;
-        store_words(p.recv[p.rank] + at, load_words<kWords>(p.send[p.rank] + at, left), left);
-      }
-      for (int i = 1; i < p.size; ++i) {
-        const int source = p.rank >= i ? p.rank - i : p.rank - i + p.size;
-        const bool is_empty = at >= p.recv_bytes[source];
-        if (chunk >= p.chunks[source] || (is_empty && line != 0)) continue;
-        const uint32_t epoch = state.epoch[source] + 1 + round;
-        const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
-        LineView seen = load_line(from);
-        failed = await_line(p, seen, from, source, epoch) || failed;
-        if (is_empty) continue;
-        store_words(p.recv[source] + at, seen.data, p.recv_bytes[source] - at);
-      }
-    }
-    if (chunk + gridDim.x < p.most_chunks) failed = __syncthreads_or(failed) != 0;
+  const LineState state = begin_lines<Case>(p);
+  const auto line = static_cast<uint32_t>(threadIdx.x);
+  const auto place = [&](uint32_t chunk) {
+    return (static_cast<uint64_t>(chunk) * p.chunk + line) * kData;
+  };
+  const auto load_for = [&](int peer, uint64_t at) {
+    return load_words<Case, kWords>(p.send[peer] + at, p.send_bytes[peer] - at);
+  };
+  const uint64_t begin = place(blockIdx.x);
+  Words<kWords> first{};  // for all
+  if (p.one_source && line < p.chunk && begin < p.send_bytes[p.rank]) {
+    first = load_for(p.rank, begin);
   }
-  end_block(p, state);
+
+  const auto send = [&](uint32_t chunk, uint32_t round) {
+    if (line >= p.chunk) return;
+    const uint64_t at = place(chunk);
+#pragma unroll
+    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
+      if (peer >= size_of<Case>(p) || peer == p.rank || chunk >= p.chunks[peer]) continue;
+      const bool is_empty = at >= p.send_bytes[peer];
+      if (is_empty && line != 0) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      Words<kWords> data = first;
+      if (!is_empty && !(p.one_source && round == 0)) data = load_for(peer, at);
+      store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
+    }
+  };
+  const auto take = [&](uint32_t chunk, uint32_t round) {
+    if (line >= p.chunk) return false;
+    const uint64_t at = place(chunk);
+    bool failed = false;
+    if (p.recv[p.rank] != p.send[p.rank] && at < p.recv_bytes[p.rank]) {
+      const uint64_t left = p.recv_bytes[p.rank] - at;
+      store_words<Case>(p.recv[p.rank] + at, load_words<Case, kWords>(p.send[p.rank] + at, left),
+                        left);
+    }
+#pragma unroll
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (source >= size_of<Case>(p) || source == p.rank || chunk >= p.chunks[source]) continue;
+      const bool is_empty = at >= p.recv_bytes[source];
+      if (is_empty && line != 0) continue;
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
+      LineView seen = load_line(from);
+      failed = await_line(p, seen, from, source, epoch) || failed;
+      if (is_empty) continue;
+      store_words<Case>(p.recv[source] + at, seen.data, p.recv_bytes[source] - at);
+    }
+    return failed;
+  };
+  exchange_lines<Case>(p, state, send, take);
 }
+
+constexpr size_t kWordBytes = 4;
 
 }  // namespace
 
 cudaError_t launch_line_copy(const DirectParams& params, const DirectLaunch& launch) {
-  return launch_direct(line_copy_kernel, params, launch);
+  return for_case(params, is_whole(params, kWordBytes), [&](auto which) {
+    return launch_direct(line_copy_kernel<decltype(which)>, params, launch);
+  });
 }
 
 cudaError_t launch_line_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch) {
-  return for_type(type, [&](auto zero) {
-    return launch_direct(line_reduce_kernel<decltype(zero)>, params, launch);
+  return for_reduction(type, params, kWordBytes, [&](auto zero, auto which) {
+    return launch_direct(line_reduce_kernel<decltype(zero), decltype(which)>, params, launch);
   });
 }
 
 cudaError_t load_line_kernels() {
-  cudaError_t status = load_kernel(line_copy_kernel);
-  for (const DirectType type : kDirectTypes) {
-    if (status != cudaSuccess) break;
-    status =
-        for_type(type, [](auto zero) { return load_kernel(line_reduce_kernel<decltype(zero)>); });
-  }
-  return status;
+  const cudaError_t status =
+      load_cases([](auto which) { return load_kernel(line_copy_kernel<decltype(which)>); });
+  if (status != cudaSuccess) return status;
+  return load_reductions([](auto zero, auto which) {
+    return load_kernel(line_reduce_kernel<decltype(zero), decltype(which)>);
+  });
 }
 
 }  // namespace torch_overlap::cuda

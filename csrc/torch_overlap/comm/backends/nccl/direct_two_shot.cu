@@ -21,91 +21,95 @@ __device__ __forceinline__ Slice slice_of(const DirectParams& p, int rank) {
   return {begin, min(each, all - begin)};
 }
 
+template <typename Case>
 __device__ __forceinline__ void send_slices(const DirectParams& p, const BlockState& state,
                                             uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  for (int k = 1; k < p.size; ++k) {
-    const int peer = p.rank + k < p.size ? p.rank + k : p.rank + k - p.size;
+  for (int k = 1; k < size_of<Case>(p); ++k) {
+    const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
     const Slice slice = slice_of(p, peer);
     char* const to = vectors_of(p, peer, p.rank, state.epoch[peer] + 1 + round);
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
       const uint64_t at = (first + i) * kVector;
       if (at >= slice.bytes) break;
-      store_staged(to + i * kVector, load_words<4>(p.send[0] + slice.begin + at, slice.bytes - at));
+      store_staged(to + i * kVector,
+                   load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at));
     }
   }
   __syncthreads();
   raise_flag(p, state, 0, round);
 }
 
-template <typename T>
+template <typename T, typename Case>
 __device__ __forceinline__ void send_sums(const DirectParams& p, const BlockState& state,
                                           uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
   const Slice slice = slice_of(p, p.rank);
-  for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
     const uint64_t at = (first + i) * kVector;
     if (at >= slice.bytes) break;
-    Words<4> words[G::kMostRanks];
+    Words<4> words[Case::kMostRanks];
 #pragma unroll
-    for (int source = 0; source < G::kMostRanks; ++source) {
-      if (source >= p.size) continue;
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (source >= size_of<Case>(p)) continue;
       if (source == p.rank) {
-        words[source] = load_words<4>(p.send[0] + slice.begin + at, slice.bytes - at);
+        words[source] = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
       } else {
         const uint32_t epoch = state.epoch[source] + 1 + round;
         words[source] = load_staged(vectors_of(p, p.rank, source, epoch) + i * kVector);
       }
     }
-    Accumulator<T, 4> sum;
+    Accumulator<Case, T, 4> sum;
     sum.start(words[0]);
 #pragma unroll
-    for (int source = 1; source < G::kMostRanks; ++source) {
-      if (source < p.size) sum.add(p.op, words[source]);
+    for (int source = 1; source < Case::kMostRanks; ++source) {
+      if (source < size_of<Case>(p)) sum.add(p.op, words[source]);
     }
-    const auto result = sum.result(p.op, p.size);
-    for (int k = 1; k < p.size; ++k) {
-      const int peer = p.rank + k < p.size ? p.rank + k : p.rank + k - p.size;
+    const auto result = sum.result(p.op, size_of<Case>(p));
+    for (int k = 1; k < size_of<Case>(p); ++k) {
+      const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
       const uint32_t epoch = state.epoch[peer] + 1 + round;
       store_staged(vectors_of(p, peer, p.rank, epoch) + kSumsAt + i * kVector, result);
     }
-    store_words(p.recv[0] + slice.begin + at, result, slice.bytes - at);
+    store_words<Case>(p.recv[0] + slice.begin + at, result, slice.bytes - at);
   }
   __syncthreads();
   raise_flag(p, state, 1, round);
 }
 
+template <typename Case>
 __device__ __forceinline__ void take_sums(const DirectParams& p, const BlockState& state,
                                           uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  for (int k = 1; k < p.size; ++k) {
-    const int source = p.rank >= k ? p.rank - k : p.rank - k + p.size;
+  for (int k = 1; k < size_of<Case>(p); ++k) {
+    const int source = p.rank >= k ? p.rank - k : p.rank - k + size_of<Case>(p);
     const Slice slice = slice_of(p, source);
     const char* const from =
         vectors_of(p, p.rank, source, state.epoch[source] + 1 + round) + kSumsAt;
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += G::kThreads) {
+    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
       const uint64_t at = (first + i) * kVector;
       if (at >= slice.bytes) break;
-      store_words(p.recv[0] + slice.begin + at, load_staged(from + i * kVector), slice.bytes - at);
+      store_words<Case>(p.recv[0] + slice.begin + at, load_staged(from + i * kVector),
+                        slice.bytes - at);
     }
   }
 }
 
-template <typename T>
+template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads)
     two_shot_kernel(const __grid_constant__ DirectParams p) {
   __shared__ BlockState state;
-  bool is_good = begin_block(p, state, [] {});
-  if (is_good && blockIdx.x < p.most_chunks) send_slices(p, state, blockIdx.x, 0);
+  bool is_good = begin_block(p, state);
+  if (is_good && blockIdx.x < p.most_chunks) send_slices<Case>(p, state, blockIdx.x, 0);
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
     const uint32_t next = chunk + gridDim.x;
-    if (next < p.most_chunks) send_slices(p, state, next, round + 1);
+    if (next < p.most_chunks) send_slices<Case>(p, state, next, round + 1);
     is_good = await_flags(p, state, 0, round);
     if (!is_good) break;
-    send_sums<T>(p, state, chunk, round);
+    send_sums<T, Case>(p, state, chunk, round);
     is_good = await_flags(p, state, 1, round);
-    if (is_good) take_sums(p, state, chunk, round);
+    if (is_good) take_sums<Case>(p, state, chunk, round);
   }
   end_block(p, state);
 }
@@ -114,18 +118,15 @@ __global__ void __launch_bounds__(G::kThreads)
 
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch) {
-  return for_type(type, [&](auto zero) {
-    return launch_direct(two_shot_kernel<decltype(zero)>, params, launch);
+  return for_reduction(type, params, kVector, [&](auto zero, auto which) {
+    return launch_direct(two_shot_kernel<decltype(zero), decltype(which)>, params, launch);
   });
 }
 
 cudaError_t load_two_shot_kernels() {
-  cudaError_t status = cudaSuccess;
-  for (const DirectType type : kDirectTypes) {
-    if (status != cudaSuccess) break;
-    status = for_type(type, [](auto zero) { return load_kernel(two_shot_kernel<decltype(zero)>); });
-  }
-  return status;
+  return load_reductions([](auto zero, auto which) {
+    return load_kernel(two_shot_kernel<decltype(zero), decltype(which)>);
+  });
 }
 
 }  // namespace torch_overlap::cuda

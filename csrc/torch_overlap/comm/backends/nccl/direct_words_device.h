@@ -12,6 +12,33 @@
 // Users' memory at any alignment, staged memory, and reductions, in registers. For .cu files.
 namespace torch_overlap::cuda {
 
+// --- What kernels are compiled for
+// ----------------------------------------------------------------
+//
+// A kernel of a few microseconds runs through its code once, and waits for most of it: what the
+// usual case does not need costs as much as what it does. So the usual cases have kernels of their
+// own, from the same source.
+
+// Any group, any alignment, any reduction.
+struct AnyCase {
+  static constexpr int kMostRanks = DirectGeometry::kMostRanks;
+  static constexpr bool kIsExact = false;
+  static constexpr bool kIsWhole = false;
+};
+// A group of so many ranks, parts of whole words (of lines) or vectors (of push) that are aligned
+// as such, a sum.
+template <int kRanks>
+struct UsualCase {
+  static constexpr int kMostRanks = kRanks;
+  static constexpr bool kIsExact = true;
+  static constexpr bool kIsWhole = true;
+};
+
+template <typename Case>
+__device__ __forceinline__ int size_of(const DirectParams& p) {
+  return Case::kIsExact ? Case::kMostRanks : p.size;
+}
+
 // --- Data in registers ---------------------------------------------------------------------------
 
 template <int kWords>
@@ -20,9 +47,21 @@ struct Words {
 };
 
 // The first `valid` bytes, at most all, of `from`; the rest is zero.
-template <int kWords>
+template <typename Case, int kWords>
 __device__ __forceinline__ Words<kWords> load_words(const char* from, uint64_t valid) {
   Words<kWords> out{};
+  if constexpr (Case::kIsWhole) {
+    if constexpr (kWords == 4) {
+      const uint4 all = *reinterpret_cast<const uint4*>(from);
+      std::memcpy(out.at, &all, sizeof(out.at));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if (4 * i < valid) out.at[i] = reinterpret_cast<const uint32_t*>(from)[i];
+      }
+    }
+    return out;
+  }
   const auto bits = reinterpret_cast<uintptr_t>(from);
   if (valid < kWords * 4) {
     auto* bytes = reinterpret_cast<unsigned char*>(out.at);
@@ -56,8 +95,21 @@ __device__ __forceinline__ Words<kWords> load_words(const char* from, uint64_t v
   return out;
 }
 
-template <int kWords>
+template <typename Case, int kWords>
 __device__ __forceinline__ void store_words(char* to, const Words<kWords>& words, uint64_t valid) {
+  if constexpr (Case::kIsWhole) {
+    if constexpr (kWords == 4) {
+      uint4 all;
+      std::memcpy(&all, words.at, sizeof(all));
+      *reinterpret_cast<uint4*>(to) = all;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if (4 * i < valid) reinterpret_cast<uint32_t*>(to)[i] = words.at[i];
+      }
+    }
+    return;
+  }
   const auto bits = reinterpret_cast<uintptr_t>(to);
   if (valid < kWords * 4) {
 #pragma unroll
@@ -127,8 +179,9 @@ __device__ __forceinline__ T narrow(Wide value) {
 }
 
 // Integers wrap; a minimum or maximum with NaN is NaN.
-template <typename Wide>
+template <typename Case, typename Wide>
 __device__ __forceinline__ Wide combine(DirectOp op, Wide a, Wide b) {
+  if constexpr (Case::kIsWhole) return a + b;
   switch (op) {
     case DirectOp::product:
       if constexpr (std::is_integral_v<Wide>) {
@@ -154,7 +207,7 @@ __device__ __forceinline__ Wide combine(DirectOp op, Wide a, Wide b) {
 }
 
 // The elements of some words, wide, one rank after the other.
-template <typename T, int kWords>
+template <typename Case, typename T, int kWords>
 class Accumulator {
  public:
   using Wide = decltype(widen(T{}));
@@ -167,7 +220,7 @@ class Accumulator {
   __device__ __forceinline__ void add(DirectOp op, const Words<kWords>& words) {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      value_[i] = combine(op, value_[i], widen(element(words, i)));
+      value_[i] = combine<Case>(op, value_[i], widen(element(words, i)));
     }
   }
   __device__ __forceinline__ Words<kWords> result(DirectOp op, int ranks) {
@@ -175,7 +228,8 @@ class Accumulator {
     T elements[kElements];
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      if (op == DirectOp::average) value_[i] = value_[i] / static_cast<Wide>(ranks);
+      if (!Case::kIsWhole && op == DirectOp::average)
+        value_[i] = value_[i] / static_cast<Wide>(ranks);
       elements[i] = narrow<T>(value_[i]);
     }
     std::memcpy(out.at, elements, sizeof(out.at));
