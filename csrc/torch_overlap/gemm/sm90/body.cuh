@@ -111,14 +111,26 @@ class Multiplier {
   float sums[Config::kRepeats][Config::kAccumulators];
 
   __device__ __forceinline__ void multiply(const Unit& unit) {
+    multiply(unit, [](int) { return false; }, [] {});
+  }
+  // `between()` changes the sums before those stages of k for which is_due(k).
+  template <typename IsDue, typename Between>
+  __device__ __forceinline__ void multiply(const Unit& unit, const IsDue& is_due,
+                                           const Between& between) {
     int before = -1;
     for (int k = 0; k < unit.depth; ++k, at_.advance()) {
+      if (is_due(k)) {
+        wgmma_wait<0>();
+        hold_sums();
+        if (before >= 0) release(before);
+        before = -1;
+        between();
+      }
       barrier_wait(shared_address(&barriers_.full[at_.stage]), at_.phase);
       const uint32_t lhs = shared_ + at_.stage * Config::kStageBytes + row_ * 128;
       const uint32_t rhs =
           shared_ + at_.stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
-#pragma unroll
-      for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+      hold_sums();
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < Config::kSteps; ++step) {
@@ -136,12 +148,15 @@ class Multiplier {
       before = at_.stage;
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+    hold_sums();
     release(before);
   }
 
  private:
+  __device__ __forceinline__ void hold_sums() {
+#pragma unroll
+    for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+  }
   template <bool kAlongK>
   static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
     if constexpr (kAlongK) return descriptor_k(address + step * 32);

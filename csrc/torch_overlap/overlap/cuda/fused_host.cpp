@@ -257,6 +257,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
         store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
+  params.adds_between = tiles_of_chunk(kernel) >= sms;
   params.pace_ns = pace_of(ceil_div(params.gemm.k, kernel.depth), kernel);
   params.factor = static_cast<float>(problem.factor);
   params.words = transport.words();

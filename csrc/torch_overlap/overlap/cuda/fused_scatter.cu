@@ -17,6 +17,9 @@
 //     multiply    ...          | sums += shared | taken ... | result -> shared | filled
 //     mover       told? loaded |                  told? loaded                   stores
 //
+// Where there are many tiles, those of the others have come long before, and all but the last are
+// added while the own one is multiplied, at fixed places along k.
+//
 // What a tile of the own rows waits for is computed by the others before any tile of theirs that
 // comes later in the order, and those wait for earlier ones of this rank: nothing waits in a
 // circle.
@@ -206,20 +209,30 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
   ScatterUnits<Config> units(p);
   Unit unit;
   while (units.next(unit)) {
-    mine.multiply(unit);
     const bool own = unit.chunk == p.words.rank;
-    if (own) {
-      for (int i = 1; i < p.words.size; ++i) {
-        sm90::barrier_wait(loaded, loads & 1);
-        ++loads;
+    const auto add_next = [&] {
+      sm90::barrier_wait(loaded, loads & 1);
+      ++loads;
 #pragma unroll
-        for (int k = 0; k < kPieces; ++k) {
-          add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
-                                  mine_at + k * Config::kStoreBytes);
-        }
-        __syncwarp();
-        if (tells) sm90::barrier_arrive(taken);
+      for (int k = 0; k < kPieces; ++k) {
+        add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
+                                mine_at + k * Config::kStoreBytes);
       }
+      __syncwarp();
+      if (tells) sm90::barrier_arrive(taken);
+    };
+    // The i-th is due after i of `others` parts of k, always at the same place: so are the sums.
+    const int others = p.words.size - 1;
+    const int between = own && p.adds_between ? others - 1 : 0;
+    int added = 0;
+    mine.multiply(
+        unit, [&](int k) { return added < between && k * others >= (added + 1) * unit.depth; },
+        [&] {
+          add_next();
+          ++added;
+        });
+    if (own) {
+      for (; added < others; ++added) add_next();
       if (p.factor != 1.0F) {
 #pragma unroll
         for (auto& row : mine.sums) {
