@@ -142,7 +142,7 @@ GPU_TESTS ?= tests/python/gpu/test_windows.py -k 'values or ring or pool or othe
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: build
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 --no-python \
-	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --error-exitcode 9 \
+	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
 
 # The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it. The tests

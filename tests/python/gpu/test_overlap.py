@@ -86,12 +86,20 @@ def gelu(x):
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+@pytest.fixture
+def sums_in_fp32():
+    """Partial sums in 16 bits, which torch allows by default, make bounds useless."""
+    allowed = torch.backends.cuda.matmul
+    before = allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction
+    allowed.allow_fp16_reduced_precision_reduction = allowed.allow_bf16_reduced_precision_reduction = False
+    yield
+    allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
-def test_random_data_and_epilogues(comm, seed, dtype, monkeypatch):
+@pytest.mark.usefixtures("sums_in_fp32")
+def test_random_data_and_epilogues(comm, seed, dtype):
     """Normal numbers, the epilogues of a linear layer and accumulation, against products in fp64."""
-    # Partial sums in 16 bits, which torch allows by default, would make the bounds below useless.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     rank, size = comm.get_rank(), comm.get_size()
     tokens, k, n = 512, 1536, 768
     is_8_bit = dtype == E4M3

@@ -181,7 +181,9 @@ def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
                 break
             assert time.monotonic() < deadline, "no error came"
             time.sleep(0.05)
-        assert f"rank {last} to " in str(error), error
+        # Of several ranks that wait, the first to give up tells the others.
+        others = comm.get_size() > 2 and "got one that has given up" in str(error)
+        assert f"rank {last} to " in str(error) or others, error
         assert "operation 3" in str(error), error
         with pytest.raises(to.Error):
             case.issue()
