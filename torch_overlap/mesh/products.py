@@ -62,12 +62,17 @@ class Choice:
 _nothing = contextlib.nullcontext()
 
 
-class _State(threading.local):
-    algorithm = "auto"
-    log: list[Choice] | None = None
+# What `choosing` asks for and `choices` fills, by thread. No subclass with defaults: torch 2.15's Dynamo keeps what a
+# trace writes into one where nobody reads it.
+_state = threading.local()
 
 
-_state = _State()
+def _algorithm() -> str:
+    return getattr(_state, "algorithm", "auto")
+
+
+def _log() -> list[Choice] | None:
+    return getattr(_state, "log", None)
 
 
 @contextlib.contextmanager
@@ -79,7 +84,7 @@ def choosing(algorithm: str) -> Iterator[None]:
     """
     if algorithm not in ALGORITHMS:
         raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
-    before, _state.algorithm = _state.algorithm, algorithm
+    before, _state.algorithm = _algorithm(), algorithm
     try:
         yield
     finally:
@@ -89,7 +94,7 @@ def choosing(algorithm: str) -> Iterator[None]:
 @contextlib.contextmanager
 def choices() -> Iterator[list[Choice]]:
     """The choices that this thread makes in the block, in order."""
-    before, _state.log = _state.log, []
+    before, _state.log = _log(), []
     try:
         yield _state.log
     finally:
@@ -106,8 +111,9 @@ def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorit
         fused, why = algorithm == "fused", "asked for"
     else:
         fused, why = together < moved + product, "cost"
-    if _state.log is not None:
-        _state.log.append(Choice(op, fused, sizes, moved + product, together, why))
+    log = _log()
+    if log is not None:
+        log.append(Choice(op, fused, sizes, moved + product, together, why))
     return fused
 
 
@@ -162,7 +168,7 @@ class GatherProduct(Named):
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
         if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
             return None
-        algorithm = _state.algorithm
+        algorithm = _algorithm()
         if not (asked(GatherProduct.fuses, self, algorithm) if is_dynamo_compiling() else self.fuses(algorithm)):
             return None
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
@@ -266,7 +272,7 @@ class PendingProduct:
         """The local tensor under `target`, where that is one fused operator."""
         if any(map(is_batchedtensor, self._operands)):
             return None
-        known = spec, target, self._step.sizes, _state.algorithm
+        known = spec, target, self._step.sizes, _algorithm()
         how = asked(_ending, *known) if is_dynamo_compiling() else _ending(*known)
         if how is None:
             return None
