@@ -42,6 +42,8 @@ def problems(path: Path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if CONDITION.match(line) and not may_branch:
             yield number, "#if belongs in compat.h, export.h or *_device.h: make it another file, or a registration"
+        if "TORCH_LIBRARY_IMPL(" in line and path.name != "register.h":
+            yield number, "TORCH_LIBRARY_IMPL: write TORCH_OVERLAP_KERNELS, which hands errors on"
         match = INCLUDE.match(line)
         if not match:
             continue

@@ -65,12 +65,17 @@ class Choice:
 _nothing = contextlib.nullcontext()
 
 
-class _State(threading.local):
-    algorithm = "auto"
-    log: list[Choice] | None = None
+# What `choosing` asks for and `choices` fills, by thread. No subclass with defaults: torch 2.15's Dynamo keeps what a
+# trace writes into one where nobody reads it.
+_state = threading.local()
 
 
-_state = _State()
+def _algorithm() -> str:
+    return getattr(_state, "algorithm", "auto")
+
+
+def _log() -> list[Choice] | None:
+    return getattr(_state, "log", None)
 
 
 @contextlib.contextmanager
@@ -82,7 +87,7 @@ def choosing(algorithm: str) -> Iterator[None]:
     """
     if algorithm not in ALGORITHMS:
         raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
-    before, _state.algorithm = _state.algorithm, algorithm
+    before, _state.algorithm = _algorithm(), algorithm
     try:
         yield
     finally:
@@ -92,7 +97,7 @@ def choosing(algorithm: str) -> Iterator[None]:
 @contextlib.contextmanager
 def choices() -> Iterator[list[Choice]]:
     """The choices that this thread makes in the block, in order."""
-    before, _state.log = _state.log, []
+    before, _state.log = _log(), []
     try:
         yield _state.log
     finally:
@@ -104,8 +109,9 @@ def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorit
     links = spec.mesh.mesh.links(step.axes)
     apart, together = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
     fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (together < apart, "cost")
-    if _state.log is not None:
-        _state.log.append(Choice(op, fused, sizes, apart, together, why))
+    log = _log()
+    if log is not None:
+        log.append(Choice(op, fused, sizes, apart, together, why))
     return fused
 
 
@@ -169,7 +175,7 @@ class GatherProduct(Named):
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
         if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
             return None
-        group = asked(GatherProduct.group, self, _state.algorithm)
+        group = asked(GatherProduct.group, self, _algorithm())
         if group is None:
             return None
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
@@ -272,7 +278,7 @@ class PendingProduct:
         """The local tensor under `target`, where that is one fused operator."""
         if any(map(is_batchedtensor, self._operands)):
             return None
-        how = asked(_ending, spec, target, self._step.sizes, _state.algorithm)
+        how = asked(_ending, spec, target, self._step.sizes, _algorithm())
         if how is None:
             return None
         kind, group, dim = how

@@ -172,25 +172,25 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_gather", torch_overlap::ops::all_gather_kernel);
   m.impl("_own_part", torch_overlap::ops::own_part_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("all_gather", torch_overlap::ops::all_gather_meta);
   m.impl("_own_part", torch_overlap::ops::own_part_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_gather", torch_overlap::ops::all_gather_autograd);
   m.impl("_own_part", torch_overlap::ops::own_part_autograd);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("all_gather_async", torch_overlap::ops::all_gather_async);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("all_gather_async", torch_overlap::ops::all_gather_async);
 }

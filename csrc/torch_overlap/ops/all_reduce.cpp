@@ -147,26 +147,26 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_reduce", torch_overlap::ops::all_reduce_kernel);
   m.impl("_all_reduce_traced", torch_overlap::ops::all_reduce_traced_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("all_reduce", torch_overlap::ops::all_reduce_meta);
   m.impl("_all_reduce_traced", torch_overlap::ops::all_reduce_traced_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_reduce", torch_overlap::ops::all_reduce_autograd);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("all_reduce_async", torch_overlap::ops::all_reduce_async);
   m.impl("all_reduce_", torch_overlap::ops::all_reduce_);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("all_reduce_async", torch_overlap::ops::all_reduce_async);
   m.impl("all_reduce_", torch_overlap::ops::all_reduce_);
 }

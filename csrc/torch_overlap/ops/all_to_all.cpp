@@ -121,22 +121,20 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_to_all", torch_overlap::ops::all_to_all_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
-  m.impl("all_to_all", torch_overlap::ops::all_to_all_meta);
-}
+TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("all_to_all", torch_overlap::ops::all_to_all_meta); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_to_all", torch_overlap::ops::all_to_all_autograd);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("all_to_all_async", torch_overlap::ops::all_to_all_async);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("all_to_all_async", torch_overlap::ops::all_to_all_async);
 }

@@ -192,16 +192,16 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_kernel);
   m.impl("_all_to_all_matmul_backward", torch_overlap::ops::all_to_all_gradients_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_meta);
   m.impl("_all_to_all_matmul_backward", torch_overlap::ops::all_to_all_gradients_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("all_to_all_matmul", torch_overlap::ops::all_to_all_matmul_autograd);
 }

@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor> bulk_overlap_matmul_autocast(const Tensor& x, const T
 }
 
 template <c10::DeviceType kDevice>
-void register_autocast(torch::Library& m) {
+void register_autocast(Kernels m) {
   m.impl("all_gather_matmul", all_gather_matmul_autocast<kDevice>);
   m.impl("matmul_reduce_scatter", matmul_reduce_scatter_autocast<kDevice>);
   m.impl("matmul_all_reduce", matmul_all_reduce_autocast<kDevice>);
@@ -101,10 +101,6 @@ void register_autocast(torch::Library& m) {
 }  // namespace
 }  // namespace torch_overlap::ops
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
-  torch_overlap::ops::register_autocast<at::kCPU>(m);
-}
+TORCH_OVERLAP_KERNELS(AutocastCPU, m) { torch_overlap::ops::register_autocast<at::kCPU>(m); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
-  torch_overlap::ops::register_autocast<at::kCUDA>(m);
-}
+TORCH_OVERLAP_KERNELS(AutocastCUDA, m) { torch_overlap::ops::register_autocast<at::kCUDA>(m); }

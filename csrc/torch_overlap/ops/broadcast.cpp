@@ -121,25 +121,25 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("_reduce_to_root(Tensor x, int root, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("broadcast", torch_overlap::ops::broadcast_kernel);
   m.impl("_reduce_to_root", torch_overlap::ops::reduce_to_root_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("broadcast", torch_overlap::ops::broadcast_meta);
   m.impl("_reduce_to_root", torch_overlap::ops::reduce_to_root_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("broadcast", torch_overlap::ops::broadcast_autograd);
   m.impl("_reduce_to_root", torch_overlap::ops::reduce_to_root_autograd);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("broadcast_async", torch_overlap::ops::broadcast_async);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("broadcast_async", torch_overlap::ops::broadcast_async);
 }

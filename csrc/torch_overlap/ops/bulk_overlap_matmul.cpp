@@ -339,16 +339,16 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("bulk_overlap_matmul", torch_overlap::ops::bulk_overlap_matmul_kernel);
   m.impl("_bulk_overlap_matmul_backward", torch_overlap::ops::bulk_gradients_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("bulk_overlap_matmul", torch_overlap::ops::bulk_overlap_matmul_meta);
   m.impl("_bulk_overlap_matmul_backward", torch_overlap::ops::bulk_gradients_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("bulk_overlap_matmul", torch_overlap::ops::bulk_overlap_matmul_autograd);
 }

@@ -145,19 +145,19 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
         {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_kernel);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_kernel);
   m.impl("_to_pending", torch_overlap::ops::to_pending_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_meta);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_meta);
   m.impl("_to_pending", torch_overlap::ops::to_pending_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("_invariant_to_replicated", torch_overlap::ops::invariant_to_replicated_autograd);
   m.impl("_replicated_to_invariant", torch_overlap::ops::replicated_to_invariant_autograd);
   m.impl("_to_pending", torch_overlap::ops::to_pending_autograd);

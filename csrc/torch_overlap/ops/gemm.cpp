@@ -247,7 +247,7 @@ constexpr const char* kGemmResults =
     " -> (Tensor output, Tensor bias_grad, Tensor pre_gelu_out, Tensor aux_out)";
 
 template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmCall&)>
-void register_gemm(torch::Library& m) {
+void register_gemm(torch_overlap::ops::Kernels m) {
   m.impl("gemm", torch_overlap::ops::with_values<kKernel>);
   m.impl("gemm.buffers", torch_overlap::ops::with_buffers<kKernel>);
 }
@@ -265,20 +265,18 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
         tags);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   register_gemm<torch_overlap::ops::gemm_kernel>(m);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { register_gemm<torch_overlap::ops::gemm_meta>(m); }
+TORCH_OVERLAP_KERNELS(Meta, m) { register_gemm<torch_overlap::ops::gemm_meta>(m); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
-  register_gemm<torch_overlap::ops::gemm_autograd>(m);
-}
+TORCH_OVERLAP_KERNELS(Autograd, m) { register_gemm<torch_overlap::ops::gemm_autograd>(m); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
+TORCH_OVERLAP_KERNELS(AutocastCPU, m) {
   register_gemm<torch_overlap::ops::gemm_autocast<at::kCPU>>(m);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
+TORCH_OVERLAP_KERNELS(AutocastCUDA, m) {
   register_gemm<torch_overlap::ops::gemm_autocast<at::kCUDA>>(m);
 }

@@ -271,22 +271,20 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
-  m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_meta);
-}
+TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_meta); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autograd);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCPU, m) {
+TORCH_OVERLAP_KERNELS(AutocastCPU, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autocast<at::kCPU>);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, AutocastCUDA, m) {
+TORCH_OVERLAP_KERNELS(AutocastCUDA, m) {
   m.impl("grouped_gemm", torch_overlap::ops::grouped_gemm_autocast<at::kCUDA>);
 }

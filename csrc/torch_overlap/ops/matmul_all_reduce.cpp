@@ -257,16 +257,16 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("matmul_all_reduce", torch_overlap::ops::matmul_all_reduce_kernel);
   m.impl("_matmul_all_reduce_backward", torch_overlap::ops::gradients_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("matmul_all_reduce", torch_overlap::ops::matmul_all_reduce_meta);
   m.impl("_matmul_all_reduce_backward", torch_overlap::ops::gradients_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("matmul_all_reduce", torch_overlap::ops::matmul_all_reduce_autograd);
 }

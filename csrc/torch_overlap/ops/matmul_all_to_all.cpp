@@ -298,16 +298,16 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("matmul_all_to_all", torch_overlap::ops::matmul_all_to_all_kernel);
   m.impl("_matmul_all_to_all_backward", torch_overlap::ops::exchange_gradients_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("matmul_all_to_all", torch_overlap::ops::matmul_all_to_all_meta);
   m.impl("_matmul_all_to_all_backward", torch_overlap::ops::exchange_gradients_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("matmul_all_to_all", torch_overlap::ops::matmul_all_to_all_autograd);
 }

@@ -194,14 +194,14 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("matmul_reduce_scatter", torch_overlap::ops::matmul_reduce_scatter_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("matmul_reduce_scatter", torch_overlap::ops::matmul_reduce_scatter_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("matmul_reduce_scatter", torch_overlap::ops::matmul_reduce_scatter_autograd);
 }

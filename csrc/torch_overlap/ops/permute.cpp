@@ -112,20 +112,18 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("permute_async(Tensor x, int[] pairs, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("permute", torch_overlap::ops::permute_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { m.impl("permute", torch_overlap::ops::permute_meta); }
+TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("permute", torch_overlap::ops::permute_meta); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
-  m.impl("permute", torch_overlap::ops::permute_autograd);
-}
+TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("permute", torch_overlap::ops::permute_autograd); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("permute_async", torch_overlap::ops::permute_async);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("permute_async", torch_overlap::ops::permute_async);
 }

@@ -137,7 +137,7 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("unswizzle_scales(Tensor scales, SymInt rows, SymInt blocks) -> Tensor", tags);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("quantize", torch_overlap::ops::quantize_kernel);
   m.impl("quantize_delayed", torch_overlap::ops::quantize_delayed_kernel);
   m.impl("update_scale_", torch_overlap::ops::update_scale_kernel);
@@ -146,7 +146,7 @@ TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
   m.impl("unswizzle_scales", torch_overlap::ops::unswizzle_scales_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("quantize", torch_overlap::ops::quantize_meta);
   m.impl("quantize_delayed", torch_overlap::ops::quantize_delayed_meta);
   m.impl("update_scale_", torch_overlap::ops::update_scale_meta);
@@ -156,12 +156,12 @@ TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
 }
 
 // No gradients: it raises when one is asked.
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   for (const char* name : torch_overlap::ops::kQuantizeOps) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, ADInplaceOrView, m) {
+TORCH_OVERLAP_KERNELS(ADInplaceOrView, m) {
   m.impl("update_scale_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
 }

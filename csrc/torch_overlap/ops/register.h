@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/async.h"
 #include "torch_overlap/ops/checks.h"
@@ -48,7 +49,35 @@ inline Tensor noted(Started started) {
   return std::move(started.out);
 }
 
+// What TORCH_OVERLAP_KERNELS registers with. Each kernel is a boundary for errors.
+class Kernels {
+ public:
+  explicit Kernels(torch::Library& library) : library_(library) {}
+
+  template <typename Result, typename... Args>
+  void impl(const char* name, Result (*kernel)(Args...)) {
+    library_.impl(name, [kernel](Args... args) -> Result {
+      return at_boundary([&]() -> Result { return kernel(std::forward<Args>(args)...); });
+    });
+  }
+  // One of torch's own.
+  void impl(const char* name, torch::CppFunction kernel) { library_.impl(name, std::move(kernel)); }
+
+ private:
+  torch::Library& library_;
+};
+
 // What a direct call of a kernel needs that the dispatcher would otherwise do first.
 inline Tensor materialized(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
 
 }  // namespace torch_overlap::ops
+
+// TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("all_gather", all_gather_meta); ... }: the operators'
+// kernels for a dispatch key, in place of TORCH_LIBRARY_IMPL.
+#define TORCH_OVERLAP_KERNELS(key, m) TORCH_OVERLAP_KERNELS_NAMED(key, m, C10_UID)
+#define TORCH_OVERLAP_KERNELS_NAMED(key, m, uid)                                      \
+  static void C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels m); \
+  TORCH_LIBRARY_IMPL(torch_overlap, key, library) {                                   \
+    C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels(library));    \
+  }                                                                                   \
+  static void C10_CONCATENATE(register_kernels_, uid)(torch_overlap::ops::Kernels m)

@@ -180,15 +180,15 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("scaled_all_gather_matmul", torch_overlap::ops::scaled_gather_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("scaled_all_gather_matmul", torch_overlap::ops::scaled_gather_meta);
 }
 
 // No gradients: it raises when one is asked.
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("scaled_all_gather_matmul", torch::autograd::autogradNotImplementedFallback());
 }

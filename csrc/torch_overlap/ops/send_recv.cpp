@@ -74,24 +74,20 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("_recv(Tensor like, int src, str comm) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("send", torch_overlap::ops::send_kernel);
   m.impl("_recv", torch_overlap::ops::recv_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("send", torch_overlap::ops::send_meta);
   m.impl("_recv", torch_overlap::ops::recv_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
-  m.impl("send", torch_overlap::ops::send_autograd);
-}
+TORCH_OVERLAP_KERNELS(Autograd, m) { m.impl("send", torch_overlap::ops::send_autograd); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
-  m.impl("recv_", torch_overlap::ops::recv_);
-}
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) { m.impl("recv_", torch_overlap::ops::recv_); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("recv_", torch_overlap::ops::recv_);
 }

@@ -45,16 +45,16 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("_pending_works() -> int", torch_overlap::ops::pending_works);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("_waited", torch_overlap::ops::waited_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) { m.impl("_waited", torch_overlap::ops::waited_meta); }
+TORCH_OVERLAP_KERNELS(Meta, m) { m.impl("_waited", torch_overlap::ops::waited_meta); }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeImplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeImplicitAutograd, m) {
   m.impl("wait_tensor", torch_overlap::ops::wait_composite);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, FuncTorchBatchedDecomposition, m) {
+TORCH_OVERLAP_KERNELS(FuncTorchBatchedDecomposition, m) {
   m.impl("wait_tensor", torch_overlap::ops::wait_composite);
 }

@@ -107,19 +107,19 @@ TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   m.def("wait_signal(Tensor(a!) x, int src, str window) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, CompositeExplicitAutograd, m) {
+TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   m.impl("put", torch_overlap::ops::put_kernel);
   m.impl("signal", torch_overlap::ops::signal_kernel);
   m.impl("wait_signal", torch_overlap::ops::wait_signal_kernel);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Meta, m) {
+TORCH_OVERLAP_KERNELS(Meta, m) {
   m.impl("put", torch_overlap::ops::put_meta);
   m.impl("signal", torch_overlap::ops::signal_meta);
   m.impl("wait_signal", torch_overlap::ops::wait_signal_meta);
 }
 
-TORCH_LIBRARY_IMPL(torch_overlap, Autograd, m) {
+TORCH_OVERLAP_KERNELS(Autograd, m) {
   m.impl("put", torch_overlap::ops::put_autograd);
   m.impl("signal", torch_overlap::ops::signal_autograd);
   m.impl("wait_signal", torch_overlap::ops::wait_signal_autograd);

@@ -1,5 +1,8 @@
+#include <torch/csrc/Exceptions.h>
+
 #include <array>
 
+#include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
@@ -38,6 +41,14 @@ PyObject* make_class(py::module_& module, const char* name, py::handle bases, co
   return made;
 }
 
+// An Error as torch's exceptions are: torch asks it for its class wherever it comes to Python.
+struct TorchError final : torch::PyTorchError {
+  explicit TorchError(const Error& error) : torch::PyTorchError(error.what()), kind(error.kind()) {}
+  PyObject* python_type() override { return class_of(kind).ptr(); }
+
+  ErrorKind kind;
+};
+
 }  // namespace
 
 py::handle class_of(ErrorKind kind) { return classes.at(static_cast<size_t>(kind)); }
@@ -54,12 +65,16 @@ void register_errors(py::module_& module) {
     }
     classes.at(static_cast<size_t>(entry.kind)) = make_class(module, entry.name, bases, entry.doc);
   }
-  // Registered with pybind's shared state, so errors that pass torch.ops calls are translated too.
+  set_throw_counterpart([](const Error& error) { throw TorchError(error); });
+  // Errors of bindings come as they are, those of operators as TorchError, wherever torch leaves
+  // them to pybind: so in pybind's shared state.
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Error& ours) {
       PyErr_SetString(class_of(ours.kind()).ptr(), ours.what());
+    } catch (TorchError& ours) {
+      PyErr_SetString(ours.python_type(), ours.what());
     }
   });
 }

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import torch_overlap
 from torch_overlap.testing import run_ranks
@@ -538,3 +539,21 @@ def bad_arguments(rank, size, store):
 
 def test_bad_arguments_raise_on_every_rank_and_leave_the_group_usable():
     run_ranks(bad_arguments, 2, comm=False)
+
+
+def functional_errors(rank, size, store):
+    options = torch_overlap.BackendOptions(abort_process_on_timeout_or_error=False)
+    init(rank, size, store, pg_options=options)
+    with pytest.raises(torch_overlap.InvalidTypeError, match="BAND"):
+        functional.all_reduce(torch.zeros(2), "band", dist.group.WORLD)
+    if rank == 0:
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+        with pytest.raises(torch_overlap.OperationTimeoutError, match="all_reduce"):
+            functional.wait_tensor(functional.all_reduce(torch.zeros(2), "sum", dist.group.WORLD))
+        store.set("rank 0 is done", "1")
+    store.wait(["rank 0 is done"], timedelta(seconds=60))
+    dist.destroy_process_group()
+
+
+def test_errors_of_functional_collectives_keep_their_class():
+    run_ranks(functional_errors, 2, comm=False)

@@ -31,3 +31,11 @@ def test_every_error_is_a_runtime_error_and_its_builtin(name: str, builtin: str)
 def test_an_error_inside_an_operator_keeps_its_class() -> None:
     with pytest.raises(to.InvalidValueError, match="no_such_comm"):
         torch.ops.torch_overlap.all_reduce(torch.ones(1), "sum", "no_such_comm", 1)
+
+
+def test_an_error_inside_a_gradient_keeps_its_class() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with to.new_comm("fake", "cpu", name="gone", rank=0, size=2) as comm:
+        loss = to.ops.all_gather(x, comm).sum()
+    with pytest.raises(to.InvalidValueError, match="expected the name of a live communicator, got 'gone'"):
+        loss.backward()

@@ -3,8 +3,8 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <exception>
 
+#include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 #include "torch_overlap/comm/c10d/convert.h"
@@ -40,41 +40,37 @@ int int_rank(int64_t rank) { return static_cast<int>(rank); }
 
 using C10dWork = BackendWrapper::C10dWork;
 
-// Stands in every operation, before all else.
-class BackendWrapper::EndsCoalescingOnError {
- public:
-  explicit EndsCoalescingOnError(BackendWrapper& wrapper) : wrapper_(wrapper) {}
-  EndsCoalescingOnError(const EndsCoalescingOnError&) = delete;
-  EndsCoalescingOnError& operator=(const EndsCoalescingOnError&) = delete;
-  ~EndsCoalescingOnError() {
-    if (std::uncaught_exceptions() > before_ && wrapper_.is_coalescing()) {
-      wrapper_.drop_coalescing();
-    }
+// What every operation runs in: an error ends a coalescing, and leaves as torch hands it on.
+template <typename Body>
+C10dWork BackendWrapper::operation(const Body& body) {
+  try {
+    return at_boundary(body);
+  } catch (...) {
+    if (is_coalescing()) drop_coalescing();
+    throw;
   }
-
- private:
-  BackendWrapper& wrapper_;
-  const int before_ = std::uncaught_exceptions();
-};
+}
 
 // --- In place ----------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto& tensor = only(tensors, "broadcast");
-  auto work = comm_for(tensor.device())
-                  ->broadcast(memory_of(tensor), int_rank(opts.rootRank), opts.asyncOp,
-                              op_options(opts.timeout));
-  return wrap(c10d::OpType::BROADCAST, {std::move(work)}, tensors);
+  return operation([&] {
+    const auto& tensor = only(tensors, "broadcast");
+    auto work = comm_for(tensor.device())
+                    ->broadcast(memory_of(tensor), int_rank(opts.rootRank), opts.asyncOp,
+                                op_options(opts.timeout));
+    return wrap(c10d::OpType::BROADCAST, {std::move(work)}, tensors);
+  });
 }
 
 C10dWork BackendWrapper::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto& tensor = only(tensors, "all_reduce");
-  auto work = comm_for(tensor.device())
-                  ->all_reduce(memory_of(tensor), from_c10d(opts.reduceOp), opts.asyncOp,
-                               op_options(opts.timeout));
-  return wrap(c10d::OpType::ALLREDUCE, {std::move(work)}, tensors);
+  return operation([&] {
+    const auto& tensor = only(tensors, "all_reduce");
+    auto work = comm_for(tensor.device())
+                    ->all_reduce(memory_of(tensor), from_c10d(opts.reduceOp), opts.asyncOp,
+                                 op_options(opts.timeout));
+    return wrap(c10d::OpType::ALLREDUCE, {std::move(work)}, tensors);
+  });
 }
 
 C10dWork BackendWrapper::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -83,155 +79,166 @@ C10dWork BackendWrapper::allreduce_sparse(Tensors& tensors, const c10d::Allreduc
 
 C10dWork BackendWrapper::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  TORCH_OVERLAP_CHECK(!tensors.empty(), kValue,
-                      "all_reduce_coalesced: expected at least one tensor, got none");
-  const auto op = from_c10d(opts.reduceOp);
-  std::vector<WorkPtr> works;
-  for (const auto& tensor : tensors) {
-    works.push_back(
-        comm_for(tensor.device())
-            ->all_reduce(memory_of(tensor), op, opts.asyncOp, op_options(opts.timeout)));
-  }
-  return wrap(c10d::OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
+  return operation([&] {
+    TORCH_OVERLAP_CHECK(!tensors.empty(), kValue,
+                        "all_reduce_coalesced: expected at least one tensor, got none");
+    const auto op = from_c10d(opts.reduceOp);
+    std::vector<WorkPtr> works;
+    for (const auto& tensor : tensors) {
+      works.push_back(
+          comm_for(tensor.device())
+              ->all_reduce(memory_of(tensor), op, opts.asyncOp, op_options(opts.timeout)));
+    }
+    return wrap(c10d::OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
+  });
 }
 
 C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto& tensor = only(tensors, "reduce");
-  auto work = comm_for(tensor.device())
-                  ->reduce(memory_of(tensor), int_rank(opts.rootRank), from_c10d(opts.reduceOp),
-                           opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::REDUCE, {std::move(work)}, tensors);
+  return operation([&] {
+    const auto& tensor = only(tensors, "reduce");
+    auto work = comm_for(tensor.device())
+                    ->reduce(memory_of(tensor), int_rank(opts.rootRank), from_c10d(opts.reduceOp),
+                             opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::REDUCE, {std::move(work)}, tensors);
+  });
 }
 
 // --- Gathering ---------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto& list = only(outputs, "all_gather");
-  const auto input = only(inputs, "all_gather").contiguous();
-  WorkParts parts;
-  parts.type = c10d::OpType::ALLGATHER;
-  parts.outputs = list;
-  if (overlap(list)) {
-    for (const auto& output : list) parts.staging.push_back(at::empty_like(output));
-    parts.epilogue = [list, staging = parts.staging] {
-      for (size_t rank = 0; rank < list.size(); ++rank) list[rank].detach().copy_(staging[rank]);
-    };
-  }
-  const auto& targets = parts.staging.empty() ? list : parts.staging;
-  const auto comm = comm_for(input.device());
-  const auto options = op_options(opts.timeout);
-  parts.works.push_back(same_size(targets)
-                            ? comm->all_gather(targets, input, opts.asyncOp, options)
-                            : comm->all_gather_v(targets, input, opts.asyncOp, options));
-  return wrap(std::move(parts));
+  return operation([&] {
+    const auto& list = only(outputs, "all_gather");
+    const auto input = only(inputs, "all_gather").contiguous();
+    WorkParts parts;
+    parts.type = c10d::OpType::ALLGATHER;
+    parts.outputs = list;
+    if (overlap(list)) {
+      for (const auto& output : list) parts.staging.push_back(at::empty_like(output));
+      parts.epilogue = [list, staging = parts.staging] {
+        for (size_t rank = 0; rank < list.size(); ++rank) list[rank].detach().copy_(staging[rank]);
+      };
+    }
+    const auto& targets = parts.staging.empty() ? list : parts.staging;
+    const auto comm = comm_for(input.device());
+    const auto options = op_options(opts.timeout);
+    parts.works.push_back(same_size(targets)
+                              ? comm->all_gather(targets, input, opts.asyncOp, options)
+                              : comm->all_gather_v(targets, input, opts.asyncOp, options));
+    return wrap(std::move(parts));
+  });
 }
 
 C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  auto work =
-      comm_for(input.device())
-          ->all_gather_single(output, input.contiguous(), opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::_ALLGATHER_BASE, {std::move(work)}, {output});
+  return operation([&] {
+    auto work =
+        comm_for(input.device())
+            ->all_gather_single(output, input.contiguous(), opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::_ALLGATHER_BASE, {std::move(work)}, {output});
+  });
 }
 
 C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  // outputs[rank][i] becomes that rank's inputs[i].
-  std::vector<WorkPtr> works;
-  Tensors all;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    Tensors list;
-    for (const auto& of_rank : outputs) {
-      TORCH_OVERLAP_CHECK(of_rank.size() == inputs.size(), kValue,
-                          "all_gather_coalesced: expected ", inputs.size(),
-                          " outputs for each rank, got ", of_rank.size());
-      list.push_back(of_rank[i]);
+  return operation([&] {
+    // outputs[rank][i] becomes that rank's inputs[i].
+    std::vector<WorkPtr> works;
+    Tensors all;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      Tensors list;
+      for (const auto& of_rank : outputs) {
+        TORCH_OVERLAP_CHECK(of_rank.size() == inputs.size(), kValue,
+                            "all_gather_coalesced: expected ", inputs.size(),
+                            " outputs for each rank, got ", of_rank.size());
+        list.push_back(of_rank[i]);
+      }
+      works.push_back(
+          comm_for(inputs[i].device())
+              ->all_gather(list, inputs[i].contiguous(), opts.asyncOp, op_options(opts.timeout)));
+      all.insert(all.end(), list.begin(), list.end());
     }
-    works.push_back(
-        comm_for(inputs[i].device())
-            ->all_gather(list, inputs[i].contiguous(), opts.asyncOp, op_options(opts.timeout)));
-    all.insert(all.end(), list.begin(), list.end());
-  }
-  return wrap(c10d::OpType::ALLGATHER_COALESCED, std::move(works), std::move(all));
+    return wrap(c10d::OpType::ALLGATHER_COALESCED, std::move(works), std::move(all));
+  });
 }
 
 C10dWork BackendWrapper::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::AllgatherOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced");
-  std::vector<WorkPtr> works;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    works.push_back(comm_for(inputs[i].device())
-                        ->all_gather_single(outputs[i], inputs[i].contiguous(), opts.asyncOp,
-                                            op_options(opts.timeout)));
-  }
-  return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+  return operation([&] {
+    check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced");
+    std::vector<WorkPtr> works;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      works.push_back(comm_for(inputs[i].device())
+                          ->all_gather_single(outputs[i], inputs[i].contiguous(), opts.asyncOp,
+                                              op_options(opts.timeout)));
+    }
+    return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+  });
 }
 
 C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const int root = int_rank(opts.rootRank);
-  const auto list = root_list(outputs, root == getRank(), "gather");
-  const auto input = only(inputs, "gather").contiguous();
-  auto work =
-      comm_for(input.device())->gather(list, input, root, opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::GATHER, {std::move(work)}, list);
+  return operation([&] {
+    const int root = int_rank(opts.rootRank);
+    const auto list = root_list(outputs, root == getRank(), "gather");
+    const auto input = only(inputs, "gather").contiguous();
+    auto work =
+        comm_for(input.device())->gather(list, input, root, opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::GATHER, {std::move(work)}, list);
+  });
 }
 
 // --- Scattering --------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
                                  const c10d::ScatterOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const int root = int_rank(opts.rootRank);
-  const auto list = contiguous(root_list(inputs, root == getRank(), "scatter"));
-  const auto& output = only(outputs, "scatter");
-  auto work = comm_for(output.device())
-                  ->scatter(output, list, root, opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::SCATTER, {std::move(work)}, outputs);
+  return operation([&] {
+    const int root = int_rank(opts.rootRank);
+    const auto list = contiguous(root_list(inputs, root == getRank(), "scatter"));
+    const auto& output = only(outputs, "scatter");
+    auto work = comm_for(output.device())
+                    ->scatter(output, list, root, opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::SCATTER, {std::move(work)}, outputs);
+  });
 }
 
 C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto list = contiguous(only(inputs, "reduce_scatter"));
-  const auto& output = only(outputs, "reduce_scatter");
-  const auto comm = comm_for(output.device());
-  const auto op = from_c10d(opts.reduceOp);
-  const auto options = op_options(opts.timeout);
-  auto work = same_size(list) ? comm->reduce_scatter(output, list, op, opts.asyncOp, options)
-                              : comm->reduce_scatter_v(output, list, op, opts.asyncOp, options);
-  return wrap(c10d::OpType::REDUCE_SCATTER, {std::move(work)}, outputs);
+  return operation([&] {
+    const auto list = contiguous(only(inputs, "reduce_scatter"));
+    const auto& output = only(outputs, "reduce_scatter");
+    const auto comm = comm_for(output.device());
+    const auto op = from_c10d(opts.reduceOp);
+    const auto options = op_options(opts.timeout);
+    auto work = same_size(list) ? comm->reduce_scatter(output, list, op, opts.asyncOp, options)
+                                : comm->reduce_scatter_v(output, list, op, opts.asyncOp, options);
+    return wrap(c10d::OpType::REDUCE_SCATTER, {std::move(work)}, outputs);
+  });
 }
 
 C10dWork BackendWrapper::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::ReduceScatterOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  auto work = comm_for(output.device())
-                  ->reduce_scatter_single(output, input.contiguous(), from_c10d(opts.reduceOp),
-                                          opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::_REDUCE_SCATTER_BASE, {std::move(work)}, {output});
+  return operation([&] {
+    auto work = comm_for(output.device())
+                    ->reduce_scatter_single(output, input.contiguous(), from_c10d(opts.reduceOp),
+                                            opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::_REDUCE_SCATTER_BASE, {std::move(work)}, {output});
+  });
 }
 
 C10dWork BackendWrapper::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::ReduceScatterOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced");
-  const auto op = from_c10d(opts.reduceOp);
-  std::vector<WorkPtr> works;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    works.push_back(comm_for(outputs[i].device())
-                        ->reduce_scatter_single(outputs[i], inputs[i].contiguous(), op,
-                                                opts.asyncOp, op_options(opts.timeout)));
-  }
-  return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+  return operation([&] {
+    check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced");
+    const auto op = from_c10d(opts.reduceOp);
+    std::vector<WorkPtr> works;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      works.push_back(comm_for(outputs[i].device())
+                          ->reduce_scatter_single(outputs[i], inputs[i].contiguous(), op,
+                                                  opts.asyncOp, op_options(opts.timeout)));
+    }
+    return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+  });
 }
 
 // --- All to all --------------------------------------------------------------------------------
@@ -240,24 +247,27 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
                                        std::vector<int64_t>& output_splits,
                                        std::vector<int64_t>& input_splits,
                                        const c10d::AllToAllOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  const auto comm = comm_for(input.device());
-  const auto source = input.contiguous();
-  const auto options = op_options(opts.timeout);
-  const bool even = output_splits.empty() && input_splits.empty();
-  auto work = even ? comm->all_to_all_single(output, source, opts.asyncOp, options)
-                   : comm->all_to_all_v_single(output, source, output_splits, input_splits,
-                                               opts.asyncOp, options);
-  return wrap(c10d::OpType::ALLTOALL_BASE, {std::move(work)}, {output});
+  return operation([&] {
+    const auto comm = comm_for(input.device());
+    const auto source = input.contiguous();
+    const auto options = op_options(opts.timeout);
+    const bool even = output_splits.empty() && input_splits.empty();
+    auto work = even ? comm->all_to_all_single(output, source, opts.asyncOp, options)
+                     : comm->all_to_all_v_single(output, source, output_splits, input_splits,
+                                                 opts.asyncOp, options);
+    return wrap(c10d::OpType::ALLTOALL_BASE, {std::move(work)}, {output});
+  });
 }
 
 C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  check_pairs(outputs, inputs, "all_to_all");
-  auto work = comm_for(inputs.front().device())
-                  ->all_to_all(outputs, contiguous(inputs), opts.asyncOp, op_options(opts.timeout));
-  return wrap(c10d::OpType::ALLTOALL, {std::move(work)}, outputs);
+  return operation([&] {
+    check_pairs(outputs, inputs, "all_to_all");
+    auto work =
+        comm_for(inputs.front().device())
+            ->all_to_all(outputs, contiguous(inputs), opts.asyncOp, op_options(opts.timeout));
+    return wrap(c10d::OpType::ALLTOALL, {std::move(work)}, outputs);
+  });
 }
 
 // --- Point to point ----------------------------------------------------------------------------
@@ -288,20 +298,21 @@ C10dWork BackendWrapper::point_to_point(P2POp::Type type, const at::Tensor& tens
 }
 
 C10dWork BackendWrapper::send(Tensors& tensors, int dst, int tag) {
-  const EndsCoalescingOnError guard(*this);
-  return point_to_point(P2POp::Type::SEND, only(tensors, "send"), dst, tag);
+  return operation(
+      [&] { return point_to_point(P2POp::Type::SEND, only(tensors, "send"), dst, tag); });
 }
 
 C10dWork BackendWrapper::recv(Tensors& tensors, int src, int tag) {
-  const EndsCoalescingOnError guard(*this);
-  return point_to_point(P2POp::Type::RECV, only(tensors, "recv"), src, tag);
+  return operation(
+      [&] { return point_to_point(P2POp::Type::RECV, only(tensors, "recv"), src, tag); });
 }
 
 C10dWork BackendWrapper::recvAnysource(Tensors& /*tensors*/, int /*tag*/) {
-  const EndsCoalescingOnError guard(*this);
-  fail(ErrorKind::kUnsupported,
-       "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass "
-       "src");
+  return operation([&]() -> C10dWork {
+    fail(ErrorKind::kUnsupported,
+         "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass "
+         "src");
+  });
 }
 
 // --- Barrier -----------------------------------------------------------------------------------
@@ -329,13 +340,14 @@ c10::Device BackendWrapper::barrier_device(const c10d::BarrierOptions& opts) con
 }
 
 C10dWork BackendWrapper::barrier(const c10d::BarrierOptions& opts) {
-  const EndsCoalescingOnError guard(*this);
-  WorkParts parts;
-  parts.type = c10d::OpType::BARRIER;
-  parts.blocks_host = true;
-  parts.works.push_back(
-      comm_for(barrier_device(opts))->barrier(opts.asyncOp, op_options(opts.timeout)));
-  return wrap(std::move(parts));
+  return operation([&] {
+    WorkParts parts;
+    parts.type = c10d::OpType::BARRIER;
+    parts.blocks_host = true;
+    parts.works.push_back(
+        comm_for(barrier_device(opts))->barrier(opts.asyncOp, op_options(opts.timeout)));
+    return wrap(std::move(parts));
+  });
 }
 
 }  // namespace torch_overlap

@@ -137,7 +137,6 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
     std::vector<P2POp> p2p;
     WorkParts parts;  // of the Work that endCoalescing returns
   };
-  class EndsCoalescingOnError;
   // A communicator of two ranks: lower, higher.
   using PairKey = std::pair<int, int>;
 
@@ -154,6 +153,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   OpOptions op_options(Ms timeout) const;
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   Coalescing drop_coalescing();
+  template <typename Body>
+  C10dWork operation(const Body& body);
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
   C10dWork point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer, int tag);

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 
+#include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
@@ -86,6 +87,11 @@ void WorkWrapper::synchronize() {
 }
 
 bool WorkWrapper::wait(Milliseconds timeout) {
+  at_boundary([&] { finish(timeout); });
+  return true;
+}
+
+void WorkWrapper::finish(Milliseconds timeout) {
   if (timeout > kNoTimeout) {
     const auto deadline = Clock::now() + timeout;
     for (const auto& work : parts_.works) {
@@ -96,7 +102,6 @@ bool WorkWrapper::wait(Milliseconds timeout) {
     for (const auto& work : parts_.works) work->wait_blocking();
   }
   synchronize();
-  return true;
 }
 
 void WorkWrapper::blockCurrentStream() {

@@ -61,6 +61,8 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   using Future = c10::ivalue::Future;
   // The stream of the last work; empty on CPU.
   std::optional<c10::Stream> stream() const;
+  // What wait() does, with errors as they are.
+  void finish(std::chrono::milliseconds timeout);
   // After all works: runs the epilogues on the first call, or orders the stream after them.
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
