@@ -11,7 +11,6 @@ scattered or whole. The cost model says whether hiding pays; `choosing` forces a
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def times(
     """Seconds of a product and a collective of `size` bytes, one after the other and together."""
     product = cost.matmul(*sizes, element_size=itemsize)
     moved = cost.collective(collective, links, size)
-    return product + moved, cost.overlapped(moved, product, math.prod(links.values()))
+    return product + moved, cost.overlapped(collective, links, size, product)
 
 
 def _single(plan: Plan, kind: str) -> Step | None:

@@ -6,11 +6,10 @@ parts of the sequence) over the axis `tp`, the batch over `dp`, the layers over 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch_overlap.mesh._core import CostModel, Graph, GraphPlan, Layout, Mesh, OpRule, wire_bytes
+from torch_overlap.mesh._core import CostModel, Graph, GraphPlan, Layout, Mesh, OpRule, Plan, wire_bytes
 
 __all__ = ["PRESETS", "Prediction", "Transformer", "best", "meshes_for", "predict"]
 
@@ -128,7 +127,7 @@ def predict(
     out = Prediction(model, mesh, batch, micro_batches)
     layer = _Layer(model, mesh, batch // micro_batches)
     plan = layer.graph.plan(cost)
-    compute, exposed = plan.compute, _exposed(layer, plan, cost, tp if overlap else 0)
+    compute, exposed = plan.compute, _exposed(layer, plan, cost, overlap)
     out.collectives = [
         (op, f"{step.kind} over {','.join(step.axes)}", step.wire_bytes, step.seconds)
         for op, step in layer.graph.collectives(plan)
@@ -243,21 +242,24 @@ class _Layer:
         return self.graph.add_node(rule, inputs, [name], size)[0]
 
 
-def _exposed(layer: _Layer, plan: GraphPlan, cost: CostModel, chunks: int) -> float:
+def _exposed(layer: _Layer, plan: GraphPlan, cost: CostModel, overlaps: bool) -> float:
     """Seconds of a layer's collectives that the products beside them do not hide: those that take what is gathered,
     and the one whose result is scattered."""
 
-    def beyond(communication: float, product: float) -> float:
-        together = cost.overlapped(communication, product, chunks) if chunks > 1 else math.inf
-        return min(communication, max(together - product, 0.0))
+    def beyond(plan: Plan, product: float) -> float:
+        if len(plan.steps) != 1 or not overlaps:
+            return plan.seconds
+        (step,) = plan.steps
+        together = cost.overlapped(step.kind, layer.mesh.links(step.axes), step.bytes, product)
+        return min(plan.seconds, max(together - product, 0.0))
 
     exposed, last = 0.0, 0.0
     for op, strategy, plans in zip(layer.ops, plan.strategies, plan.plans, strict=True):
-        exposed += sum(beyond(steps.seconds, last) for steps in plans)
+        exposed += sum(beyond(steps, last) for steps in plans)
         last = strategy.compute if op == "linear" else last
     for value, steps in plan.results:
         beside = sum(plan.strategies[node].compute for node in layer.gathered.get(value, []))
-        exposed += beyond(steps.seconds, beside)
+        exposed += beyond(steps, beside)
     return exposed
 
 

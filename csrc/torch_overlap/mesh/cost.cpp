@@ -161,7 +161,6 @@ void CostModel::check() const {
   check_number(name, "processors", static_cast<double>(device.processors), true);
   check_number(name, "kernel", device.kernel, false);
   check_number(name, "contention", overlap.contention, false);
-  check_number(name, "chunk", overlap.chunk, false);
   check_number(name, "start", overlap.start, false);
   check_number(name, "least_gain", overlap.least_gain, false);
 }
@@ -242,12 +241,26 @@ double CostModel::matmul(double m, double n, double k, int64_t element_size) con
 
 double CostModel::elementwise(double bytes) const { return device.kernel + bytes / device.memory; }
 
-double CostModel::overlapped(double collective_seconds, double matmul_seconds,
-                             int64_t chunks) const {
-  const auto parts = static_cast<double>(std::max<int64_t>(chunks, 1));
-  const double slowed = matmul_seconds * (1 + overlap.contention);
-  return overlap.start + std::max(collective_seconds, slowed) +
-         std::min(collective_seconds, slowed) / parts + parts * overlap.chunk;
+double CostModel::overlapped(Collective what, const std::vector<LinkLevel>& levels, double bytes,
+                             double matmul_seconds) const {
+  const double alone = collective(what, levels, bytes);
+  double ranks = 1;
+  for (const LinkLevel& level : levels) ranks *= static_cast<double>(level.size);
+  // What ranks have sent each other is read, and the sum written.
+  const double sum = (ranks + 1) * bytes / ranks / device.memory;
+  const auto beside = [&](double moving) {
+    return overlap.start + std::max(moving, matmul_seconds * (1 + overlap.contention));
+  };
+  switch (what) {
+    case Collective::kAllGather:
+      return beside(alone);
+    case Collective::kReduceScatter:
+      return beside(alone) + sum;
+    case Collective::kAllReduce:  // gathered where ranks write to, then copied
+      return beside(alone / 2) + sum + alone / 2 + 2 * bytes / device.memory;
+    default:
+      return alone + matmul_seconds;
+  }
 }
 
 }  // namespace torch_overlap::mesh

@@ -62,7 +62,6 @@ struct DeviceModel {
 // How a product and its communication run together.
 struct OverlapModel {
   double contention = 0;  // a product is slower by this part while bytes come and go
-  double chunk = 0;       // seconds for each chunk
   double start = 0;       // seconds before the first byte moves
   double least_gain = 0;  // the part of the time that must be won to leave the plain way
 };
@@ -90,8 +89,11 @@ struct TORCH_OVERLAP_API CostModel {
   double matmul(double m, double n, double k, int64_t element_size) const;
   // A kernel that only moves bytes.
   double elementwise(double bytes) const;
-  // A product and a collective cut into `chunks`, one beside the other.
-  double overlapped(double collective_seconds, double matmul_seconds, int64_t chunks) const;
+  // A product beside the collective that brings its operand (all_gather) or takes its result
+  // (reduce_scatter, all_reduce: a scatter, then a gather that nothing hides), on `bytes` as in
+  // collective(). Others are not hidden.
+  double overlapped(Collective what, const std::vector<LinkLevel>& levels, double bytes,
+                    double matmul_seconds) const;
 
   const LinkModel& link(const std::string& name) const;
 };

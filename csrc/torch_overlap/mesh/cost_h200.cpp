@@ -1,5 +1,6 @@
-// Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16), in CUDA graphs up to
-// 4 MiB and eagerly from 16 MiB on (benchmarks/results/collective_bandwidth-h200-*.json).
+// Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
+// choice in CUDA graphs up to 4 MiB (benchmarks/results/bench_bf16-h200-*.json), eagerly from 16
+// MiB on (benchmarks/results/collective_bandwidth-h200-*.json).
 
 #include "torch_overlap/mesh/cost.h"
 
@@ -24,56 +25,81 @@ CostModel CostModel::h200() {
   CostModel model;
   model.name = "h200";
   LinkModel& nvlink = model.links[kNvlink];
-  nvlink.start = 9e-6;       // the smallest all_reduce
+  nvlink.start = 9e-6;       // the smallest call of NCCL
   nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
   nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
   nvlink.curves = {
       curve(kAllReduce, 2,
-            {{2, 9.5},
-             {16, 10.4},
-             {64, 10.6},
-             {256, 12.8},
-             {1024, 17.2},
+            {{1, 3.6},
+             {64, 4.4},
+             {256, 5.9},
+             {1024, 10.2},
+             {4096, 33.5},
              {16384, 80.2},
              {65536, 255.8},
              {262144, 901.1}}),
       curve(kAllReduce, 4,
-            {{1, 9.0},
-             {8, 9.5},
-             {32, 10.7},
-             {64, 10.8},
-             {128, 10.9},
-             {256, 11.1},
-             {512, 14.1},
-             {1024, 17.8},
-             {4096, 46.5},
+            {{1, 3.4},
+             {64, 4.4},
+             {256, 7.3},
+             {1024, 13.9},
+             {4096, 33.9},
              {16384, 97.6},
              {65536, 324.7},
              {262144, 1188.3}}),
-      curve(kAllGather, 2, {{16384, 56.0}, {65536, 159.1}, {262144, 555.3}}),
+      curve(kAllGather, 2,
+            {{1, 3.0},
+             {64, 3.2},
+             {256, 3.8},
+             {1024, 6.5},
+             {4096, 16.0},
+             {16384, 56.0},
+             {65536, 159.1},
+             {262144, 555.3}}),
       curve(kAllGather, 4,
-            {{1, 12.7},
-             {8, 13.1},
-             {64, 14.8},
-             {256, 16.2},
-             {1024, 19.1},
-             {4096, 42.0},
+            {{1, 3.5},
+             {64, 4.2},
+             {256, 4.9},
+             {1024, 8.2},
              {16384, 66.6},
              {65536, 190.2},
              {262144, 662.3}}),
-      curve(kReduceScatter, 2, {{16384, 57.7}, {65536, 168.8}, {262144, 589.9}}),
+      // The smallest: no slower than all_reduce, which is one and more.
+      curve(kReduceScatter, 2,
+            {{1, 3.5},
+             {64, 4.3},
+             {256, 4.9},
+             {1024, 7.3},
+             {4096, 19.6},
+             {16384, 57.7},
+             {65536, 168.8},
+             {262144, 589.9}}),
       curve(kReduceScatter, 4,
-            {{1, 12.5},
-             {8, 12.5},
-             {64, 14.3},
-             {256, 15.4},
-             {1024, 16.9},
-             {4096, 39.1},
+            {{1, 3.3},
+             {64, 4.0},
+             {256, 4.4},
+             {1024, 8.6},
              {16384, 60.4},
              {65536, 194.7},
              {262144, 675.9}}),
-      curve(kAllToAll, 2, {{16384, 58.4}, {65536, 139.9}, {262144, 480.0}}),
-      curve(kAllToAll, 4, {{16384, 68.2}, {65536, 200.1}, {262144, 674.7}}),
+      // Below 16 MiB as all_gather, which sends as much by the same kernels.
+      curve(kAllToAll, 2,
+            {{1, 3.0},
+             {64, 3.2},
+             {256, 3.8},
+             {1024, 6.5},
+             {4096, 16.0},
+             {16384, 58.4},
+             {65536, 139.9},
+             {262144, 480.0}}),
+      curve(kAllToAll, 4,
+            {{1, 3.5},
+             {64, 4.2},
+             {256, 4.9},
+             {1024, 8.2},
+             {16384, 68.2},
+             {65536, 200.1},
+             {262144, 674.7}}),
       curve(kBroadcast, 2, {{16384, 64.8}, {65536, 206.0}, {262144, 753.6}}),
       curve(kBroadcast, 4, {{16384, 88.7}, {65536, 230.1}, {262144, 784.0}}),
       // One exchange of two ranks: all_to_all among 2 with half the bytes.
@@ -90,7 +116,7 @@ CostModel CostModel::h200() {
   model.device.processors = 132;
   model.device.kernel = 5e-6;
   model.device.tiles = true;
-  model.overlap = {.contention = 0.03, .chunk = 5e-6, .start = 12e-6, .least_gain = 0.03};
+  model.overlap = {.contention = 0.03, .start = 12e-6, .least_gain = 0.03};
   return model;
 }
 

@@ -14,6 +14,14 @@ using mesh::LinkLevel;
 using mesh::LinkModel;
 using mesh::OverlapModel;
 
+std::vector<LinkLevel> levels_of(const std::map<std::string, int64_t>& links) {
+  std::vector<LinkLevel> levels;
+  for (const auto& [link, size] : links) {
+    if (size > 1) levels.push_back({link, size});
+  }
+  return levels;
+}
+
 // The form of the JSON files: numbers in microseconds and GB/s, as people read them.
 py::dict to_dict(const CostModel& model) {
   py::dict links;
@@ -50,7 +58,6 @@ py::dict to_dict(const CostModel& model) {
   device["tiles"] = model.device.tiles;
   py::dict overlap;
   overlap["contention"] = model.overlap.contention;
-  overlap["chunk_us"] = model.overlap.chunk * 1e6;
   overlap["start_us"] = model.overlap.start * 1e6;
   overlap["least_gain"] = model.overlap.least_gain;
   py::dict out;
@@ -95,7 +102,6 @@ CostModel from_dict(const py::dict& from) {
   model.device.tiles = device["tiles"].cast<bool>();
   const auto overlap = from["overlap"].cast<py::dict>();
   model.overlap = OverlapModel{.contention = overlap["contention"].cast<double>(),
-                               .chunk = overlap["chunk_us"].cast<double>() * 1e-6,
                                .start = overlap["start_us"].cast<double>() * 1e-6,
                                .least_gain = overlap["least_gain"].cast<double>()};
   model.check();
@@ -120,19 +126,22 @@ h200() was measured; bandwidth_only() counts the bytes of the specification's fo
           "collective",
           [](const CostModel& self, const std::string& what,
              const std::map<std::string, int64_t>& links, double bytes) {
-            std::vector<LinkLevel> levels;
-            for (const auto& [link, size] : links) {
-              if (size > 1) levels.push_back({link, size});
-            }
-            return self.collective(mesh::parse_collective(what), levels, bytes);
+            return self.collective(mesh::parse_collective(what), levels_of(links), bytes);
           },
           py::arg("collective"), py::arg("links"), py::arg("bytes"),
           "One collective over a group of Mesh.links().")
       .def("matmul", &CostModel::matmul, py::arg("m"), py::arg("n"), py::arg("k"),
            py::arg("element_size"), "[m, k] x [k, n].")
       .def("elementwise", &CostModel::elementwise, py::arg("bytes"), "A kernel that moves bytes.")
-      .def("overlapped", &CostModel::overlapped, py::arg("collective_seconds"),
-           py::arg("matmul_seconds"), py::arg("chunks"), "Both cut into chunks, side by side.")
+      .def(
+          "overlapped",
+          [](const CostModel& self, const std::string& what,
+             const std::map<std::string, int64_t>& links, double bytes, double matmul_seconds) {
+            return self.overlapped(mesh::parse_collective(what), levels_of(links), bytes,
+                                   matmul_seconds);
+          },
+          py::arg("collective"), py::arg("links"), py::arg("bytes"), py::arg("matmul_seconds"),
+          "A product beside the collective that brings its operand or takes its result.")
       .def("__repr__", [](const CostModel& self) { return "CostModel('" + self.name + "')"; });
   module.def(
       "wire_bytes",

@@ -41,9 +41,9 @@ TEST(AutoShard, AFlatProductIsSplitByItsInnerDimension) {
 // Upstream has no split by columns; where nothing is said it moves nothing.
 TEST(AutoShard, AFlatProductMayBeSplitByColumns) {
   Graph graph(Mesh::parse("d=4"));
-  const size_t a = graph.add_value({"a", {3, 8192}});
+  const size_t a = graph.add_value({"a", {64, 8192}});
   const size_t b = graph.add_value({"b", {8192, 8192}});
-  const size_t c = graph.add_node(matmul_rule({3, 8192}, {8192, 8192}), {a, b}, {"c"}, 4)[0];
+  const size_t c = graph.add_node(matmul_rule({64, 8192}, {8192, 8192}), {a, b}, {"c"}, 4)[0];
   const AutoShard found = auto_shard(graph, h200());
   EXPECT_EQ(found.plan.layouts[c].str(), "[],[d]") << found.explain(graph);
   EXPECT_EQ(found.plan.num_sends(), 0);

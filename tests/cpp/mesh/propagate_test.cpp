@@ -48,8 +48,9 @@ void expect(const std::vector<Case>& cases) {
 }
 
 OpRule mm(int64_t m = 64, int64_t k = 64, int64_t n = 64) { return matmul_rule({m, k}, {k, n}); }
+// Large enough that what is sent counts, and not how often.
 OpRule ew(const char* op, Elementwise how, int inputs = 1) {
-  return elementwise_rule(op, std::vector<Shape>(static_cast<size_t>(inputs), {64, 64}), how);
+  return elementwise_rule(op, std::vector<Shape>(static_cast<size_t>(inputs), {4096, 4096}), how);
 }
 
 TEST(Propagate, Products) {

@@ -202,7 +202,9 @@ def test_the_table_that_is_shipped():
     entries = tune.read(tune._TABLES / "h200.json")
     assert {e["op"] for e in entries} <= set(tune.OPERATORS)
     for e in entries:
-        assert e["algorithm"] == min(e["us"], key=e["us"].get)
+        # "fused", whose kernels hold all SMs, is taken where it is quicker by 3 %.
+        counted = {name: us * (1.03 if name == "fused" else 1) for name, us in e["us"].items()}
+        assert e["algorithm"] == min(counted, key=counted.__getitem__)
         assert e["algorithm"] in _C._algorithms()
     assert len({tune._key(e) for e in entries}) == len(entries)
 
