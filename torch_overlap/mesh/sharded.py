@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -244,6 +245,15 @@ class Sharded:
                 f"to_local: expected a value that is not pending, got {self.layout}; reshard it, or take .local"
             )
         return self.local
+
+    # --- Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """On the same mesh; of leaves only, as with tensors."""
+        return Sharded(copy.deepcopy(self.local, memo), self.spec)
+
+    def __reduce__(self) -> NoReturn:
+        self.spec.__reduce__()
 
     # --- Autograd
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -70,6 +70,15 @@ class Spec(Named):
         self.is_whole = not layout.partial
         self.targets: dict[Any, Spec] = {}
         self.gradient: Spec | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"pickle: expected what does not lie on a mesh of this process, got a value {self.text} on '{self.name}'; "
+            "save full_state_dict(module), value.full(), or value.local and str(value.layout)"
+        )
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} {self.text} on {self.mesh.mesh}"

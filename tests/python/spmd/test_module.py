@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -213,3 +214,40 @@ def check_moved_parameters(comm, seed):
 
 def test_parameters_move_only_where_they_may(seed):
     assert run_ranks(check_moved_parameters, 2, seed, backend="local")[0] == ["[dp],[]", "[],[dp]"]
+
+
+def check_copies(comm, seed):
+    mesh = connect({"tp": 2}, comm)
+    reference, tokens, targets = model_of(seed)
+    model = shard_module(reference, mesh, LAYOUTS)
+    placed = [shard(t, mesh, P()) for t in (tokens, targets)]
+    average = copy.deepcopy(model)
+    before = full_state_dict(average)
+    assert average.head.weight.local is average.embedding.weight.local  # tied
+    loss = loss_of(model, *placed)
+    torch.testing.assert_close(loss_of(average, *placed).full(), loss.full(), rtol=0, atol=0)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    after = full_state_dict(model)
+    assert all(p.grad is None for p in average.parameters())
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p, 0.25)
+    for name, value in full_state_dict(average).items():
+        torch.testing.assert_close(value, torch.lerp(before[name], after[name], 0.25))
+
+    x = shard(torch.randn(6, 4, dtype=torch.float64), mesh, P("tp")).requires_grad_()
+    other = copy.deepcopy(x)
+    assert other.spec is x.spec
+    assert other.requires_grad
+    with torch.no_grad():
+        other.local.add_(1)
+    torch.testing.assert_close(other.full(), x.full() + 1)
+    for value in (x, model):
+        with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match=r"full_state_dict|pickle"):
+            pickle.dumps(value)
+    mesh.close()
+
+
+def test_copies_of_modules_and_values(seed):
+    run_ranks(check_copies, 2, seed, backend="local")
