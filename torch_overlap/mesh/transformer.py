@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch_overlap.mesh._core import CostModel, Graph, GraphPlan, Layout, Mesh, OpRule, Plan, wire_bytes
 
-__all__ = ["PRESETS", "Prediction", "Transformer", "best", "meshes_for", "predict"]
+__all__ = ["PRESETS", "Prediction", "Transformer", "best", "meshes_for", "predict", "predict_layer"]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,21 @@ def predict(
     activations = 34 * model.sequence * (batch // dp // micro_batches) * model.hidden / tp
     out.memory = own * 18 + activations * stage * min(pp, micro_batches)
     return out
+
+
+def predict_layer(
+    model: Transformer, mesh: Mesh, *, batch: int, cost: CostModel | None = None, overlap: bool = True
+) -> float:
+    """Seconds of one layer, forward and backward, of `batch` sequences over all ranks; no optimizer.
+
+    Raises:
+        ValueError: sizes that the mesh does not divide.
+    """
+    cost = cost or CostModel.h200()
+    _check(model, mesh, batch)
+    layer = _Layer(model, mesh, batch)
+    plan = layer.graph.plan(cost)
+    return 3 * plan.compute + 2 * _exposed(layer, plan, cost, overlap)
 
 
 def meshes_for(model: Transformer, ranks: int, batch: int, ranks_per_host: int) -> Iterator[Mesh]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from torch_overlap.mesh import CostModel, Mesh, save_cost_model
-from torch_overlap.mesh.transformer import PRESETS, Transformer, meshes_for, predict
+from torch_overlap.mesh.transformer import PRESETS, Transformer, meshes_for, predict, predict_layer
 
 LLAMA = PRESETS["llama3-8b"]
 SMALL = Transformer("small", 4, 1024, 16, 8, 4096, 512, sequence=512)
@@ -52,6 +53,16 @@ def test_work_is_shared_out() -> None:
     assert shared.traffic["dp"] == 2 * 7 / 8 * 4 * (SMALL.layers * SMALL.layer_parameters + 2 * 512 * 1024)
     hidden = predict(SMALL, Mesh({"tp": 4}), batch=64)
     assert hidden.moving <= predict(SMALL, Mesh({"tp": 4}), batch=64, overlap=False).moving
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_is_what_one_more_of_them_takes(overlap: bool) -> None:
+    mesh, batch = Mesh({"dp": 2, "tp": 4}), 16
+    more, fewer = (
+        predict(replace(LLAMA, layers=n), mesh, batch=batch, overlap=overlap, micro_batches=1) for n in (3, 2)
+    )
+    took = more.compute + more.moving - fewer.compute - fewer.moving
+    assert predict_layer(LLAMA, mesh, batch=batch, overlap=overlap) == pytest.approx(took)
 
 
 def test_a_pipeline_waits_for_its_ends() -> None:
