@@ -33,6 +33,7 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 struct BlockState {
   uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
   bool has_failed;
+  bool is_busy;  // another kernel of the channel runs
 };
 
 __device__ __forceinline__ uint32_t* word_at(const DirectParams& p, size_t offset) {
@@ -49,20 +50,7 @@ __device__ __forceinline__ uint32_t rounds_with(const DirectParams& p, int peer)
   return chunks > blockIdx.x ? (chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
 }
 
-// Reads all of the parameters, which come through a cache that is cold: while the kernel before
-// still runs.
-__device__ __forceinline__ void warm_parameters(const DirectParams& p) {
-  constexpr int kLine = 64;
-#pragma unroll
-  for (size_t at = 0; at < sizeof(DirectParams); at += kLine) {
-    const uint32_t word =
-        *reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(&p) + at);
-    asm volatile("" ::"r"(word) : "memory");
-  }
-}
-
 __device__ __forceinline__ void begin_kernel(const DirectParams& p) {
-  warm_parameters(p);
   wait_for_kernel_before();
   let_next_kernel_launch();
 }
@@ -75,9 +63,9 @@ __device__ __forceinline__ void give_up_as_busy(const DirectParams& p) {
   give_up(p.control, what, 0);
 }
 
-// Of thread 0 of a block.
-__device__ __forceinline__ void leave_block(const DirectParams& p) {
-  word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
+// Of thread 0 of a block. `is_busy`: the block is another kernel's, which frees it.
+__device__ __forceinline__ void leave_block(const DirectParams& p, bool is_busy) {
+  if (!is_busy) word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
   if (blockIdx.x == 0) *word_at(p, DirectLayout::kNoted) = 0;
 }
 
@@ -88,9 +76,9 @@ __device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& s
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < p.size) state.epoch[thread] = *static_cast<volatile uint32_t*>(epoch_of(p, thread));
   if (thread == 0) {
-    const bool is_busy = atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
-    state.has_failed = has_failed(p.control) || is_busy;
-    if (is_busy) give_up_as_busy(p);
+    state.is_busy = atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
+    state.has_failed = has_failed(p.control) || state.is_busy;
+    if (state.is_busy) give_up_as_busy(p);
   }
   __syncthreads();
   return !state.has_failed;
@@ -102,7 +90,7 @@ __device__ __forceinline__ void end_block(const DirectParams& p, const BlockStat
   if (thread < p.size && thread != p.rank) {
     *epoch_of(p, thread) = state.epoch[thread] + rounds_with(p, thread);
   }
-  if (thread == 0) leave_block(p);
+  if (thread == 0) leave_block(p, state.is_busy);
 }
 
 // Of one wait of one thread.
@@ -119,9 +107,9 @@ class Patience {
  private:
   static constexpr uint64_t kSpinNs = 200'000;
 
-  // All threads of a kernel may wait: most of them leave the host's word to the first.
+  // All threads of a kernel may wait: they leave the host's word to the first of all.
   __device__ static uint64_t look_interval() {
-    return threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
+    return blockIdx.x == 0 && threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
   }
 
   __device__ __noinline__ bool is_over_now(const DirectParams& p, int peer, uint32_t expected,
@@ -206,8 +194,9 @@ __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockSt
     const uint32_t expected = state.epoch[peer] + 1 + round;
     const uint32_t* flag = flag_of(p, kind, p.rank, peer);
     Patience patience;
+    // A peer is ahead by less than the slots; anything else is old, however old.
     uint32_t seen = load_acquire(flag);
-    while (static_cast<int32_t>(seen - expected) < 0) {
+    while (seen - expected >= G::kVectorSlots) {
       failed = patience.is_over(p, peer, expected, seen);
       if (failed) break;
       seen = load_acquire(flag);
@@ -260,7 +249,7 @@ cudaError_t for_type(DirectType type, const Act& act) {
 
 // Whether all that goes and comes is of whole units of `unit` bytes, aligned as such.
 inline bool is_whole(const DirectParams& params, size_t unit) {
-  uintptr_t bits = params.send_bytes[0] | params.send_bytes[params.rank];
+  uintptr_t bits = 0;  // of send_bytes, [0] is the size also where [1] is that of slices
   for (int r = 0; r < params.size; ++r) {
     bits |= reinterpret_cast<uintptr_t>(params.send[r]) |
             reinterpret_cast<uintptr_t>(params.recv[r]) | params.send_bytes[r] |

@@ -81,8 +81,8 @@ __device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line
   return false;
 }
 
-// What a thread knows of its block when a kernel begins. Each reads it for itself, beside its first
-// data: the block does not meet before anything is sent.
+// What a thread knows of its block when a kernel begins. Each reads it for itself: the block does
+// not meet before anything is sent.
 struct LineState {
   uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
   bool has_failed;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState
       *epoch_of(p, r) = state.epoch[r] + rounds_with(p, r);
     }
   }
-  if (thread == 0) leave_block(p);
+  if (thread == 0) leave_block(p, state.is_busy);
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
