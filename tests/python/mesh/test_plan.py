@@ -33,7 +33,8 @@ def test_a_plan_moves_what_it_says() -> None:
     mesh = Mesh({"x": 2, "y": 2}, ranks=[3, 1, 0, 2])
     before, after = Layout.parse(mesh, "[x],[y]"), Layout.parse(mesh, "[y],[x]")
     data = np.random.default_rng().standard_normal((6, 5))
-    plan = plan_reshard(before, after, data.shape, 8, H200)
+    cost = CostModel.bandwidth_only()  # on H200s two of the smallest collectives are quicker than a permute
+    plan = plan_reshard(before, after, data.shape, 8, cost)
     assert [step.kind for step in plan.steps] == ["permute"]
     locals_ = simulate(plan, distribute(data, before))
     np.testing.assert_array_equal(collect(locals_, after, data.shape), data)
@@ -41,7 +42,7 @@ def test_a_plan_moves_what_it_says() -> None:
         offsets, shape = after.offsets(data.shape, rank), after.local_shape(data.shape, rank)
         box = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
         np.testing.assert_array_equal(locals_[index], data[box])
-    assert plan.seconds <= greedy_reshard(before, after, data.shape, 8, H200).seconds
+    assert plan.seconds <= greedy_reshard(before, after, data.shape, 8, cost).seconds
     assert "-> [y],[x] on Mesh(x=2, y=2)" in plan.explain()
 
 
