@@ -12,8 +12,7 @@
 // Users' memory at any alignment, staged memory, and reductions, in registers. For .cu files.
 namespace torch_overlap::cuda {
 
-// --- What kernels are compiled for
-// ----------------------------------------------------------------
+// --- Cases ---------------------------------------------------------------------------------------
 //
 // A kernel of a few microseconds runs through its code once, and waits for most of it: what the
 // usual case does not need costs as much as what it does. So the usual cases have kernels of their
