@@ -166,8 +166,10 @@ def test_autocast_keeps_master_weights(problem, seed, sequence_parallel, dtype):
         for tensor in (mine, *column.parameters(), *row.parameters()):
             assert tensor.grad.dtype == torch.float32
         want = rounded(x, E4M3) @ rounded(up.weight.detach(), E4M3).t() + up.bias.detach()
+        # Once the result is rounded, and before that the bias, of which little may be left in the sum.
         unit = torch.finfo(dtype).eps
-        torch.testing.assert_close(first.detach().double(), part(want, -1, comm), rtol=unit, atol=unit)
+        loss = unit * (1 + up.bias.detach().abs().max().item())
+        torch.testing.assert_close(first.detach().double(), part(want, -1, comm), rtol=unit, atol=loss)
 
     run_ranks(rank, 2, backend="local")
 
