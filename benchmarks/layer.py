@@ -81,7 +81,9 @@ def rows_of(model: Transformer, comms: dict[str, to.TorchComm], args: argparse.N
     calls = {name: in_graph(layer.step) if is_cuda else layer.step for name, layer in layers.items()}
     samples = slowest_rank(interleave({name: watch.sampler(call) for name, call in calls.items()}, args.rounds), ours)
     mesh = Mesh({"tp": size})
-    predicted = {overlap: 1e6 * predict_layer(model, mesh, batch=args.batch, overlap=overlap) for overlap in (1, 0)}
+    predicted = {
+        overlap: 1e6 * predict_layer(model, mesh, batch=args.batch, overlap=overlap) for overlap in (True, False)
+    }
     rows = []
     for name in ALGORITHMS:
         us, iqr = spread_of(samples[name])

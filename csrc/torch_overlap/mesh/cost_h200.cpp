@@ -1,6 +1,7 @@
 // Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
 // choice in CUDA graphs up to 4 MiB (benchmarks/results/bench_bf16-h200-*.json), eagerly from 16
-// MiB on (benchmarks/results/collective_bandwidth-h200-*.json).
+// MiB on (benchmarks/results/collective_bandwidth-h200-*.json). Where a point is left out at 4 MiB,
+// NCCL was measured, which is not the choice there any more.
 
 #include "torch_overlap/mesh/cost.h"
 

@@ -38,7 +38,7 @@ struct FusedScatterParams {
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
-  // Tiles of other ranks are added while an own one is multiplied: they have come by then.
+  // Tiles of other ranks are added while an own one is multiplied: most have come by then.
   bool adds_between;
   // Between the stores of 64 x 64 outputs to other ranks: all blocks end their tiles at about the
   // same time, and what then fills the links would hold up the loads of the next tiles.

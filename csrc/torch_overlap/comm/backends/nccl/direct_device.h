@@ -267,17 +267,11 @@ cudaError_t for_case(const DirectParams& params, bool is_usual, const Act& act) 
   return act(AnyCase{});
 }
 
-// A sum of 32- or 16-bit floats.
-inline bool is_usual_sum(DirectType type, const DirectParams& params) {
-  return params.op == DirectOp::sum &&
-         (type == DirectType::f32 || type == DirectType::f16 || type == DirectType::bf16);
-}
-
 // The same with the element type, which usual cases have few of.
 template <typename Act>
 cudaError_t for_reduction(DirectType type, const DirectParams& params, size_t unit,
                           const Act& act) {
-  const bool is_usual = is_usual_sum(type, params) && is_whole(params, unit);
+  const bool is_usual = params.op == DirectOp::sum && is_whole(params, unit);
   return for_type(type, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (kIsUsualType<T>) {
