@@ -129,6 +129,7 @@ NcclBackend::NcclBackend(const BackendContext& context, std::shared_ptr<NcclHand
       workspace_(make_workspace(context.device)),
       handle_(std::move(handle)),
       direct_(context_, runtime_),
+      peers_(context_.store, context_.rank, context_.size),
       marking_(graph_timeouts(context.options.hints) ? std::make_unique<Marking>(runtime_)
                                                      : nullptr) {}
 
@@ -435,10 +436,14 @@ void NcclBackend::tick() noexcept {
       return act_on_failure(/*is_watchdog=*/true);
     }
     auto late = check_replays(now);
-    const Queue& queue = lane(Lane::collectives).queue;
-    if (!late && !queue.empty()) late = check_head(*queue.front(), now);
+    std::optional<std::string> told;
+    if (const Queue& queue = lane(Lane::collectives).queue; !late && !queue.empty()) {
+      late = check_head(*queue.front(), now);
+      if (!late) told = check_peers(*queue.front(), now);
+    }
     lock.unlock();
     if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
+    if (told) fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, *told);
     act_on_failure(/*is_watchdog=*/true);
   } catch (const std::exception& error) {
     fail_with(WorkStatus::ERROR, ErrorKind::kRuntime,
@@ -485,6 +490,13 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
   return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
                 " ms of its start, got no end (queued ", seconds_string(now - head.issued),
                 " ago, running for ", seconds_string(running), "); ", who_is_missing());
+}
+
+std::optional<std::string> NcclBackend::check_peers(const CudaWork& head, Clock::time_point now) {
+  if (!head.started || now - *head.started < peers_.period()) return std::nullopt;
+  const auto told = peers_.heard(now);
+  if (!told) return std::nullopt;
+  return concat(head.call().describe(), ": expected all ranks to take part, got one that has ended the communicator: ", *told);
 }
 
 std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {

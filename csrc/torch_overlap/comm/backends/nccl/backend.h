@@ -16,6 +16,7 @@
 #include "torch_overlap/comm/backends/nccl/runtime.h"
 #include "torch_overlap/comm/backends/nccl/watchdog.h"
 #include "torch_overlap/comm/backends/nccl/work.h"
+#include "torch_overlap/comm/peer_failure.h"
 #include "torch_overlap/common/cuda/capture.h"
 
 namespace torch_overlap {
@@ -40,7 +41,8 @@ namespace torch_overlap {
 // end of the operation before it, however long other work on its stream takes.
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
-// done throws it, NCCL is stopped, and the process is ended where that was asked for. An operation
+// done throws it, NCCL is stopped, and the process is ended where that was asked for. The other ranks
+// hear of it through the store, if they wait for long (peer_failure.h). An operation
 // that fails half way is such an error: this rank is out of step with its peers. See handle.h for
 // who may free what.
 //
@@ -128,6 +130,8 @@ class NcclBackend final : public Backend, public Watched, public Body {
   // late.
   std::string who_is_missing() const;
   std::optional<std::string> check_head(CudaWork& head, Clock::time_point now);
+  // Of an operation that has not ended for some time, though it is not late yet.
+  std::optional<std::string> check_peers(const CudaWork& head, Clock::time_point now);
   std::optional<std::string> check_replays(Clock::time_point now);
 
   const BackendContext context_;
@@ -135,6 +139,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   const at::Tensor workspace_;  // one byte, for barriers
   std::shared_ptr<NcclHandle> handle_;
   DirectCollectives direct_;  // under the launch lock
+  PeerFailure peers_;
 
   // Under the launch lock, which is the handle's.
   struct LaneState {

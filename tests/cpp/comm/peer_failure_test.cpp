@@ -1,0 +1,109 @@
+// How ranks hear of each other's failure through their store.
+#include "torch_overlap/comm/peer_failure.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace torch_overlap {
+namespace {
+
+using Clock = PeerFailure::Clock;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// Asks as a watchdog does, for at most `limit`.
+std::optional<std::string> listen(PeerFailure& peers, milliseconds limit) {
+  const auto begin = Clock::now();
+  do {
+    if (auto heard = peers.heard(Clock::now())) return heard;
+    std::this_thread::sleep_for(milliseconds(10));
+  } while (Clock::now() - begin < limit);
+  return std::nullopt;
+}
+
+struct Group {
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  c10::intrusive_ptr<c10d::Store> place(const std::string& name) const {
+    return c10::make_intrusive<c10d::PrefixStore>(name, store);
+  }
+};
+
+TEST(PeerFailure, OthersHearWhatARankTells) {
+  const Group group;
+  PeerFailure first(group.place("a"), 0, 3);
+  PeerFailure second(group.place("a"), 1, 3);
+  EXPECT_EQ(listen(second, 3 * second.period()), std::nullopt);
+  first.tell("all_reduce #7: no end");
+  EXPECT_EQ(listen(second, seconds(60)), "rank 0: all_reduce #7: no end");
+  EXPECT_EQ(listen(second, milliseconds(0)), "rank 0: all_reduce #7: no end");  // known by now
+}
+
+TEST(PeerFailure, WhoHasHeardDoesNotTellItAsItsOwn) {
+  const Group group;
+  PeerFailure first(group.place("a"), 0, 3);
+  PeerFailure second(group.place("a"), 1, 3);
+  PeerFailure third(group.place("a"), 2, 3);
+  first.tell("gone");
+  ASSERT_TRUE(listen(second, seconds(60)));
+  second.tell("rank 0 said that it is gone");
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
+}
+
+TEST(PeerFailure, AnotherCommunicatorDoesNotHear) {
+  const Group group;
+  PeerFailure one(group.place("a"), 0, 2);
+  PeerFailure other(group.place("b"), 1, 2);
+  one.tell("gone");
+  EXPECT_EQ(listen(other, 3 * other.period()), std::nullopt);
+}
+
+// A store whose host is gone, or has been stopped.
+class DeadStore final : public c10d::HashStore {
+ public:
+  explicit DeadStore(seconds silence) : silence_(silence) {}
+  bool check(const std::vector<std::string>& keys) override { return answer(); }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override { (void)answer(); }
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
+  }
+
+ private:
+  bool answer() const {
+    std::this_thread::sleep_for(silence_);
+    throw std::runtime_error("connection reset by peer");
+  }
+  const seconds silence_;
+};
+
+TEST(PeerFailure, AStoreThatDoesNotAnswerHoldsUpNobody) {
+  for (const seconds silence : {seconds(0), seconds(5)}) {
+    const auto store = c10::make_intrusive<DeadStore>(silence);
+    PeerFailure peers(store, 0, 2);
+    for (int i = 0; i < 20; ++i) {
+      const auto begin = Clock::now();
+      EXPECT_EQ(peers.heard(begin), std::nullopt);
+      peers.tell("gone");
+      EXPECT_LT(Clock::now() - begin, seconds(3));
+      std::this_thread::sleep_for(milliseconds(20));
+    }
+  }
+}
+
+TEST(PeerFailure, WithoutAStoreNothingIsSaidNorHeard) {
+  PeerFailure peers(nullptr, 0, 2);
+  peers.tell("gone");
+  EXPECT_EQ(listen(peers, 2 * peers.period()), std::nullopt);
+}
+
+TEST(PeerFailure, LargeGroupsAskLessOften) {
+  EXPECT_LT(PeerFailure(nullptr, 0, 4).period(), milliseconds(400));
+  EXPECT_GE(PeerFailure(nullptr, 0, 4096).period(), milliseconds(4096));
+}
+
+}  // namespace
+}  // namespace torch_overlap
