@@ -30,6 +30,12 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -496,7 +496,9 @@ std::optional<std::string> NcclBackend::check_peers(const CudaWork& head, Clock:
   if (!head.started || now - *head.started < peers_.period()) return std::nullopt;
   const auto told = peers_.heard(now);
   if (!told) return std::nullopt;
-  return concat(head.call().describe(), ": expected all ranks to take part, got one that has ended the communicator: ", *told);
+  return concat(
+      head.call().describe(),
+      ": expected all ranks to take part, got one that has ended the communicator: ", *told);
 }
 
 std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {

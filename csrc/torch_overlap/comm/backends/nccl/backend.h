@@ -41,10 +41,10 @@ namespace torch_overlap {
 // end of the operation before it, however long other work on its stream takes.
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
-// done throws it, NCCL is stopped, and the process is ended where that was asked for. The other ranks
-// hear of it through the store, if they wait for long (peer_failure.h). An operation
-// that fails half way is such an error: this rank is out of step with its peers. See handle.h for
-// who may free what.
+// done throws it, NCCL is stopped, and the process is ended where that was asked for. The other
+// ranks hear of it through the store, if they wait for long (peer_failure.h). An operation that
+// fails half way is such an error: this rank is out of step with its peers. See handle.h for who
+// may free what.
 //
 // End. Whoever drops the last reference, the graveyard's thread deletes it, and not before its
 // operations have ended on the device.

@@ -29,11 +29,10 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 
 // --- A block's part of an operation --------------------------------------------------------------
 
-// How far a block and each of its peers are, and whether it may go on. In shared memory.
+// How far a block and each of its peers are. In shared memory.
 struct BlockState {
   uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
-  bool has_failed;
-  bool is_busy;  // another kernel of the channel runs
+  bool is_taken;                  // Entry::is_taken
 };
 
 __device__ __forceinline__ uint32_t* word_at(const DirectParams& p, size_t offset) {
@@ -55,33 +54,57 @@ __device__ __forceinline__ void begin_kernel(const DirectParams& p) {
   let_next_kernel_launch();
 }
 
-// Another kernel of the channel runs: a failure.
-__device__ __forceinline__ void give_up_as_busy(const DirectParams& p) {
-  WaitRecord what{};
-  what.kind = WaitKind::apart;
-  what.window = p.window;
-  give_up(p.control, what, 0);
+// What thread 0 finds of its block; all others find nothing. Not 0: nothing may be sent.
+struct Entry {
+  uint32_t is_taken;    // another kernel of the channel runs in this block's place, and frees it
+  uint32_t has_failed;  // a wait has failed before: what would be sent need not be true
+};
+
+// Takes the block. Asks in one go and without a branch, so that nothing waits before the answers
+// are used.
+__device__ __forceinline__ Entry enter_block(const DirectParams& p) {
+  Entry entry;
+  asm volatile(
+      "{\n"
+      ".reg .pred first;\n"
+      "setp.eq.u32 first, %4, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "@first atom.relaxed.gpu.global.exch.b32 %0, [%2], 1;\n"
+      "@first ld.relaxed.gpu.global.u32 %1, [%3];\n"
+      "}"
+      : "=&r"(entry.is_taken), "=&r"(entry.has_failed)
+      : "l"(word_at(p, DirectLayout::kBusy) + blockIdx.x), "l"(p.control.failed), "r"(threadIdx.x)
+      : "memory");
+  return entry;
 }
 
-// Of thread 0 of a block. `is_busy`: the block is another kernel's, which frees it.
-__device__ __forceinline__ void leave_block(const DirectParams& p, bool is_busy) {
-  if (!is_busy) word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
+// Whether the block may send: the same for all threads, which meet here.
+__device__ __forceinline__ bool may_send(const DirectParams& p, const Entry& entry) {
+  const bool is_good = __syncthreads_or(static_cast<int>(entry.is_taken | entry.has_failed)) == 0;
+  if (entry.is_taken != 0) {
+    WaitRecord what{};
+    what.kind = WaitKind::apart;
+    what.window = p.window;
+    give_up(p.control, what, 0);
+  }
+  return is_good;
+}
+
+// Of thread 0 of a block.
+__device__ __forceinline__ void leave_block(const DirectParams& p, bool is_taken) {
+  if (!is_taken) word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
   if (blockIdx.x == 0) *word_at(p, DirectLayout::kNoted) = 0;
 }
 
-// False: a wait has failed before, and nothing is sent any more, since it need not be true; or
-// another kernel of the channel runs.
+// False: nothing may be sent.
 __device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& state) {
   begin_kernel(p);
   const auto thread = static_cast<int>(threadIdx.x);
+  const Entry entry = enter_block(p);
   if (thread < p.size) state.epoch[thread] = *static_cast<volatile uint32_t*>(epoch_of(p, thread));
-  if (thread == 0) {
-    state.is_busy = atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
-    state.has_failed = has_failed(p.control) || state.is_busy;
-    if (state.is_busy) give_up_as_busy(p);
-  }
-  __syncthreads();
-  return !state.has_failed;
+  if (thread == 0) state.is_taken = entry.is_taken != 0;
+  return may_send(p, entry);
 }
 
 __device__ __forceinline__ void end_block(const DirectParams& p, const BlockState& state) {
@@ -90,48 +113,63 @@ __device__ __forceinline__ void end_block(const DirectParams& p, const BlockStat
   if (thread < p.size && thread != p.rank) {
     *epoch_of(p, thread) = state.epoch[thread] + rounds_with(p, thread);
   }
-  if (thread == 0) leave_block(p, state.is_busy);
+  if (thread == 0) leave_block(p, state.is_taken);
 }
 
-// Of one wait of one thread.
-class Patience {
- public:
-  // After a look that saw another rank behind: whether to stop looking. Then nothing that this
-  // kernel does counts any more: the wait expired, was stopped, or another one had failed.
-  __device__ __forceinline__ bool is_over(const DirectParams& p, int peer, uint32_t expected,
+// --- Waiting -------------------------------------------------------------------------------------
+
+// Whether what carries the epoch `seen` is of the round awaited, or of a later one: a peer is ahead
+// by less than the slots. Anything else is old, however old.
+__device__ __forceinline__ bool is_there(uint32_t seen, uint32_t expected) {
+  return seen - expected < G::kVectorSlots;
+}
+
+// For the watchdog's message. When a rank is missing, block 0 misses it.
+__device__ __forceinline__ void note_late(const DirectParams& p, int peer, uint32_t expected,
                                           uint32_t seen) {
-    if (++looks_ % 64 != 0) return false;
-    return is_over_now(p, peer, expected, seen);
-  }
+  if (blockIdx.x != 0) return;
+  if (atomicExch(word_at(p, DirectLayout::kNoted), 1) != 0) return;
+  volatile WaitRecord* record = p.control.record;
+  record->late.peer = peer;
+  record->late.block = blockIdx.x;
+  record->late.expected = expected;
+  record->late.seen = seen;
+  __threadfence_system();
+  record->is_late = 1;
+}
 
- private:
-  static constexpr uint64_t kSpinNs = 200'000;
+// Of a thread that has looked kLooks times: returns when `word`, which only `peer` writes, is
+// there, without the order of an acquire. False: nothing that this kernel does counts any more: the
+// wait expired, was stopped, or another one had failed.
+inline constexpr int kLooks = 64;
 
+__device__ __noinline__ bool wait_long(const DirectParams& p, const uint32_t* word, int peer,
+                                       uint32_t expected) {
+  constexpr uint64_t kSpinNs = 200'000;
   // All threads of a kernel may wait: they leave the host's word to the first of all.
-  __device__ static uint64_t look_interval() {
-    return blockIdx.x == 0 && threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
-  }
-
-  __device__ __noinline__ bool is_over_now(const DirectParams& p, int peer, uint32_t expected,
-                                           uint32_t seen) {
-    if (*static_cast<const volatile uint32_t*>(p.control.failed) == kFailed) return true;
-    const uint64_t now = now_ns();
-    if (begin_ == 0) {
-      begin_ = now;
-      look_at_host_ = now + look_interval();
+  const uint64_t look_interval =
+      blockIdx.x == 0 && threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
+  const uint64_t begin = now_ns();
+  uint64_t look_at_host = begin + look_interval;
+  while (true) {
+    for (int looks = 0; looks < kLooks; ++looks) {
+      if (is_there(load_relaxed(word), expected)) return true;
     }
-    if (now >= look_at_host_) {
-      look_at_host_ = now + look_interval();
+    if (*static_cast<const volatile uint32_t*>(p.control.failed) == kFailed) return false;
+    const uint64_t now = now_ns();
+    if (now >= look_at_host) {
+      look_at_host = now + look_interval;
       if (*static_cast<const volatile uint32_t*>(&p.control.record->stopped) != 0) {
         atomicCAS(p.control.failed, kFine, kFailed);
-        return true;
+        return false;
       }
     }
-    const uint64_t waited = now - begin_;
+    const uint64_t waited = now - begin;
     if (waited > kSpinNs) __nanosleep(500);
-    if (waited < p.control.timeout_ns) return false;
-    note(p, peer, expected, seen);
-    if (waited < p.control.timeout_ns + kGraceNs) return false;
+    if (waited < p.control.timeout_ns) continue;
+    const uint32_t seen = load_relaxed(word);
+    note_late(p, peer, expected, seen);
+    if (waited < p.control.timeout_ns + kGraceNs) continue;
     WaitRecord what{};
     what.kind = WaitKind::step;
     what.window = p.window;
@@ -139,26 +177,11 @@ class Patience {
     what.expected = expected;
     what.block = blockIdx.x;
     give_up(p.control, what, seen);
-    return true;
+    return false;
   }
+}
 
-  // For the watchdog's message. When a rank is missing, block 0 misses it.
-  __device__ void note(const DirectParams& p, int peer, uint32_t expected, uint32_t seen) const {
-    if (blockIdx.x != 0) return;
-    if (atomicExch(word_at(p, DirectLayout::kNoted), 1) != 0) return;
-    volatile WaitRecord* record = p.control.record;
-    record->late.peer = peer;
-    record->late.block = blockIdx.x;
-    record->late.expected = expected;
-    record->late.seen = seen;
-    __threadfence_system();
-    record->is_late = 1;
-  }
-
-  uint32_t looks_ = 0;
-  uint64_t begin_ = 0;
-  uint64_t look_at_host_ = 0;
-};
+// --- Flags and vectors ---------------------------------------------------------------------------
 
 // Flags that say: all of this round, of this block, by `source`, is there.
 __device__ __forceinline__ uint32_t* flag_of(const DirectParams& p, int kind, int owner,
@@ -169,10 +192,43 @@ __device__ __forceinline__ uint32_t* flag_of(const DirectParams& p, int kind, in
 }
 
 // The vectors that `source` writes to `owner` in the round that makes the epoch `epoch`.
+template <typename Case>
 __device__ __forceinline__ char* vectors_of(const DirectParams& p, int owner, int source,
                                             uint32_t epoch) {
-  const size_t slot = (size_t{blockIdx.x} * G::kVectorSlots + epoch % G::kVectorSlots) * p.size;
+  const size_t slot =
+      (size_t{blockIdx.x} * G::kVectorSlots + epoch % G::kVectorSlots) * size_of<Case>(p);
   return p.base[owner] + p.vectors_at + (slot + source) * DirectLayout::vectors_of_one_rank();
+}
+
+// The rank `k` places after this one, and before it, in a ring.
+template <typename Case>
+__device__ __forceinline__ int rank_after(const DirectParams& p, int k) {
+  return p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
+}
+template <typename Case>
+__device__ __forceinline__ int rank_before(const DirectParams& p, int k) {
+  return p.rank >= k ? p.rank - k : p.rank - k + size_of<Case>(p);
+}
+
+// The reduction of this rank's `own` and of what the others have staged, staged(rank), in the order
+// of ranks.
+template <typename T, typename Case, typename Staged>
+__device__ __forceinline__ Words<4> reduce_vectors(const DirectParams& p, const Words<4>& own,
+                                                   const Staged& staged) {
+  Words<4> seen[Case::kMostRanks];
+#pragma unroll
+  for (int source = 0; source < Case::kMostRanks; ++source) {
+    if (source >= size_of<Case>(p)) continue;
+    seen[source] = own;
+    if (source != p.rank) seen[source] = load_staged(staged(source));
+  }
+  Accumulator<Case, T, 4> sum;
+  sum.start(seen[0]);
+#pragma unroll
+  for (int source = 1; source < Case::kMostRanks; ++source) {
+    if (source < size_of<Case>(p)) sum.add(p.op, seen[source]);
+  }
+  return sum.result(p.op, size_of<Case>(p));
 }
 
 // After all threads have stored what goes to `peer`: says so, one thread for each peer. Between
@@ -193,13 +249,11 @@ __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockSt
   if (peer < p.size && peer != p.rank && round < rounds_with(p, peer)) {
     const uint32_t expected = state.epoch[peer] + 1 + round;
     const uint32_t* flag = flag_of(p, kind, p.rank, peer);
-    Patience patience;
-    // A peer is ahead by less than the slots; anything else is old, however old.
-    uint32_t seen = load_acquire(flag);
-    while (seen - expected >= G::kVectorSlots) {
-      failed = patience.is_over(p, peer, expected, seen);
-      if (failed) break;
-      seen = load_acquire(flag);
+    for (int looks = 1; !is_there(load_acquire(flag), expected); ++looks) {
+      if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected)) {
+        failed = true;
+        break;
+      }
     }
   }
   return __syncthreads_or(failed) == 0;

@@ -46,9 +46,11 @@ __device__ __forceinline__ LineView load_line(const char* from) {
 }
 
 // The lines that `source` writes to `owner` in the round that makes the epoch `epoch`.
+template <typename Case>
 __device__ __forceinline__ char* lines_of(const DirectParams& p, int owner, int source,
                                           uint32_t epoch) {
-  const size_t slot = (size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots) * p.size;
+  const size_t slot =
+      (size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots) * size_of<Case>(p);
   return p.base[owner] + DirectLayout::kLines + (slot + source) * DirectLayout::lines_of_one_rank();
 }
 
@@ -73,22 +75,21 @@ __device__ __forceinline__ Words<kWords> words_of(const LineView& line) {
 // the slot still has the line of the one before the last.
 __device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line, const char* from,
                                            int source, uint32_t epoch) {
-  Patience patience;
-  while (line.epoch != epoch) {
-    if (patience.is_over(p, source, epoch, epoch - 1)) return true;
+  const uint32_t* const word = reinterpret_cast<const uint32_t*>(from) + 3;
+  for (int looks = 1; line.epoch != epoch; ++looks) {
+    if (looks % kLooks == 0 && !wait_long(p, word, source, epoch)) return true;
     line = load_line(from);
   }
   return false;
 }
 
-// What a thread knows of its block when a kernel begins. Each reads it for itself: the block does
-// not meet before anything is sent.
+// What a thread knows of its block when a kernel begins. Each reads the epochs for itself.
 struct LineState {
   uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
-  bool has_failed;
-  bool is_busy;  // thread 0: another kernel of the channel runs
+  Entry entry;
 };
 
+// Asks; nothing waits for the answers here.
 template <typename Case>
 __device__ __forceinline__ LineState begin_lines(const DirectParams& p) {
   begin_kernel(p);
@@ -102,9 +103,7 @@ __device__ __forceinline__ LineState begin_lines(const DirectParams& p) {
                  : "l"(epochs + i)
                  : "memory");
   }
-  state.is_busy =
-      threadIdx.x == 0 && atomicExch(word_at(p, DirectLayout::kBusy) + blockIdx.x, 1) != 0;
-  state.has_failed = has_failed(p.control);
+  state.entry = enter_block(p);
   return state;
 }
 
@@ -112,13 +111,15 @@ template <typename Case>
 __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState& state) {
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x);
+  uint32_t epoch = 0;
 #pragma unroll
   for (int r = 0; r < Case::kMostRanks; ++r) {
-    if (thread == r && r < size_of<Case>(p) && r != p.rank) {
-      *epoch_of(p, r) = state.epoch[r] + rounds_with(p, r);
-    }
+    if (thread == r) epoch = state.epoch[r];
   }
-  if (thread == 0) leave_block(p, state.is_busy);
+  if (thread < size_of<Case>(p) && thread != p.rank) {
+    *epoch_of(p, thread) = epoch + rounds_with(p, thread);
+  }
+  if (thread == 0) leave_block(p, state.entry.is_taken != 0);
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
@@ -128,12 +129,10 @@ template <typename Case, typename Send, typename Take>
 __device__ __forceinline__ void exchange_lines(const DirectParams& p, const LineState& state,
                                                const Send& send, const Take& take) {
   const bool has_rounds = p.most_chunks > gridDim.x;
-  bool failed = state.has_failed;
-  if (has_rounds) failed = __syncthreads_or(failed) != 0;
+  bool failed = !may_send(p, state.entry);
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && !failed; chunk += gridDim.x, ++round) {
     send(chunk, round);
-    if (round == 0 && state.is_busy) give_up_as_busy(p);
     failed = take(chunk, round);
     if (has_rounds) failed = __syncthreads_or(failed) != 0;
   }
@@ -141,7 +140,7 @@ __device__ __forceinline__ void exchange_lines(const DirectParams& p, const Line
 }
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads)
+__global__ void __launch_bounds__(G::kThreads, 1)
     line_reduce_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = kLineWords<T>;
   constexpr int kData = kWords * 4;
@@ -167,7 +166,8 @@ __global__ void __launch_bounds__(G::kThreads)
       const uint32_t epoch = state.epoch[peer] + 1 + round;
       const auto data =
           p.one_source ? own : load_words<Case, kWords>(p.send[peer] + at, bytes - at);
-      store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
+      store_line(lines_of<Case>(p, peer, p.rank, epoch) + line * G::kLineBytes,
+                 line_of(data, epoch));
     }
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(G::kThreads)
     for (int source = 0; source < Case::kMostRanks; ++source) {
       if (source >= size_of<Case>(p) || source == p.rank) continue;
       const uint32_t epoch = state.epoch[source] + 1 + round;
-      seen[source] = load_line(lines_of(p, p.rank, source, epoch) + line * G::kLineBytes);
+      seen[source] = load_line(lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes);
     }
     Accumulator<Case, T, kWords> sum;
 #pragma unroll
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(G::kThreads)
       Words<kWords> words = own;
       if (source != p.rank) {
         const uint32_t epoch = state.epoch[source] + 1 + round;
-        const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
+        const char* from = lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes;
         failed = await_line(p, seen[source], from, source, epoch) || failed;
         words = words_of<kWords>(seen[source]);
       }
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(G::kThreads)
 // A pair of ranks of which only one has something to say, or has more, still exchanges a line in
 // every round: it tells that the slot has been read.
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads)
+__global__ void __launch_bounds__(G::kThreads, 1)
     line_copy_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = 3;
   constexpr int kData = kWords * 4;
@@ -236,7 +236,8 @@ __global__ void __launch_bounds__(G::kThreads)
       const uint32_t epoch = state.epoch[peer] + 1 + round;
       Words<kWords> data = first;
       if (!is_empty && !(p.one_source && round == 0)) data = load_for(peer, at);
-      store_line(lines_of(p, peer, p.rank, epoch) + line * G::kLineBytes, line_of(data, epoch));
+      store_line(lines_of<Case>(p, peer, p.rank, epoch) + line * G::kLineBytes,
+                 line_of(data, epoch));
     }
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(G::kThreads)
       const bool is_empty = at >= p.recv_bytes[source];
       if (is_empty && line != 0) continue;
       const uint32_t epoch = state.epoch[source] + 1 + round;
-      const char* from = lines_of(p, p.rank, source, epoch) + line * G::kLineBytes;
+      const char* from = lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes;
       LineView seen = load_line(from);
       failed = await_line(p, seen, from, source, epoch) || failed;
       if (is_empty) continue;

@@ -12,27 +12,23 @@ template <typename Case>
 __device__ __forceinline__ void push_chunk(const DirectParams& p, const BlockState& state,
                                            uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  if (p.one_source) {
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      if (at >= p.send_bytes[p.rank]) break;
-      const auto data = load_words<Case, 4>(p.send[p.rank] + at, p.send_bytes[p.rank] - at);
-      for (int k = 1; k < size_of<Case>(p); ++k) {
-        const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        store_staged(vectors_of(p, peer, p.rank, epoch) + i * kVector, data);
-      }
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    Words<4> data[Case::kMostRanks];
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int peer = rank_after<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= p.send_bytes[peer]) continue;
+      data[k] = k > 1 && p.one_source
+                    ? data[1]
+                    : load_words<Case, 4>(p.send[peer] + at, p.send_bytes[peer] - at);
     }
-    return;
-  }
-  for (int k = 1; k < size_of<Case>(p); ++k) {
-    const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
-    char* const to = vectors_of(p, peer, p.rank, state.epoch[peer] + 1 + round);
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      if (at >= p.send_bytes[peer]) break;
-      store_staged(to + i * kVector,
-                   load_words<Case, 4>(p.send[peer] + at, p.send_bytes[peer] - at));
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int peer = rank_after<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= p.send_bytes[peer]) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + i * kVector, data[k]);
     }
   }
 }
@@ -62,56 +58,52 @@ __device__ __forceinline__ void exchange(const DirectParams& p, const Take& take
 }
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads)
+__global__ void __launch_bounds__(G::kThreads, 1)
     push_reduce_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
     const uint64_t bytes = p.send_bytes[0];
-#pragma unroll 2
     for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
       const uint64_t at = (first + i) * kVector;
       if (at >= bytes) break;
-      Words<4> words[Case::kMostRanks];
-#pragma unroll
-      for (int source = 0; source < Case::kMostRanks; ++source) {
-        if (source >= size_of<Case>(p)) continue;
-        if (source == p.rank) {
-          words[source] = load_words<Case, 4>(p.send[p.rank] + at, bytes - at);
-        } else {
-          const uint32_t epoch = state.epoch[source] + 1 + round;
-          words[source] = load_staged(vectors_of(p, p.rank, source, epoch) + i * kVector);
-        }
-      }
-      Accumulator<Case, T, 4> sum;
-      sum.start(words[0]);
-#pragma unroll
-      for (int source = 1; source < Case::kMostRanks; ++source) {
-        if (source < size_of<Case>(p)) sum.add(p.op, words[source]);
-      }
-      store_words<Case>(p.recv[0] + at, sum.result(p.op, size_of<Case>(p)), bytes - at);
+      const auto staged = [&](int source) {
+        const uint32_t epoch = state.epoch[source] + 1 + round;
+        return vectors_of<Case>(p, p.rank, source, epoch) + i * kVector;
+      };
+      const auto own = load_words<Case, 4>(p.send[p.rank] + at, bytes - at);
+      store_words<Case>(p.recv[0] + at, reduce_vectors<T, Case>(p, own, staged), bytes - at);
     }
   });
 }
 
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads)
+__global__ void __launch_bounds__(G::kThreads, 1)
     push_copy_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-    for (int k = 0; k < size_of<Case>(p); ++k) {
-      const int source = p.rank >= k ? p.rank - k : p.rank - k + size_of<Case>(p);
-      const uint64_t bytes = p.recv_bytes[source];
-      if (source == p.rank && p.recv[source] == p.send[source]) continue;
-      const char* const staged =
-          source == p.rank ? nullptr
-                           : vectors_of(p, p.rank, source, state.epoch[source] + 1 + round);
-#pragma unroll 2
-      for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-        const uint64_t at = (first + i) * kVector;
-        if (at >= bytes) break;
-        const auto data = staged == nullptr ? load_words<Case, 4>(p.send[source] + at, bytes - at)
-                                            : load_staged(staged + i * kVector);
-        store_words<Case>(p.recv[source] + at, data, bytes - at);
+    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+      const uint64_t at = (first + i) * kVector;
+      Words<4> data[Case::kMostRanks];
+      const auto is_due = [&](int k, int source) {
+        if (k >= size_of<Case>(p) || at >= p.recv_bytes[source]) return false;
+        return k > 0 || p.recv[source] != p.send[source];
+      };
+#pragma unroll
+      for (int k = 0; k < Case::kMostRanks; ++k) {
+        const int source = rank_before<Case>(p, k);
+        if (!is_due(k, source)) continue;
+        if (k == 0) {
+          data[k] = load_words<Case, 4>(p.send[source] + at, p.recv_bytes[source] - at);
+        } else {
+          const uint32_t epoch = state.epoch[source] + 1 + round;
+          data[k] = load_staged(vectors_of<Case>(p, p.rank, source, epoch) + i * kVector);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < Case::kMostRanks; ++k) {
+        const int source = rank_before<Case>(p, k);
+        if (!is_due(k, source)) continue;
+        store_words<Case>(p.recv[source] + at, data[k], p.recv_bytes[source] - at);
       }
     }
   });

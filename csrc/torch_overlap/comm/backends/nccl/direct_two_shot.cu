@@ -25,15 +25,21 @@ template <typename Case>
 __device__ __forceinline__ void send_slices(const DirectParams& p, const BlockState& state,
                                             uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  for (int k = 1; k < size_of<Case>(p); ++k) {
-    const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
-    const Slice slice = slice_of(p, peer);
-    char* const to = vectors_of(p, peer, p.rank, state.epoch[peer] + 1 + round);
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      if (at >= slice.bytes) break;
-      store_staged(to + i * kVector,
-                   load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at));
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    Words<4> data[Case::kMostRanks];
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const Slice slice = slice_of(p, rank_after<Case>(p, k));
+      if (k >= size_of<Case>(p) || at >= slice.bytes) continue;
+      data[k] = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
+    }
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int peer = rank_after<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= slice_of(p, peer).bytes) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + i * kVector, data[k]);
     }
   }
   __syncthreads();
@@ -48,30 +54,20 @@ __device__ __forceinline__ void send_sums(const DirectParams& p, const BlockStat
   for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
     const uint64_t at = (first + i) * kVector;
     if (at >= slice.bytes) break;
-    Words<4> words[Case::kMostRanks];
+    const auto staged = [&](int source) {
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      return vectors_of<Case>(p, p.rank, source, epoch) + i * kVector;
+    };
+    const auto own = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
+    const auto sum = reduce_vectors<T, Case>(p, own, staged);
 #pragma unroll
-    for (int source = 0; source < Case::kMostRanks; ++source) {
-      if (source >= size_of<Case>(p)) continue;
-      if (source == p.rank) {
-        words[source] = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
-      } else {
-        const uint32_t epoch = state.epoch[source] + 1 + round;
-        words[source] = load_staged(vectors_of(p, p.rank, source, epoch) + i * kVector);
-      }
-    }
-    Accumulator<Case, T, 4> sum;
-    sum.start(words[0]);
-#pragma unroll
-    for (int source = 1; source < Case::kMostRanks; ++source) {
-      if (source < size_of<Case>(p)) sum.add(p.op, words[source]);
-    }
-    const auto result = sum.result(p.op, size_of<Case>(p));
-    for (int k = 1; k < size_of<Case>(p); ++k) {
-      const int peer = p.rank + k < size_of<Case>(p) ? p.rank + k : p.rank + k - size_of<Case>(p);
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      if (k >= size_of<Case>(p)) continue;
+      const int peer = rank_after<Case>(p, k);
       const uint32_t epoch = state.epoch[peer] + 1 + round;
-      store_staged(vectors_of(p, peer, p.rank, epoch) + kSumsAt + i * kVector, result);
+      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + kSumsAt + i * kVector, sum);
     }
-    store_words<Case>(p.recv[0] + slice.begin + at, result, slice.bytes - at);
+    store_words<Case>(p.recv[0] + slice.begin + at, sum, slice.bytes - at);
   }
   __syncthreads();
   raise_flag(p, state, 1, round);
@@ -81,22 +77,27 @@ template <typename Case>
 __device__ __forceinline__ void take_sums(const DirectParams& p, const BlockState& state,
                                           uint32_t chunk, uint32_t round) {
   const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  for (int k = 1; k < size_of<Case>(p); ++k) {
-    const int source = p.rank >= k ? p.rank - k : p.rank - k + size_of<Case>(p);
-    const Slice slice = slice_of(p, source);
-    const char* const from =
-        vectors_of(p, p.rank, source, state.epoch[source] + 1 + round) + kSumsAt;
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      if (at >= slice.bytes) break;
-      store_words<Case>(p.recv[0] + slice.begin + at, load_staged(from + i * kVector),
-                        slice.bytes - at);
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    Words<4> data[Case::kMostRanks];
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int source = rank_before<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= slice_of(p, source).bytes) continue;
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      data[k] = load_staged(vectors_of<Case>(p, p.rank, source, epoch) + kSumsAt + i * kVector);
+    }
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const Slice slice = slice_of(p, rank_before<Case>(p, k));
+      if (k >= size_of<Case>(p) || at >= slice.bytes) continue;
+      store_words<Case>(p.recv[0] + slice.begin + at, data[k], slice.bytes - at);
     }
   }
 }
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads)
+__global__ void __launch_bounds__(G::kThreads, 1)
     two_shot_kernel(const __grid_constant__ DirectParams p) {
   __shared__ BlockState state;
   bool is_good = begin_block(p, state);
