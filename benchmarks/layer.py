@@ -1,33 +1,41 @@
-"""One transformer layer, forward and backward, beside the same layer with NCCL's collectives and beside its prediction.
+"""One transformer layer, forward and backward: ours, NCCL's collectives, torch's async TP, and what was predicted.
 
     torchrun --nproc_per_node 4 benchmarks/layer.py --models llama3-8b,llama3-70b --out benchmarks/results
 
 A ParallelTransformerBlock with sequence parallelism in bf16, its gradients of norms summed at the end. ours: by
-algorithms of the operators; nccl: one after the other, with no kernel of ours in the collectives. All of them take
-turns in a round, in CUDA graphs; a sample is that of the slowest rank. "predicted": the planner's, with the cost model
-of H200s. Every way's result and gradients are compared with those of nccl before anything is timed. Without a GPU it
-shows on gloo that it runs, with --tiny.
+algorithms of the operators; nccl: one after the other, with no kernel of ours in the collectives; torch fused: the same
+as nccl with the products of torch's async tensor parallelism, "joined" with one weight for what shares a gather
+(torch_overlap/bench/async_tp.py). All of them take turns in a round, in CUDA graphs; a sample is that of the slowest
+rank. "predicted": the planner's, with the cost model of H200s. Every way's result and gradients are compared with those
+of nccl before anything is timed; of others, what fails is listed with the reason. Without a GPU it shows on gloo that
+it runs, with --tiny.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import dataclasses
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, slowest_rank, spread_of
+from torch_overlap.bench import result
+from torch_overlap.bench.async_tp import Products, use_async_tp
+from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
+from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.mesh import Mesh
 from torch_overlap.mesh.transformer import PRESETS, Transformer, predict_layer
 
 LEAD_CYCLES = 1_000_000
-ALGORITHMS = ("auto", "ring", "sequential")
+ALGORITHMS = "auto,ring,sequential"
+TORCH_FUSED = {"torch fused": False, "torch fused joined": True}  # name -> whether weights of one gather are joined
 
 
 class Layer:
@@ -59,70 +67,129 @@ class Layer:
 
 
 def check(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
-    """16-bit sums in other orders differ by some roundings of the largest."""
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
+    """16-bit sums in other orders differ by some roundings of the largest. A joined weight is its parts in a row.
+
+    Raises:
+        ValueError: they differ by more.
+    """
+    parts = torch.cat([t.flatten() for t in got]).split([t.numel() for t in wanted])
+    for a, b in zip(parts, wanted, strict=True):
         bound = 0.05 * b.float().abs().max()
-        worst = (a.float() - b.float()).abs().max()
+        worst = (a.float() - b.float().flatten()).abs().max()
         if not worst <= bound:
-            raise SystemExit(f"layer: expected {name} within {bound:.3g} of nccl's, got {worst:.3g}")
+            raise ValueError(f"layer: expected {name} within {bound:.3g} of nccl's, got {worst:.3g}")
 
 
-def rows_of(model: Transformer, comms: dict[str, to.TorchComm], args: argparse.Namespace) -> list[dict[str, Any]]:
-    ours = comms["ours"]
-    is_cuda, size = ours.get_device().type == "cuda", ours.get_size()
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    watch = Stopwatch(ours.get_device(), partial(ours.barrier, async_op=False), LEAD_CYCLES if is_cuda else 0)
-    layers = {"nccl": Layer(model, comms["nccl"], "sequential", args.batch, dtype)}
-    layers |= {name: Layer(model, ours, name, args.batch, dtype) for name in ALGORITHMS}
-    wanted = layers["nccl"].results()
-    for name, layer in layers.items():
-        check(name, layer.results(), wanted)
-    calls = {name: in_graph(layer.step) if is_cuda else layer.step for name, layer in layers.items()}
-    samples = slowest_rank(interleave({name: watch.sampler(call) for name, call in calls.items()}, args.rounds), ours)
-    mesh = Mesh({"tp": size})
+class Ways:
+    """The same layer in several ways, all of them checked, and those of others that fail left out."""
+
+    def __init__(self, model: Transformer, ranks: Ranks, nccl: to.TorchComm, args: argparse.Namespace) -> None:
+        self.ranks = ranks
+        self.is_cuda = ranks.device.type == "cuda"
+        dtype = torch.bfloat16 if self.is_cuda else torch.float32
+        make = partial(Layer, model, batch=args.batch, dtype=dtype)
+        self.layers = {"nccl": make(nccl, "sequential")}
+        self.missing: dict[str, str] = {}
+        wanted = self.layers["nccl"].results()
+        for name in args.algorithms.split(","):
+            self.layers[name] = make(ranks.comm, name)
+            check(name, self.layers[name].results(), wanted)
+        for name, joined in TORCH_FUSED.items():
+
+            def add(name: str = name, joined: bool = joined) -> None:
+                layer = make(nccl, "sequential")
+                use_async_tp(layer.block, Products.fused(dist.group.WORLD, ranks.device), joined)
+                check(name, layer.results(), wanted)
+                self.layers[name] = layer
+
+            self.attempt(name, add)
+
+    def attempt(self, name: str, action: Callable[[], object]) -> None:
+        if reason := self.ranks.attempt(action):
+            self.missing[name] = reason
+            self.layers.pop(name, None)
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """What is timed: on a GPU replays of graphs. All layers have run by then, and have their memory."""
+        calls: dict[str, Callable[[], object]] = {}
+        for name, layer in list(self.layers.items()):
+
+            def capture(name: str = name, layer: Layer = layer) -> None:
+                calls[name] = in_graph(layer.step) if self.is_cuda else layer.step
+
+            if name in TORCH_FUSED:
+                self.attempt(name, capture)
+            else:
+                capture()
+        return {name: calls[name] for name in self.layers}
+
+
+def measure(ways: Ways, rounds: int) -> Samples:
+    watch = dataclasses.replace(ways.ranks.captured, lead_cycles=LEAD_CYCLES)
+    samplers = {name: watch.sampler(call) for name, call in ways.calls().items()}
+    return slowest_rank(interleave(samplers, rounds), ways.ranks.comm)
+
+
+def rows_of(model: Transformer, ways: Ways, samples: Samples, batch: int) -> list[dict[str, Any]]:
+    size = ways.ranks.size
+    peers = [name for name in ("nccl", *TORCH_FUSED) if name in samples]
     predicted = {
-        overlap: 1e6 * predict_layer(model, mesh, batch=args.batch, overlap=overlap) for overlap in (True, False)
+        overlap: 1e6 * predict_layer(model, Mesh({"tp": size}), batch=batch, overlap=overlap)
+        for overlap in (True, False)
     }
+    common = {
+        "op": "layer", "name": model.name, "shape": [model.sequence * batch, model.ffn, model.hidden],
+        "dtype": str(ways.layers["nccl"].x.dtype).removeprefix("torch."), "tp": size,
+        "mode": "graph" if ways.is_cuda else "eager",
+        "peers": {peer: spread_of(samples[peer]).median for peer in peers},
+    }  # fmt: skip
     rows = []
-    for name in ALGORITHMS:
+    for name in (name for name in samples if name not in peers):
         us, iqr = spread_of(samples[name])
-        rows.append({
-            "op": "layer", "name": model.name, "shape": [model.sequence * args.batch, model.ffn, model.hidden],
-            "dtype": str(dtype).removeprefix("torch."), "tp": size, "mode": "graph" if is_cuda else "eager",
-            "algorithm": name, "us": us, "iqr_us": iqr, "over_nccl": ratio_of(samples, name, "nccl").median,
-            "predicted_us": predicted[name != "sequential"], "peers": {"nccl": spread_of(samples["nccl"]).median},
-        })  # fmt: skip
-        if ours.get_rank() == 0:
-            row = rows[-1]
-            print(f"{model.name:12s} {name:10s} {us:10.1f} us +- {iqr:.1f}  {row['over_nccl']:.3f} x nccl"
-                  f"  predicted {row['predicted_us']:.1f}", flush=True)  # fmt: skip
+        over = {f"over_{peer}": ratio_of(samples, name, peer).median for peer in peers}
+        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, **over,
+                              "predicted_us": predicted[name != "sequential"]})  # fmt: skip
     return rows
+
+
+def report(rows: list[dict[str, Any]], missing: dict[str, str]) -> str:
+    lines = []
+    for row in rows:
+        over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in row["peers"])
+        lines.append(f"{row['name']:12s} {row['algorithm']:20s}{row['us']:10.1f} us +- {row['iqr_us']:.1f}{over}"
+                     f"  predicted {row['predicted_us']:.1f}")  # fmt: skip
+    lines += [f"{rows[0]['name']:12s} {peer:20s}{us:10.1f} us" for peer, us in rows[0]["peers"].items()]
+    return "\n".join(lines + [f"  not run: {name}: {why}" for name, why in missing.items()])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama3-8b,llama3-70b", help=f"of {', '.join(sorted(PRESETS))}")
+    parser.add_argument("--algorithms", default=ALGORITHMS, help="of ours (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, help="the folder of the result; default: it is only printed")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, which measures nothing")
     args = parser.parse_args()
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if is_cuda else "cpu")
-    backend = "nccl" if is_cuda else "gloo"
-    comms = {"ours": to.new_comm(backend, device, name="layer")}
-    comms["nccl"] = to.new_comm(backend, device, name="layer_nccl", hints={"direct_collectives": "off"})
-    rows = []
+    ranks = Ranks.start("cuda" if torch.cuda.is_available() else "cpu")
+    nccl = to.new_comm(ranks.comm.get_backend(), ranks.device, "layer_nccl", hints={"direct_collectives": "off"})
+    rows, missing = [], {}
     for name in args.models.split(","):
         model = PRESETS[name]
         if args.tiny:
-            model = replace(model, hidden=64, heads=8, kv_heads=4, ffn=96, sequence=32)
-        rows += rows_of(model, comms, args)
-    if args.out is not None and comms["ours"].get_rank() == 0:
-        print(write_result("layer", comms["ours"].get_size(), rows, args.out))
-    for comm in comms.values():
-        comm.finalize()
+            model = dataclasses.replace(model, hidden=64, heads=8, kv_heads=4, ffn=96, sequence=32)
+        ways = Ways(model, ranks, nccl, args)
+        of_model = rows_of(model, ways, measure(ways, args.rounds), args.batch)
+        ranks.say(report(of_model, ways.missing))
+        rows += of_model
+        missing[name] = ways.missing
+        del ways  # and its memory, before the next model's
+    if args.out is not None and ranks.rank == 0:
+        environment = {name: os.environ.get(name, "") for name in ENVIRONMENT}
+        found = result.result("layer", rows, environment=environment, missing=missing)
+        print(result.write(found, ranks.size, args.out))
+    nccl.finalize()
+    ranks.stop()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_overlap.bench import plots, result
 from torch_overlap.bench.cases import GEMM_OPS
+from torch_overlap.bench.layers import layer_table
 from torch_overlap.bench.tables import TITLES, groups_of, table
 
 BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
@@ -38,11 +39,14 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
 def section(name: str, content: dict[str, Any], images: Path, document: Path) -> str:
     """One file: where and how it ran, then for each operation a picture and a table."""
     gpu = result.gpu_name(content)
+    if layers := [row for row in content["rows"] if row.get("op") == "layer"]:
+        title = f"#### {TITLES['layer']}, {layers[0]['dtype']}"
+        return f"{_head(name, content, layers[0]['tp'])}{title}\n\n{layer_table(layers)}\n\n"
     groups = groups_of(content["rows"])
     if not groups:
-        raise ValueError(f"bench plot: expected rows of operators or collectives in {name}, got none")
+        raise ValueError(f"bench plot: expected rows of operators, collectives or layers in {name}, got none")
     stem = Path(name).stem
-    text = f"### {groups[0].tp} {gpu.upper()}, {content['date']}\n\n{provenance(name, content)}\n\n"
+    text = _head(name, content, groups[0].tp)
     for (op, dtype), same in groupby(groups, key=lambda group: (group.op, group.dtype)):
         cases = list(same)
         text += f"#### {TITLES[op]}, {dtype}\n\n"
@@ -58,6 +62,10 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path) ->
             plots.timeline(list(step), f"{TITLES[key[0]]}, {key[1]}: rank 0 of {groups[0].tp}", image)
         text += _image(image, document, f"{key[0]} {key[1]}, what ran when")
     return text
+
+
+def _head(name: str, content: dict[str, Any], tp: int) -> str:
+    return f"### {tp} {result.gpu_name(content).upper()}, {content['date']}\n\n{provenance(name, content)}\n\n"
 
 
 def _image(path: Path, document: Path, title: str) -> str:

@@ -18,6 +18,7 @@ TITLES = {
     "all_gather": "All-gather",
     "reduce_scatter": "Reduce-scatter",
     "all_to_all": "All-to-all",
+    "layer": "A transformer layer, forward and backward",
 }
 # The file of before `bench`, of which the operator's rows are shown: it ran by the algorithm "ring".
 _OLDER = {"AG": "ag_gemm", "RS": "gemm_rs", "bfloat16": "bf16", "op": "ring"}
@@ -107,7 +108,7 @@ def _gemm_table(groups: Sequence[Group]) -> str:
                 *[_over(first["peers"].get(peer), first["gemm_us"]) for peer in peers],
             ]
         )  # fmt: skip
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def _ours(group: Group, row: Row | None) -> str:
@@ -144,8 +145,8 @@ def _collective_table(groups: Sequence[Group]) -> str:
                 *[f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "-" for peer in peers],
             ]
         )  # fmt: skip
-    return _markdown(lines)
+    return markdown(lines)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,25 +7,72 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed._symmetric_memory as symmetric
 
-ROOT = Path(__file__).parents[3]
+from torch_overlap.bench.libraries import NO_CUDA
+
+LAYER = Path(__file__).parents[3] / "benchmarks" / "layer.py"
+# torch's fused operators on the CPU, by the references that it has for fake tensors; their products times {factor}.
+WITH_FUSED = """
+import runpy
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+def gather_matmul(x, weights, dim, group, *, return_A=True):
+    gathered, products = symmetric._fused_all_gather_matmul_fallback(x, weights, dim, group, return_A=return_A)
+    return gathered, [{factor} * y for y in products]
+
+library = torch.library.Library("symm_mem", "IMPL")
+library.impl("fused_all_gather_matmul", gather_matmul, "CPU")
+library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+runpy.run_path({layer!r}, run_name="__main__")
+"""
 
 
-@pytest.mark.slow
-def test_two_ranks_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               str(ROOT / "benchmarks" / "layer.py"), "--tiny", "--rounds", "2", "--out", str(tmp_path)]  # fmt: skip
+def run(program: Path, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program),
+               "--tiny", "--rounds", "2", "--out", str(out), *arguments]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     )
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("layer-cpu-tp2-*.json")
-    rows = json.loads(path.read_text())["rows"]
+    (path,) = out.glob("layer-cpu-tp2-*.json")
+    return json.loads(path.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
+    found, told = run(LAYER, tmp_path)
     expected = {(model, way) for model in ("llama3-8b", "llama3-70b") for way in ("auto", "ring", "sequential")}
-    assert {(row["name"], row["algorithm"]) for row in rows} == expected
-    for row in rows:
-        assert row["us"] > 0
-        assert row["peers"]["nccl"] > 0
-        assert row["predicted_us"] > 0
+    assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
+    for row in found["rows"]:
+        assert set(row["peers"]) == {"nccl"}
+        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"], row["predicted_us"]) > 0
+    why = {"torch fused": NO_CUDA, "torch fused joined": NO_CUDA}
+    assert found["missing"] == {"llama3-8b": why, "llama3-70b": why}
+    assert f"not run: torch fused: {NO_CUDA}" in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(symmetric, "_fused_all_gather_matmul_fallback"), reason="this torch has no such reference"
+)
+@pytest.mark.parametrize("factor", [1, 2])
+def test_async_tp_takes_turns_unless_it_is_wrong(tmp_path: Path, factor: int) -> None:
+    program = tmp_path / "layer.py"
+    program.write_text(WITH_FUSED.format(factor=factor, layer=str(LAYER)))
+    found, told = run(program, tmp_path, "--models", "llama3-8b", "--algorithms", "ring")
+    (row,) = found["rows"]
+    names = ("torch fused", "torch fused joined")
+    if factor == 1:
+        assert found["missing"] == {"llama3-8b": {}}
+        assert set(row["peers"]) == {"nccl", *names}
+        assert min(row[f"over_{name}"] for name in names) > 0
+        assert " x torch fused joined" in told
+    else:
+        assert set(row["peers"]) == {"nccl"}
+        for name in names:
+            assert f"expected {name} within" in found["missing"]["llama3-8b"][name]

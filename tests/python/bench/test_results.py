@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from torch_overlap.bench import document, result
+from torch_overlap.bench.layers import layer_table
 from torch_overlap.bench.tables import groups_of, table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,6 +95,40 @@ def test_tables() -> None:
     assert table(groups[2:]).splitlines()[2] == "| 1 KiB | 3.2 | 8.8 | 2.5 | 9.0 |"
 
 
+def layer_row(name: str, algorithm: str, us: float, peers: dict[str, float]) -> dict[str, Any]:
+    return {"op": "layer", "name": name, "shape": [8192, 14336, 4096], "dtype": "bfloat16", "tp": 4, "mode": "graph",
+            "algorithm": algorithm, "us": us, "iqr_us": 1.0, "peers": peers, "predicted_us": 1600.0,
+            **{f"over_{peer}": us / other for peer, other in peers.items()}}  # fmt: skip
+
+
+LAYERS = [
+    layer_row("one", "auto", 2000.0, {"nccl": 3200.0, "torch fused": 2500.0}),
+    layer_row("one", "ring", 2100.0, {"nccl": 3200.0, "torch fused": 2500.0}),
+    layer_row("two", "auto", 4000.0, {"nccl": 5000.0}),
+    layer_row("two", "ring", 3900.0, {"nccl": 5000.0}),
+]
+
+
+def test_a_table_of_layers() -> None:
+    lines = layer_table(LAYERS).splitlines()
+    assert lines[0] == ("| layer (M, ffn, hidden) | ours, us: auto | ring | nccl | torch fused | predicted "
+                        "| auto / nccl | auto / torch fused | auto / predicted |")  # fmt: skip
+    assert lines[2:] == [
+        "| one 8192, 14336, 4096 | 2000 | 2100 | 3200 | 2500 | 1600 | 0.625 | 0.800 | 1.250 |",
+        "| two 8192, 14336, 4096 | 4000 | 3900 | 5000 | - | 1600 | 0.800 | - | 2.500 |",
+    ]
+
+
+def test_a_document_of_layers(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    file = result.write(content(LAYERS) | {"benchmark": "layer", "gpu": "NVIDIA H200"}, 4, tmp_path)
+    document.update([file], tmp_path / "images", page)
+    text = page.read_text()
+    assert "### 4 H200" in text
+    assert f"#### A transformer layer, forward and backward, bfloat16\n\n{layer_table(LAYERS)}\n" in text
+
+
 TIMELINE = [
     {"op": "ag_gemm", "name": "one", "variant": variant, "spans": [
         {"lane": "communication", "name": "Memcpy PtoP", "start_us": 0.0, "us": 40.0},
@@ -135,11 +170,12 @@ def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
     names = re.findall(r"^`benchmarks/results/(.*?)`:", between, re.MULTILINE)
     assert names
     for name in names:
-        for group_table in {
-            table([group for group in groups_of(rows) if (group.op, group.dtype) == key])
-            for rows in [result.read(ROOT / "benchmarks" / "results" / name)["rows"]]
-            for key in {(group.op, group.dtype) for group in groups_of(rows)}
-        }:
-            assert group_table in between
+        rows = result.read(ROOT / "benchmarks" / "results" / name)["rows"]
+        groups, layers = groups_of(rows), [row for row in rows if row.get("op") == "layer"]
+        tables = [table([group for group in groups if (group.op, group.dtype) == key])
+                  for key in {(group.op, group.dtype) for group in groups}]  # fmt: skip
+        tables += [layer_table(layers)] if layers else []
+        assert tables
+        assert all(shown in between for shown in tables)
     for image in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert 0 < (page.parent / image).stat().st_size < 100_000

@@ -1,0 +1,34 @@
+"""Rows of benchmarks/layer.py as a table of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from torch_overlap.bench.tables import Row, markdown
+
+
+def layer_table(rows: Sequence[Row]) -> str:
+    """A line for each model: microseconds of all ways, and ratios of ours by the algorithm that comes first."""
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    first = algorithms[0]
+    head = ["layer (M, ffn, hidden)", *[f"ours, us: {first}", *algorithms[1:]], *peers, "predicted",
+            *[f"{first} / {other}" for other in (*peers, "predicted")]]  # fmt: skip
+    lines = [head, ["---"] * len(head)]
+    for (name, *shape), same in groupby(rows, key=lambda row: [row["name"], *row["shape"]]):
+        ours = {row["algorithm"]: row for row in same}
+        row = ours[first]
+        us = [*[ours[algorithm]["us"] for algorithm in algorithms], *[row["peers"].get(peer) for peer in peers]]
+        ratios = [*[row.get(f"over_{peer}") for peer in peers], row["us"] / row["predicted_us"]]
+        lines.append(
+            [
+                f"{name} {', '.join(map(str, shape))}", *[_number(value, 0) for value in us],
+                _number(row["predicted_us"], 0), *[_number(value, 3) for value in ratios],
+            ]
+        )  # fmt: skip
+    return markdown(lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
