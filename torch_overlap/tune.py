@@ -6,21 +6,23 @@ measures every algorithm that can run and writes the quickest into the cache, th
 program reads it when torch_overlap is imported. "auto" asks the table, then the cache, then a rule; all ranks of a
 communicator take the cache of rank 0, and keep it. Nothing is measured while a program runs.
 
-An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks and
-a device by name; those of the cache also for the versions of the libraries.
+An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
+device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches
+counts. Those of the cache are also for the versions of the libraries.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,18 @@ import torch
 from torch_overlap import _C, objcol, ops
 from torch_overlap._C import InvalidValueError, ReduceOp, TorchComm, UnsupportedError
 
-__all__ = ["OPERATORS", "load", "measure", "read", "write"]
+__all__ = ["OPERATORS", "entries_of_results", "load", "measure", "read", "write"]
 
 Entry = dict[str, Any]
 Shape = tuple[int, int, int]
 
 _TABLES = Path(__file__).parent / "tables"
-_FORMAT = 1
+_FORMAT = 2
+_MODES = ("eager", "graph")
 # A forward pass has nothing for "bulk" to hide.
 _NOT_MEASURED = ("bulk",)
+# By how much an algorithm must be quicker than all simpler ones.
+_GAIN = 0.03
 
 
 # --- Problems ---------------------------------------------------------------------------------------------------------
@@ -94,14 +99,31 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
 # --- Entries ----------------------------------------------------------------------------------------------------------
 
 
-def _library() -> str:
-    return f"torch_overlap {_C.build_config['version']}, torch {torch.__version__}"
+def _library(torch_version: str = torch.__version__) -> str:
+    return f"torch_overlap {_C.build_config['version']}, torch {torch_version}"
 
 
 def _key(entry: Entry) -> str:
     dtype = getattr(torch, entry["dtype"])
     m, n, k = entry["shape"]
-    return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"])
+    in_graph = bool(_MODES.index(entry["mode"]))
+    return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"], in_graph)
+
+
+def _quickest(op: str, mode: str, times: Mapping[str, float]) -> str:
+    """Of `times`, from the simplest algorithm on.
+
+    "fused" keeps all SMs of a GPU: called eagerly, nothing orders a kernel that does so while it waits for the other
+    ranks' SMs before those of other streams, so it is not taken there. That for a gather waits for copies alone.
+    """
+    best = ""
+    for name in _C._algorithms():
+        waits_for_others = name == "fused" and op.endswith("matmul_reduce_scatter")
+        if name not in times or (mode == "eager" and waits_for_others):
+            continue
+        if not best or times[name] < times[best] * (1 - _GAIN):
+            best = name
+    return best
 
 
 def read(path: str | os.PathLike[str]) -> list[Entry]:
@@ -132,6 +154,28 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
     os.replace(name, path)
 
 
+# What the operators are called in result files of `python -m torch_overlap bench`.
+_BENCHED = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+
+
+def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
+    """What the rows of a result file of `bench` say: an entry for each case and mode."""
+    content = json.loads(Path(path).read_text())
+    times: dict[tuple[str, Shape, str, int, str], dict[str, float]] = {}
+    for row in content["rows"]:
+        if row["op"] not in _BENCHED or row["dtype"] not in _DTYPES or row["algorithm"] not in _C._algorithms():
+            continue
+        op = ("scaled_" if row["dtype"] == "fp8" else "") + _BENCHED[row["op"]]
+        case = (op, tuple(row["shape"]), _DTYPES[row["dtype"]], row["tp"], row["mode"])
+        times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
+    return [
+        {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
+         "library": _library(content["torch"]), "algorithm": _quickest(op, mode, found), "us": found}
+        for (op, shape, dtype, tp, mode), found in times.items()
+    ]  # fmt: skip
+
+
 def _chosen(entries: Iterable[Entry]) -> dict[str, str]:
     return {_key(entry): entry["algorithm"] for entry in entries}
 
@@ -158,38 +202,53 @@ def load() -> None:
 # --- Measuring --------------------------------------------------------------------------------------------------------
 
 
-def _microseconds(call: Callable[[], object], comm: TorchComm, repeats: int) -> float:
+def _repeated(call: Callable[[str], object], algorithm: str, repeats: int, mode: str) -> Callable[[], object]:
+    def calls() -> None:
+        for _ in range(repeats):
+            call(algorithm)
+
+    if mode == "eager":
+        return calls
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    return graph.replay
+
+
+def _microseconds(call: Callable[[], object], comm: TorchComm) -> float:
     comm.barrier(False)
     if comm.get_device().type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(repeats):
-            call()
+        call()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1000 / repeats
+        return float(begin.elapsed_time(end)) * 1000
     start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) * 1e6 / repeats
+    call()
+    return (time.perf_counter() - start) * 1e6
 
 
 def measure(
-    comm: TorchComm, op: str, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, rounds: int = 10, repeats: int = 3
-) -> Entry:
+    comm: TorchComm, op: str, shape: Shape, dtype: torch.dtype = torch.bfloat16, *, mode: str = "eager",
+    rounds: int = 10, repeats: int = 3,
+) -> Entry:  # fmt: skip
     """The quickest algorithm of `op` for m, n and k of the whole layer; the same entry on all ranks. Collective.
 
     Each algorithm that can run takes its turn in every round. A sample is the maximum over ranks, and the smallest
-    median wins.
+    median wins, but that what is less simple must be quicker by 3 %.
 
     Args:
         dtype: of x, the weight and the result; for scaled operators of the result.
+        mode: "eager" calls, or those of a CUDA "graph".
 
     Raises:
         InvalidValueError: the operator is not measured, or sizes do not divide by the number of ranks.
     """
     if op not in OPERATORS:
         raise InvalidValueError(f"tune: expected op to be one of {', '.join(OPERATORS)}, got {op!r}")
+    if mode not in _MODES or (mode == "graph" and comm.get_device().type != "cuda"):
+        raise InvalidValueError(f"tune: expected mode to be eager, or graph on CUDA, got {mode!r}")
     call = OPERATORS[op](op, comm, shape, dtype)
     names: list[str] = []
     for name in _C._algorithms():
@@ -198,11 +257,12 @@ def measure(
             if name not in _NOT_MEASURED:
                 call(name)
                 names.append(name)
+    calls = [_repeated(call, name, repeats, mode) for name in names]
     samples = torch.empty(rounds, len(names), dtype=torch.float64)
     for turn in range(rounds):
         for i in range(len(names)):
             which = (turn + i) % len(names)
-            samples[turn, which] = _microseconds(lambda: call(names[which]), comm, repeats)  # noqa: B023
+            samples[turn, which] = _microseconds(calls[which], comm) / repeats
     slowest = samples.to(comm.get_device())
     comm.all_reduce(slowest, ReduceOp.MAX, False)
     times = {name: statistics.median(column) for name, column in zip(names, slowest.t().tolist(), strict=True)}
@@ -212,9 +272,10 @@ def measure(
             "shape": list(shape),
             "dtype": str(dtype).removeprefix("torch."),
             "tp": comm.get_size(),
+            "mode": mode,
             "device": _device_name(comm),
             "library": _library(),
-            "algorithm": min(times, key=lambda name: times[name]),
+            "algorithm": _quickest(op, mode, times),
             "us": {name: round(value, 1) for name, value in times.items()},
         }
     ]
@@ -238,8 +299,10 @@ def _shape(text: str) -> Shape:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=_shape, nargs="+", required=True, metavar="MxNxK",
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=[], metavar="MxNxK",
                         help="[m, k] x [k, n] of whole layers: all ranks' tokens and features")  # fmt: skip
+    parser.add_argument("--results", nargs="+", default=[], metavar="FILE",
+                        help="take what result files of `bench` say instead of measuring")  # fmt: skip
     parser.add_argument("--ops", nargs="+", choices=list(OPERATORS), metavar="OP",
                         default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"],
                         help=f"of {', '.join(OPERATORS)}; default: the first three")  # fmt: skip
@@ -259,6 +322,12 @@ def run(args: argparse.Namespace) -> int:
     cache = args.cache or _C._read_env()["tune_cache"]
     if not cache:
         raise ValueError("tune: expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE, got none")
+    if bool(args.shapes) == bool(args.results):
+        got = "both" if args.shapes else "none"
+        raise ValueError(f"tune: expected --shapes to measure, or --results to read, got {got}")
+    if args.results:
+        write(cache, itertools.chain.from_iterable(map(entries_of_results, args.results)))
+        return 0
     is_cuda = torch.cuda.is_available()
     if is_cuda:
         torch.cuda.set_device(_C._read_env()["local_rank"] or 0)
@@ -274,15 +343,16 @@ def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
     if comm.get_size() < 2:
         raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
     entries: list[Entry] = []
-    for op in args.ops:
-        for shape in args.shapes:
-            entries.append(measure(comm, op, shape, getattr(torch, args.dtype), rounds=args.rounds))
-            if comm.get_rank() == 0:
-                print(_line(entries[-1]), flush=True)
+    modes = _MODES if comm.get_device().type == "cuda" else _MODES[:1]
+    for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
+        entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
+        if comm.get_rank() == 0:
+            print(_line(entries[-1]), flush=True)
     if comm.get_rank() == 0:
         write(cache, entries)
 
 
 def _line(entry: Entry) -> str:
     times: Sequence[tuple[str, float]] = sorted(entry["us"].items(), key=lambda item: item[1])
-    return f"{entry['op']} {'x'.join(map(str, entry['shape']))}: " + ", ".join(f"{n} {us} us" for n, us in times)
+    shape = "x".join(map(str, entry["shape"]))
+    return f"{entry['op']} {shape} {entry['mode']}: " + ", ".join(f"{n} {us} us" for n, us in times)

@@ -75,7 +75,8 @@ std::optional<Tuned> tuned(const OverlapProblem& problem, const std::shared_ptr<
                            const std::shared_ptr<AgreedCache>& agreed) {
   const auto device = comm->device();
   const auto key = tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype,
-                              comm->size(), overlap_device(problem.op, device.type()).name(device));
+                              comm->size(), overlap_device(problem.op, device.type()).name(device),
+                              comm->is_capturing());
   Measured& all = measured();
   const std::lock_guard lock(all.mutex);
   if (auto found = find_in(all.table, key, "table")) return found;
@@ -85,9 +86,9 @@ std::optional<Tuned> tuned(const OverlapProblem& problem, const std::shared_ptr<
 }  // namespace
 
 std::string tuning_key(std::string_view op, int64_t m, int64_t n, int64_t k, at::ScalarType dtype,
-                       int group_size, std::string_view device) {
+                       int group_size, std::string_view device, bool in_graph) {
   return concat(op, '|', half_octaves(m), '|', half_octaves(n), '|', half_octaves(k), '|',
-                c10::toString(dtype), '|', group_size, '|', device);
+                c10::toString(dtype), '|', group_size, '|', device, in_graph ? "|graph" : "|eager");
 }
 
 void set_tuning(TuningSource source, TuningEntries entries) {

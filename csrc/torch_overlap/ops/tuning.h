@@ -20,10 +20,11 @@ namespace torch_overlap::ops {
 using TuningEntries = std::map<std::string, std::string>;
 
 // What is measured once for all that have it in common: the operator, m, n and k to half a power of
-// two, the dtype, the number of ranks and the name of the device.
+// two, the dtype, the number of ranks, the name of the device, and whether it is captured: then the
+// host's time for many small launches does not count.
 TORCH_OVERLAP_API std::string tuning_key(std::string_view op, int64_t m, int64_t n, int64_t k,
                                          at::ScalarType dtype, int group_size,
-                                         std::string_view device);
+                                         std::string_view device, bool in_graph);
 
 enum class TuningSource { table, cache };
 // Replaces them, for communicators whose ranks have not met over the cache yet.

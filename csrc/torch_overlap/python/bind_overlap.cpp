@@ -359,7 +359,7 @@ void register_overlap(py::module_& m) {
       py::arg("prefers_channels") = true);
   m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("dtype"), py::arg("group_size"), py::arg("device"));
+        py::arg("dtype"), py::arg("group_size"), py::arg("device"), py::arg("in_graph"));
   m.def(
       "_set_tuning",
       [](const std::string& source, ops::TuningEntries entries) {

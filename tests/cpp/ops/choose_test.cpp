@@ -76,14 +76,15 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
 
 TEST(TuningKey, IsTheSameWithinHalfAPowerOfTwo) {
   const auto key = [](int64_t m, int64_t n, int64_t k) {
-    return tuning_key("op", m, n, k, at::kBFloat16, 2, "device");
+    return tuning_key("op", m, n, k, at::kBFloat16, 2, "device", false);
   };
   EXPECT_EQ(key(1024, 4096, 512), key(1100, 4000, 500));
   EXPECT_NE(key(1024, 4096, 512), key(1536, 4096, 512));
   EXPECT_NE(key(1024, 4096, 512), key(1024, 4096, 768));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kHalf, 2, "device"));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 4, "device"));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "other"));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kHalf, 2, "device", false));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 4, "device", false));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "other", false));
+  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "device", true));
 }
 
 }  // namespace

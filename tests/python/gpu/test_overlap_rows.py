@@ -185,7 +185,9 @@ def test_the_shipped_table_decides(comm):
     assert (found.algorithm, found.decided_by) == ("ring", "table"), found
 
 
-def test_measure(comm):
-    found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), rounds=3)
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_measure(comm, mode):
+    found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), mode=mode, rounds=3)
+    assert found["mode"] == mode
     assert {"sequential", "chunked", "ring"} <= set(found["us"])
     assert all(us > 0 for us in found["us"].values())
