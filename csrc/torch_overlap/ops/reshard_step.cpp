@@ -16,7 +16,6 @@ using mesh::AxisList;
 using mesh::AxisRef;
 using mesh::Extent;
 using mesh::Layout;
-using mesh::Mesh;
 using mesh::ReduceKind;
 using mesh::Step;
 using mesh::StepKind;
@@ -219,19 +218,13 @@ class Run {
   Tensor permute(const Tensor& x) const {
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const Mesh& mesh = comms_.mesh();
+    const auto begin = members.indices.begin();
     std::vector<int64_t> pairs;
     for (size_t target = 0; target < members.indices.size(); ++target) {
-      for (size_t source = 0; source < members.indices.size(); ++source) {
-        bool fits = true;
-        for (size_t i = 0; i < step_.axes.size(); ++i) {
-          fits = fits && mesh.coordinate_at(members.indices[source], step_.axes[i]) ==
-                             mesh.coordinate_at(members.indices[target], step_.sources[i]);
-        }
-        if (!fits) continue;
-        pairs.push_back(static_cast<int64_t>(source));
-        pairs.push_back(static_cast<int64_t>(target));
-      }
+      const auto source =
+          std::find(begin, members.indices.end(), step_.source_at(members.indices[target]));
+      pairs.push_back(source - begin);
+      pairs.push_back(static_cast<int64_t>(target));
     }
     // Axes along which the value was whole, and those along which it will be: where all of both are
     // invariant, so are the gradients on their way back.
