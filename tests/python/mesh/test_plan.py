@@ -143,6 +143,10 @@ def test_models_are_files(tmp_path: Path) -> None:
         (lambda v: v["device"].update(memory_gbps=0), "expected memory above 0, got 0"),
         (lambda v: v["links"]["nvlink"].update(bandwidth_gbps=-1), "bandwidth of 'nvlink' above 0"),
         (lambda v: v["links"]["nvlink"].update(speed=1), "expected the keys"),
+        (
+            lambda v: v["overlap"].update(least_gain=0.03),
+            r"\['contention', 'start_us'\] at .*: overlap, got .*least_gain",
+        ),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(collective="gossip"), "got 'gossip'"),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(bytes_us=[[2, 9], [1, 10]]), "expected rising bytes"),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(ranks=1), "for 2 ranks or more"),
