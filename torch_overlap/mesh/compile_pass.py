@@ -3,6 +3,7 @@
     all_gather -> mm, mm ...   all_gather_matmul, with all the weights
     mm -> reduce_scatter       matmul_reduce_scatter
     mm -> all_reduce           matmul_all_reduce
+    mm + mm -> either          one product of both: operands side by side
 
 It sees the collectives of torch_overlap.ops, those that sharded tensors make among them, and the functional ones of
 torch.distributed over groups of backend "torch_overlap". The cost model decides; every collective that is left alone is
@@ -87,7 +88,7 @@ class OverlapPass(CustomGraphPass):
         self.decisions: list[Decision] = []
 
     def uuid(self) -> Any:
-        text = f"torch_overlap 1 {self.algorithm} {sorted(self.cost.to_dict().items())}"
+        text = f"torch_overlap 2 {self.algorithm} {sorted(self.cost.to_dict().items())}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -112,9 +113,15 @@ class OverlapPass(CustomGraphPass):
             return self._fuse_gather(graph, found)
         return self._fuse_reduction(graph, found)
 
-    def _compare(self, found: _Collective, moved: int, sizes: tuple[int, int, int], itemsize: int) -> str:
-        """The reason to fuse; raises _Refused otherwise."""
+    def _compare(
+        self, found: _Collective, moved: int, sizes: tuple[int, int, int], itemsize: int, terms: int = 1
+    ) -> str:
+        """The reason to fuse; raises _Refused otherwise. `terms`: products that are added when apart, joined if not."""
         apart, together = times(self.cost, found.name, {_LINK: found.size}, moved, sizes, itemsize)
+        if terms > 1:
+            m, n, k = sizes
+            apart += (terms - 1) * self.cost.elementwise(3 * m * n * itemsize)
+            together += self.cost.elementwise(2 * m * k * itemsize) + self.cost.elementwise(2 * k * n * itemsize)
         why = f"{together * 1e6:.1f} us together, {apart * 1e6:.1f} us apart by the cost model"
         if self.algorithm == "plain" or (self.algorithm == "auto" and together >= apart):
             raise _Refused(why if self.algorithm == "auto" else "as asked for")
@@ -158,20 +165,13 @@ class OverlapPass(CustomGraphPass):
             raise _Refused(f"it is no sum but {found.op}")
         if y.dim() < 2 or found.dim == y.dim() - 1:
             raise _Refused("it scatters the columns of the product")
-        mm: Any = found.x
-        while mm.target in _RESHAPES and len(mm.users) == 1:
-            mm = mm.args[0]
-        if mm.target is not _aten.mm.default:
-            raise _Refused(f"what it reduces comes from {_name(mm)}, not from a product")
-        if len(mm.users) != 1:
-            raise _Refused("the product is needed before it is reduced as well")
-        if _val(mm).shape[1] != y.shape[-1]:
-            raise _Refused("the product is reshaped in its columns")
-        a, b = mm.args[0], mm.args[1]
-        inner = _val(a).shape[1]
-        why = self._compare(found, y.numel() * y.element_size(), (*_val(mm).shape, inner), y.element_size())
+        terms = _terms(found.x)
+        inner = sum(_val(mm.args[0]).shape[1] for mm in terms)
+        sizes = (*_val(terms[0]).shape, inner)
+        why = self._compare(found, y.numel() * y.element_size(), sizes, y.element_size(), len(terms))
         scatter = found.name == "reduce_scatter"
         with graph.inserting_before(found.node):
+            a, b = (_joined(graph, [mm.args[i] for mm in terms], 1 - i) for i in (0, 1))
             x = _reshaped(graph, a, [*y.shape[:-1], inner])
             weight = _transposed(graph, b)
             args: tuple[Any, ...] = (x, weight, None, found.comm, found.size)
@@ -277,6 +277,29 @@ def _products_of(value: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _terms(value: fx.Node) -> list[fx.Node]:
+    """The products of two dimensions that are added to the value, which nobody else needs; or refuses."""
+    node: Any = value
+    while node.target in _RESHAPES and len(node.users) == 1:
+        node = node.args[0]
+    added = _is_sum(node)
+    if not added and node.target is not _aten.mm.default:
+        raise _Refused(f"what it reduces comes from {_name(node)}, not from a product")
+    if len(node.users) != 1:
+        raise _Refused("the product is needed before it is reduced as well")
+    if _val(node).shape[-1] != _val(value).shape[-1]:
+        raise _Refused("the product is reshaped in its columns")
+    return [term for x in node.args for term in _terms(x)] if added else [node]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Of two values of its own shape and dtype."""
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return False
+    mine = (_val(node).shape, _val(node).dtype)
+    return all(isinstance(x, fx.Node) and (_val(x).shape, _val(x).dtype) == mine for x in node.args)
+
+
 def _only_feeds(value: fx.Node, taken: list[fx.Node]) -> bool:
     return all(user in taken or (user.target in _RESHAPES and _only_feeds(user, taken)) for user in value.users)
 
@@ -324,6 +347,10 @@ def _transposed(graph: fx.Graph, node: Any) -> Any:
     if node.target is _aten.permute.default and list(node.args[1]) == [1, 0]:
         return node.args[0]
     return _called(graph, _aten.permute.default, (node, [1, 0]))
+
+
+def _joined(graph: fx.Graph, nodes: list[Any], dim: int) -> Any:
+    return nodes[0] if len(nodes) == 1 else _called(graph, _aten.cat.default, (nodes, dim))
 
 
 def _copied(graph: fx.Graph, node: Any, order: dict[fx.Node, int], at: int) -> fx.Node:

@@ -14,6 +14,7 @@ from torch_overlap._C import InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import shard
 from torch_overlap.mesh.sharded import Sharded, from_local
+from torch_overlap.mesh.styles import without_styles
 from torch_overlap.mesh.value_spec import Spec, gradient_layout, layout_of, spec_of, used_axes
 
 __all__ = [
@@ -33,6 +34,7 @@ def shard_module(
     mesh: MeshComms,
     layouts: Mapping[str, Any] | None = None,
     *,
+    axis: str | None = None,
     defer_gradients: bool = False,
     move_parameters: bool = False,
 ) -> nn.Module:
@@ -48,7 +50,9 @@ def shard_module(
         module: its parameters and buffers are the whole ones, the same on every rank, on the device of the mesh. One
             that is used in several places (tied) stays one.
         layouts: by name as in state_dict; patterns as of fnmatch ("*.weight"), the first that fits; any spelling of a
-            layout. Others are whole on every rank.
+            layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the names of modules, as
+            for parallelize_module: they say which parameters are split, and where values are split or gathered.
+        axis: the one that styles split; needed where the mesh has several.
         defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
             `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass where the
             parameter is used.
@@ -57,8 +61,9 @@ def shard_module(
 
     Raises:
         InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
+        UnsupportedError: a style with `algorithm`, `require_fused` or `fp8`: here the mesh decides.
     """
-    left = dict(layouts or {})
+    left, hooks = without_styles(module, mesh, layouts or {}, axis)
     used = set()
     wholes: list[tuple[nn.Module, str, Tensor, Layout]] = []
     for prefix, owner in module.named_modules():
@@ -93,6 +98,8 @@ def shard_module(
         found.setdefault(id(owner), (owner, {}))[1][own_name] = spec
     for owner, specs in found.values():
         _read_as_sharded(owner, specs)
+    for put in hooks:
+        put()
     return module
 
 

@@ -16,6 +16,8 @@ DTensors) under their old names. For a model of [batch, sequence, features]:
     })
 
 After backward call `torch_overlap.nn.sync_replicated_grads(model)`.
+
+`torch_overlap.mesh.shard_module` takes the same plans.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def comm_of(mesh: DeviceMesh) -> TorchComm:
     return backend.get_comm(torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
 
 
-class _Style(ParallelStyle):
+class Style(ParallelStyle):
     """What all have: the options of the layers, and values of rank `src_data_rank` on all ranks, as torch's styles."""
 
     def __init__(self, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
@@ -80,12 +82,25 @@ class _Style(ParallelStyle):
                 if self.src_data_rank is not None:
                     comm.broadcast(parameter.data, self.src_data_rank, async_op=False)
 
-    def _check_multiple(self, linear: nn.Linear, comm: TorchComm, multiple_of: int) -> None:
-        if linear.out_features % (comm.get_size() * multiple_of) != 0:
+    def _columns(self, module: nn.Module, ranks: int, multiple_of: int, name: str = "") -> nn.Linear:
+        linear = self._linear(module, name)
+        if linear.out_features % (ranks * multiple_of) != 0:
             raise ValueError(
-                f"{type(self).__name__}: expected out_features divisible by {comm.get_size()} ranks times {multiple_of}"
-                f" (multiple_of), got {linear.out_features}; use fewer ranks"
+                f"{type(self).__name__}: expected out_features divisible by {ranks} ranks times {multiple_of} "
+                f"(multiple_of), got {linear.out_features}; use fewer ranks"
             )
+        return linear
+
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        """The parameters of `module` that so many ranks split, by name: along which dimension. Others stay whole.
+
+        Raises: as with parallelize_module.
+        """
+        return {}
+
+
+def _split_columns(linear: nn.Linear, prefix: str = "") -> dict[str, int]:
+    return {prefix + name: 0 for name, _ in linear.named_parameters()}
 
 
 def _become(module: nn.Module, layer: _Layer) -> _Layer:
@@ -97,7 +112,7 @@ def _become(module: nn.Module, layer: _Layer) -> _Layer:
     return module
 
 
-class ColumnParallel(_Style):
+class ColumnParallel(Style):
     """An nn.Linear becomes a ColumnParallelLinear. For linears that share their input see SharedGather.
 
     Args:
@@ -115,15 +130,18 @@ class ColumnParallel(_Style):
         super().__init__(sequence_parallel, sequence_dim, **options)
         self.multiple_of = multiple_of
 
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        return _split_columns(self._columns(module, ranks, self.multiple_of))
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm, linear = comm_of(device_mesh), self._linear(module)
-        self._check_multiple(linear, comm, self.multiple_of)
+        comm = comm_of(device_mesh)
+        linear = self._columns(module, comm.get_size(), self.multiple_of)
         self._synchronize(linear, comm)
         layer = ColumnParallelLinear.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
         return _become(module, layer)
 
 
-class RowParallel(_Style):
+class RowParallel(Style):
     """An nn.Linear becomes a RowParallelLinear.
 
     Args:
@@ -136,6 +154,10 @@ class RowParallel(_Style):
     def __init__(self, *, sequence_parallel: bool = True, sequence_dim: int = 1, **options: Any) -> None:
         super().__init__(sequence_parallel, sequence_dim, **options)
 
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        self._linear(module)
+        return {"weight": 1}
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm, linear = comm_of(device_mesh), self._linear(module)
         self._synchronize(linear, comm)
@@ -143,7 +165,7 @@ class RowParallel(_Style):
         return _become(module, layer)
 
 
-class SequenceParallel(_Style):
+class SequenceParallel(Style):
     """A norm, or any module without communication, that works on this rank's part of the sequence.
 
     Nothing about it changes but that `sync_replicated_grads` completes the gradients of its parameters.
@@ -171,7 +193,7 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, x:
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, argument: x})
 
 
-class ShardInput(_Style):
+class ShardInput(Style):
     """The module gets this rank's part of its first argument, which is whole on every rank.
 
     Where sequence parallelism begins: at the first block, as what precedes it (embedding, mask) sees the whole
@@ -245,7 +267,7 @@ class _SharedColumn(ColumnParallelLinear):
         return "ColumnParallelLinear"
 
 
-class SharedGather(_Style):
+class SharedGather(Style):
     """Linears of a module that all take its first argument become column-parallel, with one gather for all of them.
 
     For the parent of query, key and value, or of gate and up: its first linear computes the products of all, while it
@@ -267,13 +289,20 @@ class SharedGather(_Style):
         if not names:
             raise ValueError("SharedGather: expected the names of one or more linears, got none")
 
+    def _linears(self, module: nn.Module, ranks: int) -> dict[str, nn.Linear]:
+        return {n: self._columns(module.get_submodule(n), ranks, self.multiple_of, n) for n in self.names}
+
+    def split_dims(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        split: dict[str, int] = {}
+        for name, linear in self._linears(module, ranks).items():
+            split |= _split_columns(linear, f"{name}.")
+        return split
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         comm = comm_of(device_mesh)
-        linears = [self._linear(module.get_submodule(name), name) for name in self.names]
-        for linear in linears:
-            self._check_multiple(linear, comm, self.multiple_of)
+        linears = self._linears(module, comm.get_size())
         shared = _Gather(comm, self.argument)
-        for index, linear in enumerate(linears):
+        for index, linear in enumerate(linears.values()):
             self._synchronize(linear, comm)
             layer = _SharedColumn.from_linear(linear, comm, gather_dim=self.sequence_dim, **self.options)
             layer.shared, layer.index = shared, index

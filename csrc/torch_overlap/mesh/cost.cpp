@@ -162,7 +162,6 @@ void CostModel::check() const {
   check_number(name, "kernel", device.kernel, false);
   check_number(name, "contention", overlap.contention, false);
   check_number(name, "start", overlap.start, false);
-  check_number(name, "least_gain", overlap.least_gain, false);
 }
 
 const LinkModel& CostModel::link(const std::string& link_name) const {

@@ -63,7 +63,6 @@ struct DeviceModel {
 struct OverlapModel {
   double contention = 0;  // a product is slower by this part while bytes come and go
   double start = 0;       // seconds before the first byte moves
-  double least_gain = 0;  // the part of the time that must be won to leave the plain way
 };
 
 // What things cost, in seconds. A value: plain numbers, which docs and files can show; no state.

@@ -13,9 +13,13 @@ struct Row {
   double microseconds;
 };
 
-Curve curve(Collective what, int64_t ranks, std::initializer_list<Row> rows) {
+using Rows = std::vector<Row>;
+
+Curve curve(Collective what, int64_t ranks, const Rows& rows, const Rows& larger = {}) {
   Curve out{what, ranks, {}};
-  for (const Row& row : rows) out.points.push_back({row.kib * 1024, row.microseconds * 1e-6});
+  for (const Rows* part : {&rows, &larger}) {
+    for (const Row& row : *part) out.points.push_back({row.kib * 1024, row.microseconds * 1e-6});
+  }
   return out;
 }
 
@@ -29,6 +33,9 @@ CostModel CostModel::h200() {
   nvlink.start = 9e-6;       // the smallest call of NCCL
   nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
   nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
+  // all_gather and all_to_all below 16 MiB: they send as much by the same kernels.
+  const Rows small_on_2{{1, 3.0}, {64, 3.2}, {256, 3.8}, {1024, 6.5}, {4096, 16.0}};
+  const Rows small_on_4{{1, 3.5}, {64, 4.2}, {256, 4.9}, {1024, 8.2}};
   nvlink.curves = {
       curve(kAllReduce, 2,
             {{1, 3.6},
@@ -48,23 +55,8 @@ CostModel CostModel::h200() {
              {16384, 97.6},
              {65536, 324.7},
              {262144, 1188.3}}),
-      curve(kAllGather, 2,
-            {{1, 3.0},
-             {64, 3.2},
-             {256, 3.8},
-             {1024, 6.5},
-             {4096, 16.0},
-             {16384, 56.0},
-             {65536, 159.1},
-             {262144, 555.3}}),
-      curve(kAllGather, 4,
-            {{1, 3.5},
-             {64, 4.2},
-             {256, 4.9},
-             {1024, 8.2},
-             {16384, 66.6},
-             {65536, 190.2},
-             {262144, 662.3}}),
+      curve(kAllGather, 2, small_on_2, {{16384, 56.0}, {65536, 159.1}, {262144, 555.3}}),
+      curve(kAllGather, 4, small_on_4, {{16384, 66.6}, {65536, 190.2}, {262144, 662.3}}),
       // The smallest: no slower than all_reduce, which is one and more.
       curve(kReduceScatter, 2,
             {{1, 3.5},
@@ -83,24 +75,8 @@ CostModel CostModel::h200() {
              {16384, 60.4},
              {65536, 194.7},
              {262144, 675.9}}),
-      // Below 16 MiB as all_gather, which sends as much by the same kernels.
-      curve(kAllToAll, 2,
-            {{1, 3.0},
-             {64, 3.2},
-             {256, 3.8},
-             {1024, 6.5},
-             {4096, 16.0},
-             {16384, 58.4},
-             {65536, 139.9},
-             {262144, 480.0}}),
-      curve(kAllToAll, 4,
-            {{1, 3.5},
-             {64, 4.2},
-             {256, 4.9},
-             {1024, 8.2},
-             {16384, 68.2},
-             {65536, 200.1},
-             {262144, 674.7}}),
+      curve(kAllToAll, 2, small_on_2, {{16384, 58.4}, {65536, 139.9}, {262144, 480.0}}),
+      curve(kAllToAll, 4, small_on_4, {{16384, 68.2}, {65536, 200.1}, {262144, 674.7}}),
       curve(kBroadcast, 2, {{16384, 64.8}, {65536, 206.0}, {262144, 753.6}}),
       curve(kBroadcast, 4, {{16384, 88.7}, {65536, 230.1}, {262144, 784.0}}),
       // One exchange of two ranks: all_to_all among 2 with half the bytes.
@@ -117,7 +93,7 @@ CostModel CostModel::h200() {
   model.device.processors = 132;
   model.device.kernel = 5e-6;
   model.device.tiles = true;
-  model.overlap = {.contention = 0.03, .start = 12e-6, .least_gain = 0.03};
+  model.overlap = {.contention = 0.03, .start = 12e-6};
   return model;
 }
 

@@ -80,6 +80,13 @@ bool Step::sends() const noexcept {
   return kind != StepKind::kSlice && kind != StepKind::kMakePartial && kind != StepKind::kCast;
 }
 
+int64_t Step::source_at(int64_t index) const {
+  const Mesh& mesh = before.mesh();
+  int64_t place = 0;
+  for (const AxisRef& ref : sources) place = place * ref.size + mesh.coordinate_at(index, ref);
+  return mesh.group_at(index, axes)[static_cast<size_t>(place)];
+}
+
 std::string Step::str() const {
   const std::string over = joined_names(before.mesh(), axes);
   switch (kind) {

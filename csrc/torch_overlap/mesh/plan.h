@@ -33,8 +33,8 @@ struct TORCH_OVERLAP_API Step {
   int64_t dim = -1;
   int64_t from_dim = -1;
   ReduceKind reduce = ReduceKind::kSum;
-  // kPermute: the rank at these coordinates of `axes` gets the tensor of the rank whose coordinate
-  // along axes[i] is its own along sources[i].
+  // kPermute, `axes` in another order: a rank gets the tensor of the member of its group whose
+  // place is its own place in the order of `sources`.
   AxisList sources = {};
   Layout before;
   Layout after;
@@ -44,6 +44,8 @@ struct TORCH_OVERLAP_API Step {
   double seconds = 0;
 
   bool sends() const noexcept;
+  // kPermute: the index in the mesh of the rank whose tensor the one at `index` gets.
+  int64_t source_at(int64_t index) const;
   std::string str() const;  // "all_gather dim 0 over [dp,tp]"
 };
 

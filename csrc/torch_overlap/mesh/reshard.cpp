@@ -57,7 +57,11 @@ Collective collective_of(StepKind kind) {
 
 Reshard::Reshard(const Layout& from, const Layout& to, const Shape& shape, int64_t element_size,
                  const CostModel& cost)
-    : from_(from), to_(to), cost_(cost), element_size_(static_cast<double>(element_size)) {
+    : from_(from),
+      to_(to),
+      shape_(shape),
+      cost_(cost),
+      element_size_(static_cast<double>(element_size)) {
   const std::vector<AxisList> from_dims = without_ones(from);
   const std::vector<AxisList> to_dims = without_ones(to);
   const std::vector<Partial> from_partial = partial_without_ones(from);
@@ -127,6 +131,10 @@ AtomList Reshard::in_dim(const State& state, size_t dim) const noexcept {
   return out;
 }
 
+bool Reshard::divides(size_t dim, int64_t parts) const noexcept {
+  return shape_[dim] % (size_of(frozen_[dim]) * parts) == 0;
+}
+
 double Reshard::bytes(const State& state) const noexcept {
   double out = element_size_;
   for (size_t d = 0; d < base_.size(); ++d) {
@@ -139,14 +147,8 @@ double Reshard::bytes(const State& state) const noexcept {
 }
 
 State Reshard::apply(const State& state, const Edge& edge) const noexcept {
+  if (edge.kind == StepKind::kPermute) return edge.after;
   State next = state;
-  if (edge.kind == StepKind::kPermute) {
-    for (uint8_t i = 0; i < edge.atoms.count; ++i) {
-      next.place[edge.sources.ids[i]] = state.place[edge.atoms.ids[i]];
-      next.order[edge.sources.ids[i]] = state.order[edge.atoms.ids[i]];
-    }
-    return next;
-  }
   const bool leaves = edge.kind == StepKind::kAllGather || edge.kind == StepKind::kAllReduce;
   int8_t at =
       leaves ? int8_t{0} : static_cast<int8_t>(in_dim(state, static_cast<size_t>(edge.dim)).count);

@@ -40,6 +40,7 @@ struct Edge {
   int8_t dim = -1;
   int8_t from_dim = -1;
   AtomList sources = {};  // kPermute
+  State after = {};       // kPermute
 };
 
 // One reshard. An *atom* is an axis, or the part of one, whose place differs; all that stays is
@@ -59,6 +60,8 @@ class Reshard {
   const State& goal() const noexcept { return goal_; }
   bool is_goal(const State& state) const noexcept;
   AtomList in_dim(const State& state, size_t dim) const noexcept;
+  // Do the axes that stay, and so many parts of each of theirs, cut this dimension evenly?
+  bool divides(size_t dim, int64_t parts) const noexcept;
 
   // Of the largest local tensor.
   double bytes(const State& state) const noexcept;
@@ -77,6 +80,7 @@ class Reshard {
 
   const Layout from_;
   const Layout to_;
+  const Shape shape_;
   const CostModel& cost_;
   std::vector<AxisRef> atoms_;
   std::vector<AxisList> frozen_;         // per dimension: the axes that stay in front

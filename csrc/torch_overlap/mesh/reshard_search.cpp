@@ -104,70 +104,105 @@ class Neighbours {
     }
   }
 
-  // The same places for other atoms of the same sizes, where that brings more of them home.
+  // Other atoms, or the same in another order, where every dimension is cut into as many parts and
+  // more atoms come home.
   void permutes() {
-    std::vector<size_t> slots;  // the atoms that are in dimensions now
-    std::vector<size_t> free;   // all that may be there
-    for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
-      if (state_.place[i] >= 0) slots.push_back(i);
-      if (state_.place[i] != State::kPending) free.push_back(i);
+    for (const AtomList& list : lists_) {
+      int64_t parts = 1;
+      for (const uint8_t atom : list) parts *= reshard_.atom_size(atom);
+      parts_.push_back(parts);
     }
-    std::vector<size_t> chosen;
-    assign(slots, free, chosen);
+    home_ = at_home(lists_);
+    std::vector<AtomList> lists(lists_.size());
+    arrange(0, 1, 0, lists);
   }
 
-  bool at_home(size_t atom, size_t slot) const {
-    return reshard_.goal().place[atom] == state_.place[slot] &&
-           reshard_.goal().order[atom] == state_.order[slot];
+  int at_home(const std::vector<AtomList>& lists) const {
+    int count = 0;
+    for (size_t d = 0; d < lists.size(); ++d) {
+      for (uint8_t i = 0; i < lists[d].count; ++i) {
+        const uint8_t atom = lists[d].ids[i];
+        count += static_cast<int>(reshard_.goal().place[atom] == static_cast<int8_t>(d) &&
+                                  reshard_.goal().order[atom] == static_cast<int8_t>(i));
+      }
+    }
+    return count;
   }
 
-  void assign(const std::vector<size_t>& slots, const std::vector<size_t>& free,
-              std::vector<size_t>& chosen) {
-    if (chosen.size() == slots.size()) {
-      add_permute(slots, chosen);
+  // Goes on with dimension `dim`, which is in `parts` so far; `used` has a bit for each atom.
+  void arrange(size_t dim, int64_t parts, uint64_t used, std::vector<AtomList>& lists) {
+    while (dim < lists.size() && parts == parts_[dim]) {
+      ++dim;
+      parts = 1;
+    }
+    if (dim == lists.size()) {
+      if (at_home(lists) > home_) add_permute(lists, used);
       return;
     }
-    for (const size_t atom : free) {
-      const size_t slot = slots[chosen.size()];
-      if (reshard_.atom_size(atom) != reshard_.atom_size(slot)) continue;
-      if (std::find(chosen.begin(), chosen.end(), atom) != chosen.end()) continue;
-      chosen.push_back(atom);
-      assign(slots, free, chosen);
-      chosen.pop_back();
+    for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
+      const int64_t more = parts * reshard_.atom_size(i);
+      if ((used >> i & 1U) != 0 || parts_[dim] % more != 0) continue;
+      if (state_.place[i] == State::kPending) continue;
+      lists[dim].push_back(i);
+      arrange(dim, more, used | uint64_t{1} << i, lists);
+      --lists[dim].count;
     }
   }
 
-  void add_permute(const std::vector<size_t>& slots, const std::vector<size_t>& chosen) {
-    int gain = 0;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      gain += static_cast<int>(at_home(chosen[i], slots[i])) -
-              static_cast<int>(at_home(slots[i], slots[i]));
-    }
-    if (gain <= 0) return;
-    // slots[i] gives its place to chosen[i]. Atoms that come from nowhere swap with those that go:
-    // then every rank sends to exactly one.
-    Edge edge{.kind = StepKind::kPermute};
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if (slots[i] == chosen[i]) continue;
-      edge.atoms.push_back(slots[i]);
-      edge.sources.push_back(chosen[i]);
-    }
-    for (const size_t comer : chosen) {
-      if (std::find(slots.begin(), slots.end(), comer) != slots.end()) continue;
-      size_t at = comer;  // follow who took whose place to the one that is out
-      for (auto slot = std::find(chosen.begin(), chosen.end(), at); slot != chosen.end();
-           slot = std::find(chosen.begin(), chosen.end(), at)) {
-        at = slots[static_cast<size_t>(slot - chosen.begin())];
+  void add_permute(const std::vector<AtomList>& lists, uint64_t used) {
+    Edge edge{.kind = StepKind::kPermute, .after = state_};
+    for (size_t d = 0; d < lists.size(); ++d) {
+      if (!add_places(edge, d, lists[d])) return;
+      for (uint8_t i = 0; i < lists[d].count; ++i) {
+        edge.after.place[lists[d].ids[i]] = static_cast<int8_t>(d);
+        edge.after.order[lists[d].ids[i]] = static_cast<int8_t>(i);
       }
-      edge.atoms.push_back(comer);
-      edge.sources.push_back(at);
+    }
+    // Of the ranks that have the same part, each sends to one: those that differ along atoms that
+    // come, to those that differ along atoms that go.
+    for (size_t i = 0; i < reshard_.num_atoms(); ++i) {
+      const bool is_in = state_.place[i] >= 0;
+      const bool will_be_in = (used >> i & 1U) != 0;
+      if (!is_in && will_be_in) edge.atoms.push_back(i);
+      if (!is_in || will_be_in) continue;
+      edge.sources.push_back(i);
+      edge.after.place[i] = State::kReplicated;
     }
     edges_.push_back(edge);
+  }
+
+  // What of this dimension changes, in the shortest runs of atoms that make as many parts before
+  // and after. False: they would not be the same parts.
+  bool add_places(Edge& edge, size_t dim, const AtomList& after) const {
+    const AtomList& before = lists_[dim];
+    int64_t parts = 1;
+    for (uint8_t i = 0, j = 0; i < before.count;) {
+      const uint8_t first = i;
+      const uint8_t other_first = j;
+      int64_t own = reshard_.atom_size(before.ids[i++]);
+      int64_t other = reshard_.atom_size(after.ids[j++]);
+      while (own != other) {
+        if (own < other) {
+          own *= reshard_.atom_size(before.ids[i++]);
+        } else {
+          other *= reshard_.atom_size(after.ids[j++]);
+        }
+      }
+      parts *= own;
+      const bool is_one = i - first == 1 && j - other_first == 1;
+      if (is_one && before.ids[first] == after.ids[other_first]) continue;
+      if (!is_one && !reshard_.divides(dim, parts)) return false;
+      for (uint8_t k = first; k < i; ++k) edge.atoms.push_back(before.ids[k]);
+      for (uint8_t k = other_first; k < j; ++k) edge.sources.push_back(after.ids[k]);
+    }
+    return true;
   }
 
   const Reshard& reshard_;
   const State& state_;
   std::vector<AtomList> lists_;
+  std::vector<int64_t> parts_;  // per dimension: into how many it is cut
+  int home_ = 0;                // atoms that are where they belong
   std::vector<Edge> edges_;
 };
 

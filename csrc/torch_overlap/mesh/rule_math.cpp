@@ -45,7 +45,8 @@ OpRule elementwise_rule(std::string_view op, const std::vector<Shape>& inputs, E
   RuleBuilder builder{std::string(op)};
   const Shape shape = broadcast_shape(op, inputs);
   std::vector<std::vector<int32_t>> out;
-  for (size_t d = 0; d < shape.size(); ++d) out.push_back(builder.dim(dim_name(d), shape[d]));
+  // Also a dimension of size 1 has a factor: one rank has it where it is cut, and computes it.
+  for (size_t d = 0; d < shape.size(); ++d) out.push_back({builder.factor(dim_name(d), shape[d])});
   for (const Shape& input : inputs) {
     const size_t skip = shape.size() - input.size();
     std::vector<std::vector<int32_t>> in;

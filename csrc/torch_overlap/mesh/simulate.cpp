@@ -212,14 +212,7 @@ Locals run_step(const Step& step, const Locals& locals, const Shape& shape) {
         break;
       }
       case StepKind::kPermute:
-        for (const int64_t member : group) {
-          bool is_source = true;
-          for (size_t i = 0; i < step.axes.size(); ++i) {
-            is_source = is_source && mesh.coordinate_at(member, step.axes[i]) ==
-                                         mesh.coordinate_at(index, step.sources[i]);
-          }
-          if (is_source) out.push_back(locals[static_cast<size_t>(member)]);
-        }
+        out.push_back(locals[static_cast<size_t>(step.source_at(index))]);
         break;
       case StepKind::kMakePartial:
         out.push_back(made_partial(mesh, step, index, own));
@@ -228,8 +221,6 @@ Locals run_step(const Step& step, const Locals& locals, const Shape& shape) {
         out.push_back(own);
         break;
     }
-    TORCH_OVERLAP_CHECK(static_cast<int64_t>(out.size()) == index + 1, kValue,
-                        "simulate: expected one source for index ", index, " in ", step.str());
     const Shape expected = sizes_of(extents_at(step.after, shape, index));
     TORCH_OVERLAP_CHECK(out.back().shape == expected, kValue, "simulate: expected shape ",
                         list_string(expected), " at index ", index, " after ", step.str(), ", got ",

@@ -23,6 +23,17 @@ using mesh::StepKind;
 using spmd::Group;
 using spmd::MeshComms;
 
+// The part of a dimension of n that the rank at this index has, cut along some axes.
+Extent cut_at(const Mesh& mesh, int64_t index, const AxisList& axes, int64_t n) {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> coordinates;
+  for (const AxisRef& ref : axes) {
+    sizes.push_back(ref.size);
+    coordinates.push_back(mesh.coordinate_at(index, ref));
+  }
+  return mesh::chunk(n, sizes, coordinates);
+}
+
 // How a dimension of n is cut along some axes, in the order of the axes: part i, and which member
 // of the communicator has it.
 struct CutParts {
@@ -34,14 +45,8 @@ struct CutParts {
 
   CutParts(const MeshComms& comms, const Group& group, const AxisList& axes, int64_t n) {
     const std::vector<int64_t> order = comms.mesh().group_at(comms.index(), axes);
-    std::vector<int64_t> sizes;
-    for (const AxisRef& ref : axes) sizes.push_back(ref.size);
     for (size_t i = 0; i < order.size(); ++i) {
-      std::vector<int64_t> coordinates;
-      for (const AxisRef& ref : axes) {
-        coordinates.push_back(comms.mesh().coordinate_at(order[i], ref));
-      }
-      extents.push_back(mesh::chunk(n, sizes, coordinates));
+      extents.push_back(cut_at(comms.mesh(), order[i], axes, n));
       const auto member = std::find(group.indices.begin(), group.indices.end(), order[i]);
       members.push_back(static_cast<size_t>(member - group.indices.begin()));
       if (order[i] == comms.index()) own = i;
@@ -103,10 +108,11 @@ bool is_first(const MeshComms& comms, const AxisList& axes) {
 
 class Run {
  public:
-  Run(const Step& step, const mesh::Shape& shape, MeshComms& comms, bool may_split)
+  Run(const Tensor& x, const Step& step, const mesh::Shape& shape, MeshComms& comms)
       : step_(step),
         comms_(comms),
-        may_split_(may_split),
+        may_split_(can_start_async(x)),
+        has_gradient_(!may_split_ || needs_autograd(x)),
         before_(sizes(step.before, shape)),
         after_(sizes(step.after, shape)),
         largest_(mesh::largest_local_shape(step.before, shape)) {}
@@ -147,22 +153,29 @@ class Run {
   static int64_t size(const Group& group) { return static_cast<int64_t>(group.indices.size()); }
 
   Tensor to_replicated(const Tensor& x, const AxisList& axes) const {
+    if (!has_gradient_) return x;
     const Group& members = group(axes);
     return members.comm ? invariant_to_replicated(x, members.comm_name, size(members)) : x;
   }
 
   // What an invariant value would gather backwards is a slice forwards. Where parts are uneven its
-  // gradient is summed instead: zeros, and the own part.
+  // gradient is summed instead: zeros, and the own part. Without a gradient nothing is sent, and no
+  // communicator needed.
   Tensor slice(const Tensor& x) const {
     const int64_t dim = step_.dim;
-    const Group& members = group(step_.axes);
-    const CutParts parts(comms_, members, step_.axes, before_[static_cast<size_t>(dim)]);
+    const int64_t n = before_[static_cast<size_t>(dim)];
+    const Extent own = cut_at(comms_.mesh(), comms_.index(), step_.axes, n);
     const AxisList invariant = invariant_ones(step_.axes, step_.before);
+    if (invariant.empty()) return x.narrow(dim, own.offset, own.size);
+    if (!has_gradient_) {
+      return x.narrow(dim, own.offset, own.size).clone(at::MemoryFormat::Contiguous);
+    }
+    const Group& members = group(step_.axes);
+    const CutParts parts(comms_, members, step_.axes, n);
     if (invariant.size() == step_.axes.size() && parts.plain && members.comm) {
       return own_part(x, dim, members.comm_name, size(members));
     }
-    const Extent& own = parts.extents[parts.own];
-    return (invariant.empty() ? x : to_replicated(x, invariant)).narrow(dim, own.offset, own.size);
+    return to_replicated(x, invariant).narrow(dim, own.offset, own.size);
   }
 
   // R, then what of it is I.
@@ -219,19 +232,13 @@ class Run {
   Tensor permute(const Tensor& x) const {
     const Group& members = group(step_.axes);
     if (!members.comm) return x;
-    const Mesh& mesh = comms_.mesh();
+    const auto begin = members.indices.begin();
     std::vector<int64_t> pairs;
     for (size_t target = 0; target < members.indices.size(); ++target) {
-      for (size_t source = 0; source < members.indices.size(); ++source) {
-        bool fits = true;
-        for (size_t i = 0; i < step_.axes.size(); ++i) {
-          fits = fits && mesh.coordinate_at(members.indices[source], step_.axes[i]) ==
-                             mesh.coordinate_at(members.indices[target], step_.sources[i]);
-        }
-        if (!fits) continue;
-        pairs.push_back(static_cast<int64_t>(source));
-        pairs.push_back(static_cast<int64_t>(target));
-      }
+      const auto source =
+          std::find(begin, members.indices.end(), step_.source_at(members.indices[target]));
+      pairs.push_back(source - begin);
+      pairs.push_back(static_cast<int64_t>(target));
     }
     // Axes along which the value was whole, and those along which it will be: where all of both are
     // invariant, so are the gradients on their way back.
@@ -281,6 +288,7 @@ class Run {
   const Step& step_;
   MeshComms& comms_;
   const bool may_split_;
+  const bool has_gradient_;   // or may have one: of what a compiler or vmap sees, nobody can tell
   const mesh::Shape before_;  // of this rank's tensor
   const mesh::Shape after_;
   const mesh::Shape largest_;  // of all ranks', before
@@ -289,7 +297,7 @@ class Run {
 }  // namespace
 
 Tensor run_step(const Tensor& x, const Step& step, const mesh::Shape& shape, MeshComms& comms) {
-  return Run(step, shape, comms, can_start_async(x))(x);
+  return Run(x, step, shape, comms)(x);
 }
 
 }  // namespace torch_overlap::ops

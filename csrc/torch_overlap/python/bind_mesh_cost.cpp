@@ -59,7 +59,6 @@ py::dict to_dict(const CostModel& model) {
   py::dict overlap;
   overlap["contention"] = model.overlap.contention;
   overlap["start_us"] = model.overlap.start * 1e6;
-  overlap["least_gain"] = model.overlap.least_gain;
   py::dict out;
   out["name"] = model.name;
   out["links"] = links;
@@ -102,8 +101,7 @@ CostModel from_dict(const py::dict& from) {
   model.device.tiles = device["tiles"].cast<bool>();
   const auto overlap = from["overlap"].cast<py::dict>();
   model.overlap = OverlapModel{.contention = overlap["contention"].cast<double>(),
-                               .start = overlap["start_us"].cast<double>() * 1e-6,
-                               .least_gain = overlap["least_gain"].cast<double>()};
+                               .start = overlap["start_us"].cast<double>() * 1e-6};
   model.check();
   return model;
 }

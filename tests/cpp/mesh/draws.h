@@ -90,6 +90,23 @@ class Draw {
     }
     return Layout(mesh, std::move(lists), std::move(partial));
   }
+  // The same axes in another order in each dimension; dimensions of as many parts may have changed
+  // places. Nothing is pending.
+  Layout reordered(const Layout& layout) {
+    std::vector<AxisList> lists = layout.dims();
+    for (size_t d = 0; d < lists.size(); ++d) {
+      shuffle(lists[d]);
+      const auto other = static_cast<size_t>(number(0, static_cast<int64_t>(d)));
+      if (size_of(lists[d]) == size_of(lists[other])) std::swap(lists[d], lists[other]);
+    }
+    return Layout(layout.mesh(), std::move(lists));
+  }
+  // Cut evenly.
+  Shape divided_shape(const Layout& layout) {
+    Shape out;
+    for (const AxisList& axes : layout.dims()) out.push_back(number(1, 3) * size_of(axes));
+    return out;
+  }
   Shape shape(size_t dims, int64_t most = 13) {
     Shape out;
     for (size_t d = 0; d < dims; ++d)

@@ -66,6 +66,11 @@ TEST(Plan, KnownCases) {
       {{"x=2,y=2", "[x],[y]", "[y],[x]", {4, 4}}, "permute"},              // T26
       {{"x=2,y=2", "[x,y]", "[y,x]", {8}}, "permute"},                     // B4
       {{"x=2,y=2", "[x]", "[y]", {8}}, "permute"},
+      {{"x=2,y=4", "[x,y]", "[y,x]", {8}}, "permute"},  // B4, of two sizes
+      {{"x=2,y=3,z=6", "[],[x,y],[z]", "[],[z],[y,x]", {4, 12, 12}}, "permute"},
+      {{"x=4,y=2,z=2", "[x]", "[y,z]", {8}}, "permute"},  // z and y come, x goes
+      {{"x=3,y=2,z=4", "[x,y,z]", "[x,z,y]", {24}}, "permute"},
+      {{"x=4", "[x:(1)2,x:(2)2]", "[x:(2)2,x:(1)2]", {8}}, "permute"},
       {{"x=2,y=2", "[x]", "[x,y]", {8}}, "slice"},                       // B3
       {{"x=2,y=2", "[x],[]", "[x],[y]", {8, 8}}, "slice"},               // B3
       {{"dp=4", "[dp],[]", "[],[]", {8, 4}}, "all_gather"},              // T5
@@ -105,6 +110,27 @@ TEST(Plan, ASwapGivesEachRankItsPart) {
   EXPECT_DOUBLE_EQ(made.wire_bytes(), 4 * 4);  // its own part, once
 }
 
+// Every rank sends its part to one other: at most its bytes, once. Where parts are uneven, axes of
+// two sizes cut them elsewhere, and no part is one that a rank has.
+TEST(Plan, AxesOfTwoSizesChangePlacesInOneStepWhereTheyDivide) {
+  for (const auto& c : {Reshape{"x=2,y=4", "[x,y],[]", "[y,x],[]", {16, 3}},
+                        Reshape{"z=2,x=2,y=3", "[z,x,y],[]", "[z,y,x],[]", {24, 3}},
+                        Reshape{"x=2,y=2,z=4", "[x,y],[z]", "[z],[y,x]", {8, 4}}}) {
+    const Plan made = plan(c);
+    EXPECT_EQ(kinds(made), "permute") << made.explain();
+    const Mesh mesh = Mesh::parse(c.mesh);
+    const Shape local = largest_local_shape(Layout::parse(mesh, c.from), c.shape);
+    EXPECT_DOUBLE_EQ(made.wire_bytes(), 4.0 * static_cast<double>(num_elements(local)));
+    expect_right(made);
+  }
+  for (const auto& c : {Reshape{"x=2,y=4", "[x,y],[]", "[y,x],[]", {12, 8}},
+                        Reshape{"z=2,x=2,y=3", "[z,x,y],[]", "[z,y,x],[]", {18, 8}}}) {
+    const Plan made = plan(c);
+    EXPECT_EQ(kinds(made).find("permute"), std::string::npos) << made.explain();
+    expect_right(made);
+  }
+}
+
 // T52-T55: what the specification counts.
 TEST(Plan, BytesAreThoseOfTheFormulas) {
   EXPECT_DOUBLE_EQ(wire_bytes(Collective::kAllReduce, 4, 1000), 1500);
@@ -134,21 +160,33 @@ TEST(Plan, BytesAreThoseOfTheFormulas) {
   EXPECT_GT(time(unit, "[x,y]", "[]", 4, {256}), time(unit, "[y]", "[]", 4, {256}));
 }
 
+bool permutes_two_sizes(const Plan& plan) {
+  return std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
+    return step.kind == StepKind::kPermute &&
+           !std::equal(step.axes.begin(), step.axes.end(), step.sources.begin(), step.sources.end(),
+                       [](const AxisRef& a, const AxisRef& b) { return a.size == b.size; });
+  });
+}
+
 TEST(Plan, IsRightAndNeverWorseThanTheGreedyOne) {
   testing::Draw draw(1);
   int better = 0;
+  int two_sizes = 0;
   for (int i = 0; i < testing::draws(); ++i) {
     const Mesh mesh = draw.mesh(draw.chance(0.1) ? 5 : 3);
     const auto dims = static_cast<size_t>(draw.number(1, 3));
     const Layout from = draw.layout(mesh, dims);
-    const Layout to = draw.layout(mesh, dims, draw.chance(0.2));
-    const Shape shape = draw.shape(dims);
+    const bool is_reordered = draw.chance(0.3);
+    const Layout to =
+        is_reordered ? draw.reordered(from) : draw.layout(mesh, dims, draw.chance(0.2));
+    const Shape shape = is_reordered ? draw.divided_shape(from) : draw.shape(dims);
     const Array global = counted(shape);
     for (const CostModel& cost : {h200(), CostModel::bandwidth_only()}) {
       const Plan best = plan_reshard(from, to, shape, 4, cost);
       const Plan greedy = greedy_reshard(from, to, shape, 4, cost);
       ASSERT_LE(best.seconds(), greedy.seconds()) << best.explain() << greedy.explain();
       better += static_cast<int>(best.seconds() < greedy.seconds());
+      two_sizes += static_cast<int>(permutes_two_sizes(best));
       for (const Plan* one : {&best, &greedy}) {
         Locals locals;
         ASSERT_NO_THROW(locals = simulate(*one, distribute(global, from)))
@@ -163,6 +201,7 @@ TEST(Plan, IsRightAndNeverWorseThanTheGreedyOne) {
     }
   }
   EXPECT_GT(better, 0);
+  EXPECT_GT(two_sizes, 0);
 }
 
 // Pending values that differ on every rank, so that one reduction too many or too few shows.

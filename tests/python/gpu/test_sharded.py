@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from torch_overlap.mesh import (
     shard_module,
     sharded_parameters,
 )
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "spmd"))
+from plain_block import LAYOUTS, Block, loss_of
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -127,37 +131,17 @@ def test_column_and_row_products(mesh, randn, how, dtype):
 # --- modules
 
 DIM, HIDDEN, HEADS, VOCABULARY, BATCH, SEQUENCE = 128, 256, 8, 64, 4, 64
-LAYOUTS = {"*.w[qkv].weight": P("tp"), "*.wo.weight": P(None, "tp"), "*.up.*": P("tp"), "*.down.weight": P(None, "tp")}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.LayerNorm(DIM)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
-
-    def forward(self, x):
-        h = self.norm(x)
-        q, k, v = (w(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(*(Block(DIM, HIDDEN, HEADS) for _ in range(2)))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, tokens):
         return self.head(self.blocks(self.embedding(tokens)))
-
-
-def loss_of(model, tokens, targets):
-    return F.cross_entropy(model(tokens).permute(0, 2, 1), targets)
 
 
 @pytest.fixture

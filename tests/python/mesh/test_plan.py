@@ -64,9 +64,13 @@ def test_any_plan_agrees_with_slicing(seed: int) -> None:
                 if place < len(shape):
                     dims[place].append(axis)
             ends.append(Layout(mesh, dims))
+        if rng.random() < 0.3:  # cut evenly by the same axes, in another order
+            shape = [rng.randint(1, 3) * math.prod(mesh.axes[axis] for axis in dim) for dim in ends[0].dims]
+            ends[1] = Layout(mesh, [rng.sample(dim, len(dim)) for dim in ends[0].dims])
         data = generator.standard_normal(shape)
-        plan = plan_reshard(*ends, shape, 8, H200)
-        assert plan.seconds <= greedy_reshard(*ends, shape, 8, H200).seconds, plan.explain()
+        cost = rng.choice((H200, CostModel.bandwidth_only()))
+        plan = plan_reshard(*ends, shape, 8, cost)
+        assert plan.seconds <= greedy_reshard(*ends, shape, 8, cost).seconds, plan.explain()
         for index, local in enumerate(simulate(plan, distribute(data, ends[0]))):
             offsets, local_shape = (f(shape, mesh.ranks[index]) for f in (ends[1].offsets, ends[1].local_shape))
             box = tuple(slice(o, o + n) for o, n in zip(offsets, local_shape, strict=True))
@@ -139,6 +143,10 @@ def test_models_are_files(tmp_path: Path) -> None:
         (lambda v: v["device"].update(memory_gbps=0), "expected memory above 0, got 0"),
         (lambda v: v["links"]["nvlink"].update(bandwidth_gbps=-1), "bandwidth of 'nvlink' above 0"),
         (lambda v: v["links"]["nvlink"].update(speed=1), "expected the keys"),
+        (
+            lambda v: v["overlap"].update(least_gain=0.03),
+            r"\['contention', 'start_us'\] at .*: overlap, got .*least_gain",
+        ),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(collective="gossip"), "got 'gossip'"),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(bytes_us=[[2, 9], [1, 10]]), "expected rising bytes"),
         (lambda v: v["links"]["nvlink"]["curves"][0].update(ranks=1), "for 2 ranks or more"),

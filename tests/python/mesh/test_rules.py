@@ -52,6 +52,8 @@ CASES: dict[str, tuple[OpRule, Callable[..., torch.Tensor]]] = {
     "slice": (OpRule.slice((8, 6), 0, [(1, 4)]), lambda x: x[1:4]),
     "permute": (OpRule.transpose((4, 6, 5), (2, 0, 1)), lambda x: x.permute(2, 0, 1)),
     "gelu": (OpRule.elementwise("gelu", [(4, 7)]), F.gelu),
+    "gelu of one row": (OpRule.elementwise("gelu", [(1, 7)]), F.gelu),
+    "add, one row": (OpRule.elementwise("add", [(1, 7), (1, 1, 7), (7,)], "add"), lambda a, b, c: a + b + c),
     "where": (OpRule.elementwise("where", [(4, 7), (7,), (4, 1)]), lambda c, a, b: torch.where(c > 0, a, b)),
     "amax": (OpRule.reduction("amax", (4, 8), (0,)), lambda x: x.amax(0) if len(x) else x.new_full(x.shape[1:], -1e9)),
     "flip": (OpRule.along("flip", (4, 8), (0,)), lambda x: x.flip(0)),

@@ -40,8 +40,8 @@ def check_feed_forward(comm, seed):
     shared = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(seed + 1 + comm.get_rank())
     tensors = [
-        torch.randn(4, 3, 8, generator=own),
-        *(torch.randn(*s, generator=shared) for s in ((6, 8), (6, 8), (8, 6))),
+        torch.randn(4, 3, 8, generator=own, dtype=torch.float64),
+        *(torch.randn(*s, generator=shared, dtype=torch.float64) for s in ((6, 8), (6, 8), (8, 6))),
     ]
 
     def run(function):
@@ -63,9 +63,38 @@ def check_feed_forward(comm, seed):
 
 def test_values_and_gradients_are_those_of_the_plain_graph(seed):
     decisions, why = run_ranks(check_feed_forward, 2, seed, timeout=280)[0]
-    forward = [("all_gather", True), ("reduce_scatter", True)]
-    assert decisions == [*forward, ("all_gather", True), ("reduce_scatter", False)]
-    assert "comes from add, not from a product" in why
+    # The last one: of the sum of two products, the gradients of up's and of gate's input.
+    assert decisions == [("all_gather", True), ("reduce_scatter", True)] * 2
+    assert "by the cost model" in why
+
+
+def check_sums(comm, seed):
+    """Products that are added before they are reduced, some of them reshaped, one of them twice."""
+    generator = torch.Generator().manual_seed(seed + comm.get_rank())
+    a, b, c = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 2, 5), (4, 2, 3), (8, 7)))
+    u, v, w = (torch.randn(6, k, generator=generator, dtype=torch.float64) for k in (5, 3, 7))
+
+    def function(a, b, c):
+        twice = F.linear(b, v)
+        y = F.linear(a, u) + (twice + twice) + F.linear(c, w).view(4, 2, 6)
+        return to.ops.reduce_scatter(y, comm, 0), to.ops.all_reduce(c @ w.t() + (a.flatten(0, 1) @ u.t()), comm, "sum")
+
+    made = OverlapPass(algorithm="fused")
+    with torch.no_grad():
+        expected = function(a, b, c)
+        got = torch.compile(function, fullgraph=True, backend=pass_alone(made))(a, b, c)
+        plain = OverlapPass()
+        torch._dynamo.reset()
+        torch.compile(function, fullgraph=True, backend=pass_alone(plain))(a, b, c)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    return [(d.collective, d.fused) for d in made.decisions], [d.fused for d in plain.decisions]
+
+
+def test_a_sum_of_products_is_one_product(seed):
+    fused, small = run_ranks(check_sums, 2, seed, timeout=280)[0]
+    assert fused == [("reduce_scatter", True), ("all_reduce", True)]
+    assert small == [False, False]  # not worth it
 
 
 def c10d_feed_forward(group, x, up, down):
@@ -111,6 +140,10 @@ def reasons(comm):
         "not a sum": lambda: ops.all_reduce(F.linear(x, w), comm, "max"),
         "used before": lambda: (lambda y: (ops.all_reduce(y, comm, "sum"), y))(F.linear(x, w)),
         "scattered columns": lambda: ops.reduce_scatter(F.linear(x, w), comm, 1),
+        "sum used before": lambda: (lambda y: (ops.all_reduce(y, comm, "sum"), y))(F.linear(x, w) + F.linear(x, w + 1)),
+        "added": lambda: ops.all_reduce(F.linear(x, w) + 1, comm, "sum"),
+        "added bias": lambda: ops.all_reduce(F.linear(x, w) + w[:, 0], comm, "sum"),
+        "twice as much": lambda: ops.all_reduce(torch.add(x @ w.t(), x @ w.t().exp(), alpha=2), comm, "sum"),
         "fused": lambda: ops.all_reduce(F.linear(x, w), comm, "sum"),
     }
     found = {}
@@ -159,6 +192,10 @@ def test_what_is_left_alone_says_why():
         "not a sum": "it is no sum but max",
         "used before": "needed before it is reduced",
         "scattered columns": "scatters the columns",
+        "sum used before": "needed before it is reduced",
+        "added": "comes from add, not from a product",
+        "added bias": "comes from add, not from a product",
+        "twice as much": "comes from add, not from a product",
     }
     for name, why in expected.items():
         assert len(found[name]) == 1, name

@@ -23,6 +23,8 @@ from torch_overlap.mesh import (
     recipe_of,
     reduce_scatter,
     shard,
+    shard_module,
+    sharded_parameters,
     to_layout,
 )
 from torch_overlap.testing import run_ranks
@@ -225,6 +227,30 @@ def test_sets_that_were_not_declared():
         assert one.group_comm("a") is None
         assert one.group_comm("b").get_name() == comm.get_name()
         one.close()
+        mesh.close()
+
+    run_ranks(body, 8, backend="local")
+
+
+def test_a_slice_needs_no_communicator():
+    """What sends nothing splits nothing, also over several axes; a gradient that is gathered does."""
+
+    def body(comm):
+        mesh = connect("x=2,y=2,z=2", comm, name="slices", sets=["x"])
+        split = []
+        comm.register_pre_hook(lambda name, *_: split.append(name.name))
+        whole = torch.arange(64.0).reshape(8, 8)
+        y = shard(whole, mesh, P(("y", "z")))
+        assert y.local.tolist() == whole[y.layout.offsets((8, 8), mesh.rank)[0] :][:2].tolist()
+        y.local.add_(1)
+        assert whole.sum() == 63 * 32  # a part of its own
+        assert shard(whole, mesh, Layout.parse(mesh.mesh, "[z],[]")).local.shape == (4, 8)
+        layer = shard_module(torch.nn.Linear(8, 8), mesh, {"weight": P("z", "y"), "bias": P(("z", "y"))})
+        assert sharded_parameters(layer)["weight"].local.shape == (4, 4)
+        assert not split
+        x = shard(whole.clone().requires_grad_(), mesh, P("z"))
+        assert x.local.shape == (4, 8)
+        assert split == ["split"]
         mesh.close()
 
     run_ranks(body, 8, backend="local")

@@ -138,6 +138,24 @@ def test_reductions_on_every_mesh(text, seed):
     on_mesh(text, body, seed)
 
 
+def test_a_sharded_dimension_of_size_1(seed):
+    """The first rank has it: elementwise functions stay there, copies are cut; all need it where it is broadcast."""
+
+    def body(r):
+        x, row, rows = r.randn(1, 6), r.randn(1, 6), r.randn(8, 6)
+        sharded, whole = shard(x, r.mesh, P("x")), shard(row, r.mesh)
+        assert sharded.local.shape[0] == (r.index == 0)
+        with r.sends():
+            y = r.check((sharded * 2).relu() + whole, (x * 2).relu() + row, "[x],[]")
+            r.check(y - sharded, (x * 2).relu() + row - x, "[x],[]")
+        with r.sends("all_gather x"):  # of the row
+            r.check(sharded + shard(rows, r.mesh, P("x")), x + rows, "[x],[]")
+        compare(r, lambda a, b: (a * b).tanh(), [x, row], ["[x],[]", "[],[] I{x}"])
+        compare(r, lambda a, b: (a * b).tanh(), [x, rows], ["[x],[]", "[x],[]"])
+
+    on_mesh("x=4", body, seed)
+
+
 def test_maximum_of_a_pending_sum(seed):
     """B10: the sum is reduced first, as a sum; the maximum then is no sum."""
 

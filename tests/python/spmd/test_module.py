@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_block import LAYOUTS, Block, loss_of
 from torch import Tensor, nn
 
 from torch_overlap import InvalidValueError
@@ -28,24 +28,7 @@ from torch_overlap.mesh import (
 from torch_overlap.testing import run_ranks
 
 DIM, HIDDEN, HEADS, VOCABULARY, BATCH, SEQUENCE = 16, 32, 4, 24, 4, 8
-LAYOUTS = {"*.w[qkv].weight": P("tp"), "*.wo.weight": P(None, "tp"), "*.up.*": P("tp"), "*.down.weight": P(None, "tp"),
-           }  # fmt: skip
 VOCABULARY_PARALLEL = LAYOUTS | {"embedding.weight": P("tp")}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(DIM), nn.LayerNorm(DIM)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (w(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class Model(nn.Module):
@@ -54,7 +37,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(*(Block(DIM, HIDDEN, HEADS) for _ in range(2)))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
@@ -71,10 +54,6 @@ def model_of(seed: int) -> tuple[Model, Tensor, Tensor]:
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
     tokens, targets = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
     return model, tokens, targets
-
-
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).permute(0, 2, 1), targets)
 
 
 def check_step(comm, axes, tokens_at, seed, how, defer):
@@ -181,8 +160,8 @@ def test_whole_states_go_out_and_come_in(seed):
 def check_mistakes(comm):
     mesh = connect({"tp": 2}, comm)
     with pytest.raises(InvalidValueError, match=r"expected patterns of parameters or buffers, got \['wrong.\*'\]"):
-        shard_module(Block(), mesh, {"wrong.*": P("tp")})
-    model = shard_module(Block(), mesh)
+        shard_module(Block(DIM, HIDDEN, HEADS), mesh, {"wrong.*": P("tp")})
+    model = shard_module(Block(DIM, HIDDEN, HEADS), mesh)
     with pytest.raises(InvalidValueError, match="expected a module that is not sharded"):
         shard_module(model, mesh)
     with pytest.raises(InvalidValueError, match="scalars that are pending sums"):
