@@ -16,6 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 # What a sample touches is larger than the L2 cache of any GPU so far.
 CACHE_BYTES = 128 * MIB
 SAMPLE_US = 1500.0
+EAGER_SAMPLE_US = 10_000.0
 MAX_CALLS = 50
 
 
@@ -88,6 +89,13 @@ class Case:
         """How many calls one sample has: all inputs take their turn, and starting it costs little beside it."""
         enough = math.ceil(SAMPLE_US / self.estimate_us(tp))
         return max(self.sets(tp) if self.is_gemm else 2, min(enough, MAX_CALLS))
+
+    def repeats(self, tp: int, mode: str) -> int:
+        """How often a sample does its calls: an eager one until the host's time for the first call, when the device has
+        nothing to do yet, costs little beside the rest."""
+        if mode != "eager" or not self.is_gemm:
+            return 1
+        return math.ceil(EAGER_SAMPLE_US / (self.calls(tp) * self.estimate_us(tp)))
 
     def check(self, tp: int) -> None:
         """Raises ValueError where tp ranks cannot share the shape."""
@@ -205,5 +213,5 @@ def in_order(cases: Iterable[Case], modes: Sequence[str]) -> list[Visit]:
 def expected_seconds(visit: Visit, tp: int, rounds: int, variants: int = 10) -> float:
     """About how long a visit takes: its samples, and getting ready."""
     case = visit.case
-    sample = case.calls(tp) * case.estimate_us(tp) * 1.4 * 1e-6 + 0.6e-3
+    sample = case.repeats(tp, visit.mode) * case.calls(tp) * case.estimate_us(tp) * 1.4 * 1e-6 + 0.6e-3
     return 1.0 + (rounds + 3) * variants * sample

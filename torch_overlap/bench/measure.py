@@ -76,13 +76,13 @@ def distance(mine: Tensor, reference: Tensor) -> float:
 
 def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Samples:
     """Samples of all variants, the slowest rank's. In the mode "graph" those that cannot be captured become missing."""
-    calls = problem.case.calls(ranks.size)
+    calls, repeats = problem.case.calls(ranks.size), problem.case.repeats(ranks.size, mode)
     samplers: dict[str, Callable[[], float]] = {}
     kept = []
     for variant in problem.variants:
         steps = partial(_steps, variant.call, calls)
         if mode == "eager":
-            samplers[variant.name] = ranks.eager.sampler(steps, calls, before=variant.before)
+            samplers[variant.name] = ranks.eager.sampler(steps, calls, repeats, variant.before)
         else:
             captured: list[Callable[[], object]] = []
             # Once outside: memory and plans of all inputs are there.

@@ -14,10 +14,10 @@ using G = DirectGeometry;
 constexpr size_t kKi = 1024;
 constexpr size_t kMi = 1024 * kKi;
 
-// Up to how many bytes (DirectProblem::bytes) each protocol is the fastest; 0: never. NCCL is
-// faster above the last one. Rows of two and four ranks: where the protocols cross on H200s in a
-// graph, for the gathers and scatters of four by the push of all_reduce, which sends as much; of
-// more ranks: below where prototypes did.
+// Up to how many bytes (DirectProblem::bytes) each protocol is taken; 0: never. Rows of two and four
+// ranks: where the protocols cross on H200s in a graph; of more ranks: below where prototypes did.
+// NCCL has what is larger. Alone, push is the fastest for four times as much yet, but it has a block
+// on every SM, which products beside it miss.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
@@ -28,16 +28,16 @@ struct Limits {
 
 constexpr Limits kLimits[] = {
     {Primitive::all_reduce, 2, 192 * kKi, 4 * kMi, 0},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 4 * kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 8 * kMi},
     {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi},
     {Primitive::all_gather, 2, 256 * kKi, 4 * kMi, 0},
-    {Primitive::all_gather, 4, 128 * kKi, 2 * kMi, 0},
+    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
     {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
     {Primitive::reduce_scatter, 2, 192 * kKi, 4 * kMi, 0},
-    {Primitive::reduce_scatter, 4, 128 * kKi, 2 * kMi, 0},
+    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0},
     {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
     {Primitive::all_to_all, 2, 256 * kKi, 4 * kMi, 0},
-    {Primitive::all_to_all, 4, 128 * kKi, 2 * kMi, 0},
+    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0},
     {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
     {Primitive::broadcast, 2, 256 * kKi, 4 * kMi, 0},
     {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},

@@ -1,7 +1,6 @@
 // Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
-// choice in CUDA graphs up to 4 MiB (benchmarks/results/bench_bf16-h200-*.json), eagerly from 16
-// MiB on (benchmarks/results/collective_bandwidth-h200-*.json). Where a point is left out at 4 MiB,
-// NCCL was measured, which is not the choice there any more.
+// choice in CUDA graphs up to 16 MiB (benchmarks/results/bench_bf16-h200-*.json), among two ranks up
+// to 4; NCCL eagerly above (benchmarks/results/collective_bandwidth-h200-*.json).
 
 #include "torch_overlap/mesh/cost.h"
 
@@ -33,9 +32,10 @@ CostModel CostModel::h200() {
   nvlink.start = 9e-6;       // the smallest call of NCCL
   nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
   nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
-  // all_gather and all_to_all below 16 MiB: they send as much by the same kernels.
+  // all_gather and all_to_all: they send as much by the same kernels.
   const Rows small_on_2{{1, 3.0}, {64, 3.2}, {256, 3.8}, {1024, 6.5}, {4096, 16.0}};
-  const Rows small_on_4{{1, 3.5}, {64, 4.2}, {256, 4.9}, {1024, 8.2}};
+  const Rows small_on_4{{1, 3.2},    {64, 3.8},    {256, 4.6},  {1024, 7.4},
+                        {4096, 16.1}, {16384, 50.0}, {32768, 105}};
   nvlink.curves = {
       curve(kAllReduce, 2,
             {{1, 3.6},
@@ -47,16 +47,17 @@ CostModel CostModel::h200() {
              {65536, 255.8},
              {262144, 901.1}}),
       curve(kAllReduce, 4,
-            {{1, 3.4},
-             {64, 4.4},
-             {256, 7.3},
-             {1024, 13.9},
-             {4096, 33.9},
-             {16384, 97.6},
+            {{1, 3.2},
+             {64, 4.3},
+             {256, 7.1},
+             {1024, 12.5},
+             {4096, 29.1},
+             {8192, 51.2},
+             {16384, 96.4},
              {65536, 324.7},
              {262144, 1188.3}}),
       curve(kAllGather, 2, small_on_2, {{16384, 56.0}, {65536, 159.1}, {262144, 555.3}}),
-      curve(kAllGather, 4, small_on_4, {{16384, 66.6}, {65536, 190.2}, {262144, 662.3}}),
+      curve(kAllGather, 4, small_on_4, {{65536, 190.2}, {262144, 662.3}}),
       // The smallest: no slower than all_reduce, which is one and more.
       curve(kReduceScatter, 2,
             {{1, 3.5},
@@ -68,15 +69,17 @@ CostModel CostModel::h200() {
              {65536, 168.8},
              {262144, 589.9}}),
       curve(kReduceScatter, 4,
-            {{1, 3.3},
-             {64, 4.0},
-             {256, 4.4},
-             {1024, 8.6},
-             {16384, 60.4},
+            {{1, 3.2},
+             {64, 3.8},
+             {256, 4.2},
+             {1024, 7.7},
+             {4096, 16.7},
+             {16384, 52.8},
+             {32768, 103.0},
              {65536, 194.7},
              {262144, 675.9}}),
       curve(kAllToAll, 2, small_on_2, {{16384, 58.4}, {65536, 139.9}, {262144, 480.0}}),
-      curve(kAllToAll, 4, small_on_4, {{16384, 68.2}, {65536, 200.1}, {262144, 674.7}}),
+      curve(kAllToAll, 4, small_on_4, {{65536, 200.1}, {262144, 674.7}}),
       curve(kBroadcast, 2, {{16384, 64.8}, {65536, 206.0}, {262144, 753.6}}),
       curve(kBroadcast, 4, {{16384, 88.7}, {65536, 230.1}, {262144, 784.0}}),
       // One exchange of two ranks: all_to_all among 2 with half the bytes.

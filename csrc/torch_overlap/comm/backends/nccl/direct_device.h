@@ -167,7 +167,8 @@ static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint3
     const uint64_t waited = now - begin;
     if (waited > kSpinNs) __nanosleep(500);
     if (waited < p.control.timeout_ns) continue;
-    const uint32_t seen = load_relaxed(word);
+    // All rounds before have been there: a wait comes behind theirs.
+    const uint32_t seen = expected - 1;
     note_late(p, peer, expected, seen);
     if (waited < p.control.timeout_ns + kGraceNs) continue;
     WaitRecord what{};
@@ -231,12 +232,18 @@ __device__ __forceinline__ Words<4> reduce_vectors(const DirectParams& p, const 
   return sum.result(p.op, size_of<Case>(p));
 }
 
-// After all threads have stored what goes to `peer`: says so, one thread for each peer. Between
-// barriers of the block.
+// Whether this thread is the one that speaks with a peer, of its own number, in a round.
+__device__ __forceinline__ bool speaks_in(const DirectParams& p, uint32_t round) {
+  const auto peer = static_cast<int>(threadIdx.x);
+  return peer < p.size && peer != p.rank && round < rounds_with(p, peer);
+}
+
+// After all threads have stored what goes to the peers, and a barrier: says so, one thread for each
+// peer.
 __device__ __forceinline__ void raise_flag(const DirectParams& p, const BlockState& state, int kind,
                                            uint32_t round) {
+  if (!speaks_in(p, round)) return;
   const auto peer = static_cast<int>(threadIdx.x);
-  if (peer >= p.size || peer == p.rank || round >= rounds_with(p, peer)) return;
   store_release(flag_of(p, kind, peer, p.rank), state.epoch[peer] + 1 + round);
 }
 
@@ -244,9 +251,9 @@ __device__ __forceinline__ void raise_flag(const DirectParams& p, const BlockSta
 // up, for all threads alike.
 __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockState& state,
                                             int kind, uint32_t round) {
-  const auto peer = static_cast<int>(threadIdx.x);
   bool failed = false;
-  if (peer < p.size && peer != p.rank && round < rounds_with(p, peer)) {
+  if (speaks_in(p, round)) {
+    const auto peer = static_cast<int>(threadIdx.x);
     const uint32_t expected = state.epoch[peer] + 1 + round;
     const uint32_t* flag = flag_of(p, kind, p.rank, peer);
     for (int looks = 1; !is_there(load_acquire(flag), expected); ++looks) {

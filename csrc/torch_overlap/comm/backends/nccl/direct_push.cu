@@ -33,26 +33,25 @@ __device__ __forceinline__ void push_chunk(const DirectParams& p, const BlockSta
   }
 }
 
-template <typename Case>
-__device__ __forceinline__ void send_round(const DirectParams& p, const BlockState& state,
-                                           uint32_t chunk, uint32_t round) {
-  push_chunk<Case>(p, state, chunk, round);
-  __syncthreads();
-  raise_flag(p, state, 0, round);
-}
-
-// Every round: the next is sent, this one awaited and taken by `take(chunk, round)`.
+// Every round: the next is sent, this one awaited and taken by `take(state, chunk, round)`, and only
+// then the next is announced: its stores have arrived by then, so the flag need not wait for them.
 template <typename Case, typename Take>
 __device__ __forceinline__ void exchange(const DirectParams& p, const Take& take) {
   __shared__ BlockState state;
   bool is_good = begin_block(p, state);
-  if (is_good && blockIdx.x < p.most_chunks) send_round<Case>(p, state, blockIdx.x, 0);
+  if (is_good && blockIdx.x < p.most_chunks) {
+    push_chunk<Case>(p, state, blockIdx.x, 0);
+    __syncthreads();
+    raise_flag(p, state, 0, 0);
+  }
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
     const uint32_t next = chunk + gridDim.x;
-    if (next < p.most_chunks) send_round<Case>(p, state, next, round + 1);
+    if (next < p.most_chunks) push_chunk<Case>(p, state, next, round + 1);
     is_good = await_flags(p, state, 0, round);
-    if (is_good) take(state, chunk, round);
+    if (!is_good) break;
+    take(state, chunk, round);
+    if (next < p.most_chunks) raise_flag(p, state, 0, round + 1);
   }
   end_block(p, state);
 }

@@ -42,8 +42,6 @@ __device__ __forceinline__ void send_slices(const DirectParams& p, const BlockSt
       store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + i * kVector, data[k]);
     }
   }
-  __syncthreads();
-  raise_flag(p, state, 0, round);
 }
 
 template <typename T, typename Case>
@@ -69,8 +67,17 @@ __device__ __forceinline__ void send_sums(const DirectParams& p, const BlockStat
     }
     store_words<Case>(p.recv[0] + slice.begin + at, sum, slice.bytes - at);
   }
-  __syncthreads();
-  raise_flag(p, state, 1, round);
+}
+
+// After a barrier: the sums of a round are there, and, if there is one, the slices of the next.
+__device__ __forceinline__ void announce(const DirectParams& p, const BlockState& state,
+                                         uint32_t round) {
+  if (!speaks_in(p, round)) return;
+  const auto peer = static_cast<int>(threadIdx.x);
+  const uint32_t epoch = state.epoch[peer] + 1 + round;
+  fence_system();
+  store_relaxed(flag_of(p, 1, peer, p.rank), epoch);
+  if (speaks_in(p, round + 1)) store_relaxed(flag_of(p, 0, peer, p.rank), epoch + 1);
 }
 
 template <typename Case>
@@ -96,12 +103,18 @@ __device__ __forceinline__ void take_sums(const DirectParams& p, const BlockStat
   }
 }
 
+// A round's sums are taken one round later, and flags are raised last, when what they speak of has
+// arrived: a block waits neither for its own stores nor for a trip to a peer and back.
 template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, 1)
     two_shot_kernel(const __grid_constant__ DirectParams p) {
   __shared__ BlockState state;
   bool is_good = begin_block(p, state);
-  if (is_good && blockIdx.x < p.most_chunks) send_slices<Case>(p, state, blockIdx.x, 0);
+  if (is_good && blockIdx.x < p.most_chunks) {
+    send_slices<Case>(p, state, blockIdx.x, 0);
+    __syncthreads();
+    raise_flag(p, state, 0, 0);
+  }
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
     const uint32_t next = chunk + gridDim.x;
@@ -109,8 +122,17 @@ __global__ void __launch_bounds__(G::kThreads, 1)
     is_good = await_flags(p, state, 0, round);
     if (!is_good) break;
     send_sums<T, Case>(p, state, chunk, round);
-    is_good = await_flags(p, state, 1, round);
-    if (is_good) take_sums<Case>(p, state, chunk, round);
+    if (round > 0) {
+      is_good = await_flags(p, state, 1, round - 1);
+      if (!is_good) break;
+      take_sums<Case>(p, state, chunk - gridDim.x, round - 1);
+    } else {
+      __syncthreads();
+    }
+    announce(p, state, round);
+  }
+  if (is_good && round > 0 && await_flags(p, state, 1, round - 1)) {
+    take_sums<Case>(p, state, blockIdx.x + (round - 1) * gridDim.x, round - 1);
   }
   end_block(p, state);
 }
