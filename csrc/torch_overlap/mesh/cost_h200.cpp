@@ -1,6 +1,6 @@
 // Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
-// choice in CUDA graphs up to 16 MiB (benchmarks/results/bench_bf16-h200-*.json), among two ranks up
-// to 4; NCCL eagerly above (benchmarks/results/collective_bandwidth-h200-*.json).
+// choice in CUDA graphs up to 16 MiB (benchmarks/results/bench_bf16-h200-*.json), among two ranks
+// up to 4; NCCL eagerly above (benchmarks/results/collective_bandwidth-h200-*.json).
 
 #include "torch_overlap/mesh/cost.h"
 
@@ -34,7 +34,7 @@ CostModel CostModel::h200() {
   nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
   // all_gather and all_to_all: they send as much by the same kernels.
   const Rows small_on_2{{1, 3.0}, {64, 3.2}, {256, 3.8}, {1024, 6.5}, {4096, 16.0}};
-  const Rows small_on_4{{1, 3.2},    {64, 3.8},    {256, 4.6},  {1024, 7.4},
+  const Rows small_on_4{{1, 3.2},     {64, 3.8},     {256, 4.6},  {1024, 7.4},
                         {4096, 16.1}, {16384, 50.0}, {32768, 105}};
   nvlink.curves = {
       curve(kAllReduce, 2,

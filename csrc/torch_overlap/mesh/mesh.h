@@ -104,7 +104,7 @@ class TORCH_OVERLAP_API Mesh {
   std::shared_ptr<const Data> data_;
 };
 
-int64_t size_of(const AxisList& axes) noexcept;  // the product of their sizes
+TORCH_OVERLAP_API int64_t size_of(const AxisList& axes) noexcept;  // the product of their sizes
 
 // Do two parts of one axis share coordinates? Parts that cannot be told apart (neither begins at a
 // multiple of the other's end) count as sharing.

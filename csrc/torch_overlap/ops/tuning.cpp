@@ -74,9 +74,9 @@ std::optional<Tuned> find_in(const TuningEntries& entries, const std::string& ke
 std::optional<Tuned> tuned(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            const std::shared_ptr<AgreedCache>& agreed) {
   const auto device = comm->device();
-  const auto key = tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype,
-                              comm->size(), overlap_device(problem.op, device.type()).name(device),
-                              comm->is_capturing());
+  const auto key =
+      tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype, comm->size(),
+                 overlap_device(problem.op, device.type()).name(device), comm->is_capturing());
   Measured& all = measured();
   const std::lock_guard lock(all.mutex);
   if (auto found = find_in(all.table, key, "table")) return found;

@@ -82,9 +82,12 @@ TEST(TuningKey, IsTheSameWithinHalfAPowerOfTwo) {
   EXPECT_NE(key(1024, 4096, 512), key(1536, 4096, 512));
   EXPECT_NE(key(1024, 4096, 512), key(1024, 4096, 768));
   EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kHalf, 2, "device", false));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 4, "device", false));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "other", false));
-  EXPECT_NE(key(1024, 4096, 512), tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "device", true));
+  EXPECT_NE(key(1024, 4096, 512),
+            tuning_key("op", 1024, 4096, 512, at::kBFloat16, 4, "device", false));
+  EXPECT_NE(key(1024, 4096, 512),
+            tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "other", false));
+  EXPECT_NE(key(1024, 4096, 512),
+            tuning_key("op", 1024, 4096, 512, at::kBFloat16, 2, "device", true));
 }
 
 }  // namespace

@@ -42,9 +42,7 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
 
 // What this thread has seen or stored, and what others have before a barrier with it, comes before
 // what it stores from here on.
-__device__ __forceinline__ void fence_system() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -144,7 +144,7 @@ __device__ __forceinline__ void note_late(const DirectParams& p, int peer, uint3
 inline constexpr int kLooks = 64;
 
 static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint32_t* word, int peer,
-                                       uint32_t expected) {
+                                              uint32_t expected) {
   constexpr uint64_t kSpinNs = 200'000;
   // All threads of a kernel may wait: they leave the host's word to the first of all.
   const uint64_t look_interval =

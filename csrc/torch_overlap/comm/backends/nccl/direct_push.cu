@@ -33,8 +33,9 @@ __device__ __forceinline__ void push_chunk(const DirectParams& p, const BlockSta
   }
 }
 
-// Every round: the next is sent, this one awaited and taken by `take(state, chunk, round)`, and only
-// then the next is announced: its stores have arrived by then, so the flag need not wait for them.
+// Every round: the next is sent, this one awaited and taken by `take(state, chunk, round)`, and
+// only then the next is announced: its stores have arrived by then, so the flag need not wait for
+// them.
 template <typename Case, typename Take>
 __device__ __forceinline__ void exchange(const DirectParams& p, const Take& take) {
   __shared__ BlockState state;
