@@ -13,25 +13,31 @@ namespace torch_overlap {
 
 // How the ranks of a communicator learn of each other's failure, over its store. A rank that gives
 // up stops its kernels, which on other ranks can look as if the operation had ended: what they wait
-// for next would then start its clock anew. With this they hear of it instead.
+// for next would then start its clock anew. With this they hear of it instead. A communicator with
+// a rank that has failed is dead, whatever single operations could still do.
 //
-// Nothing here waits: the store is asked on threads of its own, so that one which does not answer
-// holds up nobody. Such a thread stays until the store's own timeout.
+// The store is asked on threads of their own, over connections of their own, so that one which does
+// not answer holds up nobody. Such a thread ends with the store's answer, after five seconds at
+// most.
 //
 // Threads: any.
 class TORCH_OVERLAP_API PeerFailure {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `store`: the communicator's alone. Null: nobody is told and nobody is heard.
+  // `store`: the communicator's alone. Null, or one that cannot be cloned: nobody is told and
+  // nobody is heard.
   PeerFailure(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
 
-  // Tells the others, unless it was they who told.
-  void tell(const std::string& message) noexcept;
-  // What a peer has told; empty as long as none is known to have. For a rank that has waited for
-  // period() and still waits: asks the store, at most once in a period.
-  std::optional<std::string> heard(Clock::time_point now) noexcept;
-  // Grows with the group, so that a store is asked about a thousand times a second at most.
+  // Tells the others, unless it was they who told, or somebody has before. Waits for at most
+  // `limit` until the store has it; it goes on alone then.
+  void tell(const std::string& message,
+            std::chrono::milliseconds limit = std::chrono::milliseconds(0)) noexcept;
+  // What a peer has told; empty as long as none is known to have. For a rank that has been waiting
+  // since `begin`. Asks the store once it has waited for period(), then when it has waited for
+  // twice as long, and so on, at least every five seconds.
+  std::optional<std::string> heard(Clock::time_point begin, Clock::time_point now) noexcept;
+  // Grows with the group.
   std::chrono::milliseconds period() const { return period_; }
 
  private:

@@ -19,7 +19,7 @@ using std::chrono::seconds;
 std::optional<std::string> listen(PeerFailure& peers, milliseconds limit) {
   const auto begin = Clock::now();
   do {
-    if (auto heard = peers.heard(Clock::now())) return heard;
+    if (auto heard = peers.heard(begin, Clock::now())) return heard;
     std::this_thread::sleep_for(milliseconds(10));
   } while (Clock::now() - begin < limit);
   return std::nullopt;
@@ -54,6 +54,32 @@ TEST(PeerFailure, WhoHasHeardDoesNotTellItAsItsOwn) {
   EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
 }
 
+TEST(PeerFailure, TheFirstToTellIsHeard) {
+  const Group group;
+  PeerFailure first(group.place("a"), 0, 3);
+  PeerFailure second(group.place("a"), 1, 3);
+  PeerFailure third(group.place("a"), 2, 3);
+  first.tell("gone", seconds(60));
+  second.tell("aborted, since rank 0 is gone", seconds(60));
+  EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
+}
+
+TEST(PeerFailure, WhoWaitsForLongAsksLessOften) {
+  const Group group;
+  PeerFailure first(group.place("a"), 0, 2);
+  PeerFailure second(group.place("a"), 1, 2);
+  const auto begin = Clock::now() - seconds(60);
+  EXPECT_EQ(second.heard(begin, begin + milliseconds(10)), std::nullopt);    // too early
+  EXPECT_EQ(second.heard(begin, begin + milliseconds(2000)), std::nullopt);  // asks
+  std::this_thread::sleep_for(milliseconds(200));
+  first.tell("gone", seconds(60));
+  EXPECT_EQ(second.heard(begin, begin + milliseconds(3000)), std::nullopt);
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_EQ(second.heard(begin, begin + milliseconds(3100)), std::nullopt);  // had not asked again
+  EXPECT_EQ(second.heard(begin, begin + milliseconds(4100)), std::nullopt);  // asks
+  EXPECT_EQ(listen(second, seconds(60)), "rank 0: gone");
+}
+
 TEST(PeerFailure, AnotherCommunicatorDoesNotHear) {
   const Group group;
   PeerFailure one(group.place("a"), 0, 2);
@@ -86,7 +112,7 @@ TEST(PeerFailure, AStoreThatDoesNotAnswerHoldsUpNobody) {
     PeerFailure peers(store, 0, 2);
     for (int i = 0; i < 20; ++i) {
       const auto begin = Clock::now();
-      EXPECT_EQ(peers.heard(begin), std::nullopt);
+      EXPECT_EQ(peers.heard(begin - seconds(1), begin), std::nullopt);
       peers.tell("gone");
       EXPECT_LT(Clock::now() - begin, seconds(3));
       std::this_thread::sleep_for(milliseconds(20));

@@ -492,13 +492,14 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
                 " ago, running for ", seconds_string(running), "); ", who_is_missing());
 }
 
-std::optional<std::string> NcclBackend::check_peers(const CudaWork& head, Clock::time_point now) {
-  if (!head.started || now - *head.started < peers_.period()) return std::nullopt;
-  const auto told = peers_.heard(now);
-  if (!told) return std::nullopt;
-  return concat(
-      head.call().describe(),
-      ": expected all ranks to take part, got one that has ended the communicator: ", *told);
+std::optional<std::string> NcclBackend::check_peers(CudaWork& head, Clock::time_point now) {
+  if (!head.started) return std::nullopt;
+  const auto told = peers_.heard(*head.started, now);
+  if (!told || head.has_ended()) return std::nullopt;
+  return concat(head.call().describe(),
+                ": expected a communicator of which all ranks are well, got one that another has "
+                "ended: ",
+                *told);
 }
 
 std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {

@@ -42,9 +42,9 @@ namespace torch_overlap {
 //
 // Failure. The first timeout or error ends the communicator: every call and every work that is not
 // done throws it, NCCL is stopped, and the process is ended where that was asked for. The other
-// ranks hear of it through the store, if they wait for long (peer_failure.h). An operation that
-// fails half way is such an error: this rank is out of step with its peers. See handle.h for who
-// may free what.
+// ranks hear of it through the store, if an eager collective waits for long (peer_failure.h). An
+// operation that fails half way is such an error: this rank is out of step with its peers. See
+// handle.h for who may free what.
 //
 // End. Whoever drops the last reference, the graveyard's thread deletes it, and not before its
 // operations have ended on the device.
@@ -131,7 +131,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::string who_is_missing() const;
   std::optional<std::string> check_head(CudaWork& head, Clock::time_point now);
   // Of an operation that has not ended for some time, though it is not late yet.
-  std::optional<std::string> check_peers(const CudaWork& head, Clock::time_point now);
+  std::optional<std::string> check_peers(CudaWork& head, Clock::time_point now);
   std::optional<std::string> check_replays(Clock::time_point now);
 
   const BackendContext context_;

@@ -10,6 +10,7 @@ namespace torch_overlap {
 namespace {
 
 constexpr auto kStopLimit = std::chrono::seconds(10);
+constexpr Milliseconds kTellLimit(1000);  // of a process that is about to end
 
 }  // namespace
 
@@ -62,7 +63,7 @@ void NcclBackend::act_on_failure(bool is_watchdog) {
   if (ends_process && !is_watchdog) return;  // who sees it first can raise; the watchdog ends it
   if (acted_on_failure_.exchange(true)) return;
   const std::string message = runtime_->failure.message();
-  peers_.tell(message);
+  peers_.tell(message, ends_process ? kTellLimit : Milliseconds(0));
   report_failure(context_.record.get(), message);
   if (ends_process) end_process(runtime_->failure.status(), message, context_.on_abort);
   TORCH_WARN(message);

@@ -11,6 +11,12 @@ namespace torch_overlap::cuda {
 
 using G = DirectGeometry;
 
+inline constexpr int kWarp = 32;
+static_assert(G::kMostRanks <= kWarp);
+// At least. A kernel that is launched before the one in front of it has ended takes room that
+// another communicator's may need: with half an SM for each there is room for both.
+inline constexpr int kBlocksOfSm = 2;
+
 // The host's watchdog reports an operation that is late. This much later the device does it: for
 // replays, which the host does not watch.
 inline constexpr uint64_t kGraceNs = 1'000'000'000;
@@ -91,8 +97,10 @@ __device__ __forceinline__ bool may_send(const DirectParams& p, const Entry& ent
   return is_good;
 }
 
-// Of thread 0 of a block.
+// Of the first warp of a block, after its epochs are written.
 __device__ __forceinline__ void leave_block(const DirectParams& p, bool is_taken) {
+  __syncwarp();
+  if (threadIdx.x != 0) return;
   if (!is_taken) word_at(p, DirectLayout::kBusy)[blockIdx.x] = 0;
   if (blockIdx.x == 0) *word_at(p, DirectLayout::kNoted) = 0;
 }
@@ -113,16 +121,10 @@ __device__ __forceinline__ void end_block(const DirectParams& p, const BlockStat
   if (thread < p.size && thread != p.rank) {
     *epoch_of(p, thread) = state.epoch[thread] + rounds_with(p, thread);
   }
-  if (thread == 0) leave_block(p, state.is_taken);
+  if (thread < kWarp) leave_block(p, state.is_taken);
 }
 
 // --- Waiting -------------------------------------------------------------------------------------
-
-// Whether what carries the epoch `seen` is of the round awaited, or of a later one: a peer is ahead
-// by less than the slots. Anything else is old, however old.
-__device__ __forceinline__ bool is_there(uint32_t seen, uint32_t expected) {
-  return seen - expected < G::kVectorSlots;
-}
 
 // For the watchdog's message. When a rank is missing, block 0 misses it.
 __device__ __forceinline__ void note_late(const DirectParams& p, int peer, uint32_t expected,
@@ -138,24 +140,33 @@ __device__ __forceinline__ void note_late(const DirectParams& p, int peer, uint3
   record->is_late = 1;
 }
 
+// Whether what carries the epoch `seen` is of the round awaited, or of one of the next that the
+// peer may be ahead: of less than `slots`. Anything else is old.
+__device__ __forceinline__ bool is_there(uint32_t seen, uint32_t expected, uint32_t slots) {
+  return seen - expected < slots;
+}
+
 // Of a thread that has looked kLooks times: returns when `word`, which only `peer` writes, is
 // there, without the order of an acquire. False: nothing that this kernel does counts any more: the
 // wait expired, was stopped, or another one had failed.
 inline constexpr int kLooks = 64;
 
 static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint32_t* word, int peer,
-                                              uint32_t expected) {
+                                              uint32_t expected, uint32_t slots) {
   constexpr uint64_t kSpinNs = 200'000;
-  // All threads of a kernel may wait: they leave the host's word to the first of all.
-  const uint64_t look_interval =
-      blockIdx.x == 0 && threadIdx.x == 0 ? kLookAtHostNs : kManyLookAtHostNs;
+  // All threads of a kernel may wait: one of them looks at the host's word often, as long as it
+  // waits itself. Thread 0 waits for no flag of rank 0.
+  const bool is_lookout = blockIdx.x == 0 && threadIdx.x == (p.rank == 0 ? 1 : 0);
+  const uint64_t look_interval = is_lookout ? kLookAtHostNs : kManyLookAtHostNs;
   const uint64_t begin = now_ns();
   uint64_t look_at_host = begin + look_interval;
   while (true) {
-    for (int looks = 0; looks < kLooks; ++looks) {
-      if (is_there(load_relaxed(word), expected)) return true;
-    }
     if (*static_cast<const volatile uint32_t*>(p.control.failed) == kFailed) return false;
+    uint32_t seen = load_relaxed(word);
+    for (int looks = 1; looks < kLooks && !is_there(seen, expected, slots); ++looks) {
+      seen = load_relaxed(word);
+    }
+    if (is_there(seen, expected, slots)) return true;
     const uint64_t now = now_ns();
     if (now >= look_at_host) {
       look_at_host = now + look_interval;
@@ -167,8 +178,8 @@ static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint3
     const uint64_t waited = now - begin;
     if (waited > kSpinNs) __nanosleep(500);
     if (waited < p.control.timeout_ns) continue;
-    // All rounds before have been there: a wait comes behind theirs.
-    const uint32_t seen = expected - 1;
+    // A line's slot still has the one of two rounds ago, though the last one has been there.
+    if (slots == 1) seen = expected - 1;
     note_late(p, peer, expected, seen);
     if (waited < p.control.timeout_ns + kGraceNs) continue;
     WaitRecord what{};
@@ -256,8 +267,9 @@ __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockSt
     const auto peer = static_cast<int>(threadIdx.x);
     const uint32_t expected = state.epoch[peer] + 1 + round;
     const uint32_t* flag = flag_of(p, kind, p.rank, peer);
-    for (int looks = 1; !is_there(load_acquire(flag), expected); ++looks) {
-      if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected)) {
+    constexpr uint32_t kSlots = G::kVectorSlots;
+    for (int looks = 1; !is_there(load_acquire(flag), expected, kSlots); ++looks) {
+      if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected, kSlots)) {
         failed = true;
         break;
       }

@@ -77,7 +77,7 @@ __device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line
                                            int source, uint32_t epoch) {
   const uint32_t* const word = reinterpret_cast<const uint32_t*>(from) + 3;
   for (int looks = 1; line.epoch != epoch; ++looks) {
-    if (looks % kLooks == 0 && !wait_long(p, word, source, epoch)) return true;
+    if (looks % kLooks == 0 && !wait_long(p, word, source, epoch, 1)) return true;
     line = load_line(from);
   }
   return false;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState
   if (thread < size_of<Case>(p) && thread != p.rank) {
     *epoch_of(p, thread) = epoch + rounds_with(p, thread);
   }
-  if (thread == 0) leave_block(p, state.entry.is_taken != 0);
+  if (thread < kWarp) leave_block(p, state.entry.is_taken != 0);
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
@@ -140,7 +140,7 @@ __device__ __forceinline__ void exchange_lines(const DirectParams& p, const Line
 }
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads, 1)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     line_reduce_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = kLineWords<T>;
   constexpr int kData = kWords * 4;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(G::kThreads, 1)
 // A pair of ranks of which only one has something to say, or has more, still exchanges a line in
 // every round: it tells that the slot has been read.
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads, 1)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     line_copy_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = 3;
   constexpr int kData = kWords * 4;

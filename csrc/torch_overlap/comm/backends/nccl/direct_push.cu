@@ -34,8 +34,8 @@ __device__ __forceinline__ void push_chunk(const DirectParams& p, const BlockSta
 }
 
 // Every round: the next is sent, this one awaited and taken by `take(state, chunk, round)`, and
-// only then the next is announced: its stores have arrived by then, so the flag need not wait for
-// them.
+// only then the next is announced: the flag waits for all stores before it, most of which have
+// arrived by then.
 template <typename Case, typename Take>
 __device__ __forceinline__ void exchange(const DirectParams& p, const Take& take) {
   __shared__ BlockState state;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void exchange(const DirectParams& p, const Take& take
 }
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads, 1)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     push_reduce_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(G::kThreads, 1)
 }
 
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads, 1)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     push_copy_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
