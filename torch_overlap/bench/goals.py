@@ -5,7 +5,8 @@ A file of goals is {"goals": [...]}. Each names the cases that it is about by wh
 Of each such case the row of "algorithm" (by default "auto") is compared with "at_most": {metric: bound}, of which one
 is enough. With "geometric_mean" the mean over the cases is compared instead of each.
 
-A metric is a number of the row, "over_graph" (its time over that of the same in a graph), or "over_<peer>".
+A metric is a number of the row, "over_graph" (its time over that of the same in a graph, each as a multiple of the
+product alone in its own rounds, since a GPU runs slower in longer samples), or "over_<peer>".
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
         same = ("op", "shape", "dtype", "tp", "algorithm")
         graphs = (r for r in rows if r["mode"] == "graph" and all(r[key] == row[key] for key in same))
         graph = next(graphs, None)
-        return float(row["us"] / graph["us"]) if graph else None
+        if graph is None:
+            return None
+        slower = row["gemm_us"] / graph["gemm_us"] if "gemm_us" in row and "gemm_us" in graph else 1.0
+        return float(row["us"] / graph["us"] / slower)
     if metric.startswith("over_"):
         peer = row["peers"].get(metric.removeprefix("over_"))
         return float(row["us"] / peer) if peer else None

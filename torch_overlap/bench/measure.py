@@ -82,11 +82,13 @@ def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Sample
     for variant in problem.variants:
         steps = partial(_steps, variant.call, calls)
         if mode == "eager":
+            variant.ask()
             samplers[variant.name] = ranks.eager.sampler(steps, calls, repeats, variant.before)
         else:
             captured: list[Callable[[], object]] = []
             # Once outside: memory and plans of all inputs are there.
-            reason = ranks.attempt(steps) or ranks.attempt(lambda c=captured, s=steps: c.append(in_graph(s)))  # type: ignore[misc]
+            calls_in_graph = partial(_ask_and_do, variant, steps)
+            reason = ranks.attempt(steps) or ranks.attempt(lambda c=captured, s=calls_in_graph: c.append(in_graph(s)))  # type: ignore[misc]
             if reason:
                 problem.missing[variant.name] = f"in a graph: {reason}"
                 continue
@@ -94,6 +96,11 @@ def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Sample
         kept.append(variant)
     problem.variants = kept
     return slowest_rank(interleave(samplers, rounds), ranks.comm)
+
+
+def _ask_and_do(variant: Variant, steps: Callable[[], object]) -> None:
+    variant.ask()
+    steps()
 
 
 def _steps(call: Callable[[int], object], calls: int) -> None:

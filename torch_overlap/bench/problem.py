@@ -26,7 +26,7 @@ class Variant:
     """One way to do it. `call(i)` works on the i-th inputs, modulo their number, and returns what it made.
 
     before: makes the inputs anew where a call destroys them; not timed.
-    chosen: what "auto" stands for here.
+    chosen: what "auto" stands for here, which ask() finds out by `choose`.
     """
 
     name: str
@@ -34,6 +34,12 @@ class Variant:
     call: Call
     before: Callable[[], object] | None = None
     chosen: str = ""
+    choose: Callable[[], str] | None = None
+
+    def ask(self) -> None:
+        """What is chosen may be another algorithm in a capture."""
+        if self.choose is not None:
+            self.chosen = self.choose()
 
 
 @dataclass
@@ -45,8 +51,8 @@ class Problem:
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, role: Role, call: Call, before: Callable[[], object] | None = None,
-            chosen: str = "") -> None:  # fmt: skip
-        self.variants.append(Variant(name, role, call, before, chosen))
+            chosen: str = "", choose: Callable[[], str] | None = None) -> None:  # fmt: skip
+        self.variants.append(Variant(name, role, call, before, chosen, choose))
 
 
 class Operands:
@@ -103,9 +109,13 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
     for name in names:
         if wanted and name not in wanted:
             continue
+
+        def explain(name: str = name) -> str:
+            return to.explain(op, *arguments, algorithm=name).algorithm
+
         chosen = ""
         try:
-            chosen = to.explain(op, *arguments, algorithm=name).algorithm
+            chosen = explain()
         except to.InvalidValueError:
             pass  # an operator that explain() does not know: the first call shows whether it can run
         except to.UnsupportedError as error:
@@ -113,7 +123,8 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
             continue
         if chosen and name != "auto" and chosen != name:
             continue  # it stands for another one in a forward pass
-        problem.add(name, "ours", partial(_call_named, call, name), chosen=chosen if name == "auto" else "")
+        choose = explain if chosen and name == "auto" else None
+        problem.add(name, "ours", partial(_call_named, call, name), choose=choose)
 
 
 def _call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:

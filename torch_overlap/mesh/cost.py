@@ -5,7 +5,7 @@
                           "curves": [{"collective": "all_reduce", "ranks": 2, "bytes_us": [[16777216, 80.2], ...]}]}},
      "device": {"tflops": {"2": 790}, "flops_hot": 0.89, "memory_gbps": 3900, "processors": 132, "kernel_us": 5,
                 "tiles": true},
-     "overlap": {"contention": 0.03, "start_us": 12}}
+     "overlap": {"contention": 0.03, "start_us": 12, "step_us": 5}}
 
 `tflops` is by bytes of an element, `bytes_us` rises in both. Keys that are missing or unknown are refused.
 """
@@ -39,7 +39,7 @@ _FORM = {
         "kernel_us": float,
         "tiles": bool,
     },
-    "overlap": {"contention": float, "start_us": float},
+    "overlap": {"contention": float, "start_us": float, "step_us": float},
 }
 
 

@@ -162,6 +162,7 @@ void CostModel::check() const {
   check_number(name, "kernel", device.kernel, false);
   check_number(name, "contention", overlap.contention, false);
   check_number(name, "start", overlap.start, false);
+  check_number(name, "step", overlap.step, false);
 }
 
 const LinkModel& CostModel::link(const std::string& link_name) const {
@@ -248,7 +249,8 @@ double CostModel::overlapped(Collective what, const std::vector<LinkLevel>& leve
   // What ranks have sent each other is read, and the sum written.
   const double sum = (ranks + 1) * bytes / ranks / device.memory;
   const auto beside = [&](double moving) {
-    return overlap.start + std::max(moving, matmul_seconds * (1 + overlap.contention));
+    const double chunks = moving + overlap.step * std::max(ranks - 2, 0.0);
+    return overlap.start + std::max(chunks, matmul_seconds * (1 + overlap.contention));
   };
   switch (what) {
     case Collective::kAllGather:

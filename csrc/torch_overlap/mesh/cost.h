@@ -63,6 +63,7 @@ struct DeviceModel {
 struct OverlapModel {
   double contention = 0;  // a product is slower by this part while bytes come and go
   double start = 0;       // seconds before the first byte moves
+  double step = 0;        // seconds more for the chunk of every rank but the first two
 };
 
 // What things cost, in seconds. A value: plain numbers, which docs and files can show; no state.

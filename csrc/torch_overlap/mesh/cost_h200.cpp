@@ -33,39 +33,39 @@ CostModel CostModel::h200() {
   nvlink.latency = 0.7e-6;   // a flag to a peer and back into its cache
   nvlink.bandwidth = 320e9;  // between the last two points of all_gather on 4 ranks
   // all_gather and all_to_all: they send as much by the same kernels.
-  const Rows small_on_2{{1, 3.0}, {64, 3.2}, {256, 3.8}, {1024, 6.5}, {4096, 16.0}};
-  const Rows small_on_4{{1, 3.2},     {64, 3.8},     {256, 4.6},  {1024, 7.4},
+  const Rows small_on_2{{1, 2.7}, {64, 2.9}, {256, 3.4}, {1024, 6.0}, {4096, 15.0}};
+  const Rows small_on_4{{1, 3.2},     {64, 3.8},     {256, 4.6},  {1024, 7.5},
                         {4096, 16.1}, {16384, 50.0}, {32768, 105}};
   nvlink.curves = {
       curve(kAllReduce, 2,
-            {{1, 3.6},
-             {64, 4.4},
-             {256, 5.9},
-             {1024, 10.2},
-             {4096, 33.5},
-             {16384, 80.2},
+            {{1, 2.7},
+             {64, 3.0},
+             {256, 5.1},
+             {1024, 8.1},
+             {4096, 26.2},
+             {16384, 75.1},
              {65536, 255.8},
              {262144, 901.1}}),
       curve(kAllReduce, 4,
             {{1, 3.2},
-             {64, 4.3},
+             {64, 4.4},
              {256, 7.1},
              {1024, 12.5},
-             {4096, 29.1},
+             {4096, 29.0},
              {8192, 51.2},
-             {16384, 96.4},
+             {16384, 96.7},
              {65536, 324.7},
              {262144, 1188.3}}),
-      curve(kAllGather, 2, small_on_2, {{16384, 56.0}, {65536, 159.1}, {262144, 555.3}}),
+      curve(kAllGather, 2, small_on_2, {{16384, 54.2}, {65536, 159.1}, {262144, 555.3}}),
       curve(kAllGather, 4, small_on_4, {{65536, 190.2}, {262144, 662.3}}),
       // The smallest: no slower than all_reduce, which is one and more.
       curve(kReduceScatter, 2,
-            {{1, 3.5},
-             {64, 4.3},
-             {256, 4.9},
-             {1024, 7.3},
-             {4096, 19.6},
-             {16384, 57.7},
+            {{1, 2.6},
+             {64, 3.0},
+             {256, 3.5},
+             {1024, 6.6},
+             {4096, 16.4},
+             {16384, 51.4},
              {65536, 168.8},
              {262144, 589.9}}),
       curve(kReduceScatter, 4,
@@ -73,8 +73,8 @@ CostModel CostModel::h200() {
              {64, 3.8},
              {256, 4.2},
              {1024, 7.7},
-             {4096, 16.7},
-             {16384, 52.8},
+             {4096, 16.8},
+             {16384, 52.6},
              {32768, 103.0},
              {65536, 194.7},
              {262144, 675.9}}),
@@ -96,7 +96,7 @@ CostModel CostModel::h200() {
   model.device.processors = 132;
   model.device.kernel = 5e-6;
   model.device.tiles = true;
-  model.overlap = {.contention = 0.03, .start = 12e-6};
+  model.overlap = {.contention = 0.03, .start = 12e-6, .step = 5e-6};
   return model;
 }
 

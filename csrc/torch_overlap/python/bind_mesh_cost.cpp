@@ -59,6 +59,7 @@ py::dict to_dict(const CostModel& model) {
   py::dict overlap;
   overlap["contention"] = model.overlap.contention;
   overlap["start_us"] = model.overlap.start * 1e6;
+  overlap["step_us"] = model.overlap.step * 1e6;
   py::dict out;
   out["name"] = model.name;
   out["links"] = links;
@@ -101,7 +102,8 @@ CostModel from_dict(const py::dict& from) {
   model.device.tiles = device["tiles"].cast<bool>();
   const auto overlap = from["overlap"].cast<py::dict>();
   model.overlap = OverlapModel{.contention = overlap["contention"].cast<double>(),
-                               .start = overlap["start_us"].cast<double>() * 1e-6};
+                               .start = overlap["start_us"].cast<double>() * 1e-6,
+                               .step = overlap["step_us"].cast<double>() * 1e-6};
   model.check();
   return model;
 }

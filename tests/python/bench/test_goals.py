@@ -35,6 +35,9 @@ def test_bounds() -> None:
     assert kept({"at_most": {"over_nccl": 0.4}}, row()) == [False]
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.4)) == [True]
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.6)) == [False]
+    # In rounds where the product alone took longer, too.
+    slow = row(mode="eager", us=10.6, gemm_us=1.05 * row()["gemm_us"])
+    assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), slow) == [True]
 
 
 def test_which_rows_a_goal_is_about() -> None:

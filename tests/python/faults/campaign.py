@@ -114,6 +114,7 @@ def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> No
     # A survivor communicates again, in the same process.
     survivors = [handles[r] for r in range(case.ranks) if r != case.victim]
     comm.reconfigure(1, survivors, timeout=timedelta(seconds=SETTLE_SECONDS / 2))
+    comm.set_timeout(timedelta(seconds=SETTLE_SECONDS / 2))  # what is timed is over
     x = torch.full((1000,), rank + 1.0, device=device)
     comm.all_reduce(x, to.ReduceOp.SUM, True).wait_blocking()
     expected = sum(r + 1.0 for r in range(case.ranks) if r != case.victim)
