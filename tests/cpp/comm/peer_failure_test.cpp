@@ -2,11 +2,16 @@
 #include "torch_overlap/comm/peer_failure.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace torch_overlap {
 namespace {
@@ -40,6 +45,25 @@ TEST(PeerFailure, OthersHearWhatARankTells) {
   first.tell("all_reduce #7: no end");
   EXPECT_EQ(listen(second, seconds(60)), "rank 0: all_reduce #7: no end");
   EXPECT_EQ(listen(second, milliseconds(0)), "rank 0: all_reduce #7: no end");  // known by now
+}
+
+// As a rank would have it: its own client of the same place.
+TEST(PeerFailure, OverStoresThatProcessesShare) {
+  const std::string path = ::testing::TempDir() + "peer_failure_" + std::to_string(::getpid());
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = 0;
+  const auto server = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  for (const c10::intrusive_ptr<c10d::Store>& store :
+       {c10::intrusive_ptr<c10d::Store>(server),
+        c10::intrusive_ptr<c10d::Store>(c10::make_intrusive<c10d::FileStore>(path, 2))}) {
+    PeerFailure first(c10::make_intrusive<c10d::PrefixStore>("a", store), 0, 2);
+    PeerFailure second(c10::make_intrusive<c10d::PrefixStore>("a", store->clone()), 1, 2);
+    EXPECT_EQ(listen(second, 2 * second.period()), std::nullopt);
+    first.tell("gone", seconds(60));
+    EXPECT_EQ(listen(second, seconds(60)), "rank 0: gone");
+  }
+  std::remove(path.c_str());
 }
 
 TEST(PeerFailure, WhoHasHeardDoesNotTellItAsItsOwn) {
