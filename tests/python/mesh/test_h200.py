@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_overlap.mesh import CostModel
+from torch_overlap.mesh import CostModel, Mesh
+from torch_overlap.mesh.transformer import PRESETS, predict_layer
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FILES = {2: "bench_bf16-h200-tp2-2026-11-22.json", 4: "bench_bf16-h200-tp4-2026-11-22.json"}
@@ -52,3 +53,17 @@ def test_collectives(tp):
     model = CostModel.h200()
     for (op, size), row in measured(tp, ("all_reduce", "all_gather", "reduce_scatter"), "auto").items():
         assert 1e6 * model.collective(op, {"nvlink": tp}, size) == pytest.approx(row["us"], rel=0.15), (op, size)
+
+
+@pytest.mark.parametrize("tp", FILES)
+def test_layers(tp):
+    """A Llama layer, forward and backward, overlapped and not: within 15 %."""
+    rows = json.loads((RESULTS / f"layer-h200-tp{tp}-2026-11-22.json").read_text())["rows"]
+    seen = 0
+    for row in rows:
+        if row["algorithm"] not in ("ring", "sequential"):
+            continue
+        predicted = 1e6 * predict_layer(PRESETS[row["name"]], Mesh({"tp": tp}), batch=1, overlap=row["algorithm"] == "ring")
+        assert predicted == pytest.approx(row["us"], rel=0.15), (row["name"], row["algorithm"])
+        seen += 1
+    assert seen == 4
