@@ -63,7 +63,8 @@ def test_layers(tp):
     for row in rows:
         if row["algorithm"] not in ("ring", "sequential"):
             continue
-        predicted = 1e6 * predict_layer(PRESETS[row["name"]], Mesh({"tp": tp}), batch=1, overlap=row["algorithm"] == "ring")
+        overlap = row["algorithm"] == "ring"
+        predicted = 1e6 * predict_layer(PRESETS[row["name"]], Mesh({"tp": tp}), batch=1, overlap=overlap)
         assert predicted == pytest.approx(row["us"], rel=0.15), (row["name"], row["algorithm"])
         seen += 1
     assert seen == 4
