@@ -5,8 +5,9 @@ A file of goals is {"goals": [...]}. Each names the cases that it is about by wh
 Of each such case the row of "algorithm" (by default "auto") is compared with "at_most": {metric: bound}, of which one
 is enough. With "geometric_mean" the mean over the cases is compared instead of each.
 
-A metric is a number of the row, "over_graph" (its time over that of the same in a graph, each as a multiple of the
-product alone in its own rounds, since a GPU runs slower in longer samples), or "over_<peer>".
+A metric is a number of the row, "over_graph" (its time over that of the same in a graph; for products that no launch
+shows in, each as a multiple of the product alone in its own rounds, since a GPU runs slower in longer samples), or
+"over_<peer>".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from torch_overlap.bench import result
 
 Row = dict[str, Any]
+LONG_US = 300.0
 _FILTERS = ("op", "name", "shape", "dtype", "mode", "tp")
 
 
@@ -84,7 +86,8 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
         graph = next(graphs, None)
         if graph is None:
             return None
-        slower = row["gemm_us"] / graph["gemm_us"] if "gemm_us" in row and "gemm_us" in graph else 1.0
+        is_long = min(row.get("gemm_us", 0.0), graph.get("gemm_us", 0.0)) >= LONG_US
+        slower = row["gemm_us"] / graph["gemm_us"] if is_long else 1.0
         return float(row["us"] / graph["us"] / slower)
     if metric.startswith("over_"):
         peer = row["peers"].get(metric.removeprefix("over_"))

@@ -19,7 +19,8 @@ def layer_table(rows: Sequence[Row]) -> str:
     for (name, *shape), same in groupby(rows, key=lambda row: [row["name"], *row["shape"]]):
         ours = {row["algorithm"]: row for row in same}
         row = ours[first]
-        us = [*[ours[algorithm]["us"] for algorithm in algorithms], *[row["peers"].get(peer) for peer in peers]]
+        us = [ours.get(algorithm, {}).get("us") for algorithm in algorithms]
+        us += [row["peers"].get(peer) for peer in peers]
         ratios = [*[row.get(f"over_{peer}") for peer in peers], row["us"] / row["predicted_us"]]
         lines.append(
             [

@@ -15,6 +15,8 @@ constexpr int64_t kMinChunkRows = 256;
 
 constexpr std::string_view kCaller = "caller";
 constexpr std::string_view kRule = "rule";
+constexpr const char* kNotInACapture =
+    "no memory can be shared during a capture; call the operator once before it";
 
 // A channel as it is needed: made, or only looked for.
 enum class Need { make, look };
@@ -31,9 +33,8 @@ std::string channel_obstacle(const OverlapProblem& problem, const std::shared_pt
     if (bytes == 0) continue;
     const auto channel = need == Need::make ? operator_channel(problem.op, comm, which, bytes)
                                             : existing_operator_channel(*comm, which);
-    if (need == Need::make && !channel) {
-      return "no memory can be shared during a capture; call the operator once before it";
-    }
+    if (need == Need::make && !channel) return kNotInACapture;
+    if (comm->is_capturing() && (!channel || channel->bytes() < bytes)) return kNotInACapture;
     if (channel && !channel->transport().is_direct()) return channel->obstacle();
     if (channel && channel->is_broken()) {
       return "an earlier operation ended half way; reconfigure() the communicator, or make a new "
@@ -101,6 +102,28 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
   return {Algorithm::ring, "ranks reach each other's memory", kRule};
 }
 
+std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                              bool in_graph, Need need) {
+  return need == Need::make ? find_tuned(problem, comm, in_graph)
+                            : look_for_tuned(problem, comm, in_graph);
+}
+
+// What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
+// mode was measured for is better than a rule, but for "fused", which only its own entry makes safe
+// to take.
+Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                  bool in_graph, Need need) {
+  for (const bool mode : {in_graph, !in_graph}) {
+    const auto tuned = measured(problem, comm, mode, need);
+    const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
+    if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
+    if (obstacle(*known, problem, comm, need).empty()) {
+      return {*known, concat("measured as the quickest, ", tuned->source), tuned->source};
+    }
+  }
+  return choose_by_rule(problem, comm, need);
+}
+
 Choice choose(const OverlapProblem& problem, std::string_view algorithm,
               const std::shared_ptr<TorchComm>& comm, Need need) {
   check_algorithm(problem.op, algorithm);
@@ -111,14 +134,11 @@ Choice choose(const OverlapProblem& problem, std::string_view algorithm,
     return {*asked, "asked for", kCaller};
   }
   if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
-  if (const auto tuned =
-          need == Need::make ? find_tuned(problem, comm) : look_for_tuned(problem, comm)) {
-    const auto known = algorithm_of(tuned->algorithm);
-    if (known && obstacle(*known, problem, comm, need).empty()) {
-      return {*known, concat("measured as the quickest, ", tuned->source), tuned->source};
-    }
-  }
-  return choose_by_rule(problem, comm, need);
+  const bool in_graph = comm->is_capturing();
+  // No memory can be shared in a capture: what a captured call would need is made by the eager one
+  // before it, though that may go another way itself.
+  if (need == Need::make && !in_graph) (void)choose_for(problem, comm, /*in_graph=*/true, need);
+  return choose_for(problem, comm, in_graph, need);
 }
 
 }  // namespace

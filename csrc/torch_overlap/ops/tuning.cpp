@@ -72,11 +72,11 @@ std::optional<Tuned> find_in(const TuningEntries& entries, const std::string& ke
 
 // `agreed`: null where the ranks have not met.
 std::optional<Tuned> tuned(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                           const std::shared_ptr<AgreedCache>& agreed) {
+                           const std::shared_ptr<AgreedCache>& agreed, bool in_graph) {
   const auto device = comm->device();
   const auto key =
       tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype, comm->size(),
-                 overlap_device(problem.op, device.type()).name(device), comm->is_capturing());
+                 overlap_device(problem.op, device.type()).name(device), in_graph);
   Measured& all = measured();
   const std::lock_guard lock(all.mutex);
   if (auto found = find_in(all.table, key, "table")) return found;
@@ -98,7 +98,7 @@ void set_tuning(TuningSource source, TuningEntries entries) {
 }
 
 std::optional<Tuned> find_tuned(const OverlapProblem& problem,
-                                const std::shared_ptr<TorchComm>& comm) {
+                                const std::shared_ptr<TorchComm>& comm, bool in_graph) {
   if (!may_be_measured(problem, *comm)) return std::nullopt;
   auto agreed = agreed_cache(*comm);
   if (!agreed) {
@@ -112,13 +112,13 @@ std::optional<Tuned> find_tuned(const OverlapProblem& problem,
     agreed = std::make_shared<AgreedCache>(entries_of(texts.at(0)));
     comm->attach(kAgreedCache, agreed);
   }
-  return tuned(problem, comm, agreed);
+  return tuned(problem, comm, agreed, in_graph);
 }
 
 std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
-                                    const std::shared_ptr<TorchComm>& comm) {
+                                    const std::shared_ptr<TorchComm>& comm, bool in_graph) {
   if (!may_be_measured(problem, *comm)) return std::nullopt;
-  return tuned(problem, comm, agreed_cache(*comm));
+  return tuned(problem, comm, agreed_cache(*comm), in_graph);
 }
 
 }  // namespace torch_overlap::ops

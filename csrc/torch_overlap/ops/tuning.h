@@ -36,9 +36,9 @@ struct Tuned {
 };
 // Collective for the first call of a communicator's members, which then agree on a cache.
 std::optional<Tuned> find_tuned(const OverlapProblem& problem,
-                                const std::shared_ptr<TorchComm>& comm);
+                                const std::shared_ptr<TorchComm>& comm, bool in_graph);
 // Local: with the cache that was agreed on, else this rank's.
 std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
-                                    const std::shared_ptr<TorchComm>& comm);
+                                    const std::shared_ptr<TorchComm>& comm, bool in_graph);
 
 }  // namespace torch_overlap::ops

@@ -36,8 +36,11 @@ def test_bounds() -> None:
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.4)) == [True]
     assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), row(mode="eager", us=10.6)) == [False]
     # In rounds where the product alone took longer, too.
-    slow = row(mode="eager", us=10.6, gemm_us=1.05 * row()["gemm_us"])
-    assert kept({"at_most": {"over_graph": 1.05}, "mode": "eager"}, row(), slow) == [True]
+    slow = {"mode": "eager", "at_most": {"over_graph": 1.05}}
+    assert kept(slow, row(us=1000, gemm_us=900), row(mode="eager", us=1060, gemm_us=945)) == [True]
+    assert kept(slow, row(us=1000, gemm_us=900), row(mode="eager", us=1060, gemm_us=900)) == [False]
+    # But for a short one that would be the host's time.
+    assert kept(slow, row(), row(mode="eager", us=10.6, gemm_us=9.45)) == [False]
 
 
 def test_which_rows_a_goal_is_about() -> None:

@@ -185,6 +185,30 @@ def test_the_shipped_table_decides(comm):
     assert (found.algorithm, found.decided_by) == ("ring", "table"), found
 
 
+def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
+    """The memory of its ring was made by the eager call, which did without."""
+    size = make_comm("tuned_by_mode").get_size()
+    comm = make_comm("tuned_by_mode_too")
+    x, weight = torch.randn(512, 64, device="cuda").bfloat16(), torch.randn(96, 64, device="cuda").bfloat16()
+    one = {"op": "all_gather_matmul", "shape": [512 * size, 96 * size, 64], "dtype": "bfloat16", "tp": size,
+           "device": torch.cuda.get_device_name()}  # fmt: skip
+    modes = {"eager": "sequential", "graph": "ring"}
+    to._C._set_tuning("table", {to.tune._key({**one, "mode": mode}): name for mode, name in modes.items()})
+    try:
+        (wanted,), _ = to.ops.all_gather_matmul(x, [weight], comm)
+        assert to.explain("all_gather_matmul", x, [weight], comm).algorithm == "sequential"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = to.explain("all_gather_matmul", x, [weight], comm)
+            (out,), _ = to.ops.all_gather_matmul(x, [weight], comm)
+        assert (found.algorithm, found.decided_by) == ("ring", "table")
+        graph.replay()
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    finally:
+        to.tune.load()
+    graph.reset()
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_measure(comm, mode):
     found = to.tune.measure(comm, "matmul_reduce_scatter", (1024, 512, 1024 * comm.get_size()), mode=mode, rounds=3)

@@ -102,7 +102,7 @@ def test_the_cache_decides(tmp_path, size, algorithm):
         {"dtype": "bfloat16"},
         {"size": 4},
         {"algorithm": "tree"},
-        {"mode": "graph"},
+        {"mode": "graph", "algorithm": "fused"},
     ],
     ids=str,
 )
@@ -110,6 +110,14 @@ def test_what_was_measured_for_something_else_does_not(tmp_path, others):
     path = tmp_path / "cache.json"
     tune.write(path, entries_for(**{"algorithm": "sequential", **others}))
     run_ranks(auto_rank, 2, "chunked", "rule", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+
+
+def test_what_was_measured_in_graphs_counts_where_nothing_else_was(tmp_path):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for("sequential", mode="graph"))
+    run_ranks(auto_rank, 2, "sequential", "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
+    tune.write(path, entries_for("ring"))
+    run_ranks(auto_rank, 2, "ring", "cache", env={"TORCH_OVERLAP_TUNE_CACHE": str(path)})
 
 
 def table_rank(comm):
@@ -127,6 +135,29 @@ def table_rank(comm):
 
 def test_the_table_comes_before_the_cache():
     run_ranks(table_rank, 2)
+
+
+def prepared_rank(comm):
+    """An eager call makes the memory that a captured one would need, whatever itself does."""
+    x, w = torch.randn(ROWS, INNER), torch.randn(FEATURES, INNER)
+    eager = entry("all_gather_matmul", gather_shape(2), "sequential")
+    for entries, is_there in (([eager], False), ([eager, {**eager, "mode": "graph", "algorithm": "ring"}], True)):
+        fresh = comm.split([0, 1], name=f"fresh_{is_there}")
+        _C._set_tuning("table", {tune._key(e): e["algorithm"] for e in entries})
+        ops.all_gather_matmul(x, [w], fresh)
+        assert to.explain("all_gather_matmul", x, [w], fresh).algorithm == "sequential"
+        comm.barrier(False)  # ranks may be threads
+        pretence = _C._PretendUnreachable()  # of memory that is made from here on
+        with contextlib.nullcontext() if is_there else pytest.raises(to.UnsupportedError):
+            ops.all_gather_matmul(x, [w], fresh, algorithm="ring")
+        del pretence
+        comm.barrier(False)
+        fresh.finalize()
+    tune.load()
+
+
+def test_eager_calls_prepare_captures():
+    run_ranks(prepared_rank, 2)
 
 
 def differing_rank(comm):
@@ -205,11 +236,11 @@ def test_the_table_that_is_shipped():
     assert {e["op"] for e in entries} <= set(tune.OPERATORS)
     for e in entries:
         assert e["algorithm"] in _C._algorithms()
-        # As quick as the quickest, but for 3 % a simpler one may take; eagerly nothing that waits with all SMs.
+        # As quick as the quickest, but for 3 % that a simpler one may take; eagerly nothing that waits with all SMs.
         left_out = {"fused"} if e["mode"] == "eager" and "reduce_scatter" in e["op"] else set()
         assert e["algorithm"] not in left_out
         best = min(us for name, us in e["us"].items() if name not in left_out)
-        assert e["us"][e["algorithm"]] <= best / 0.97**2
+        assert e["us"][e["algorithm"]] <= best / 0.97
     assert len({tune._key(e) for e in entries}) == len(entries)
 
 
