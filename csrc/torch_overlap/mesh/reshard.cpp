@@ -342,6 +342,17 @@ AxisList pieces(const AxisRef& ref, const Cuts& cuts) {
   return out;
 }
 
+// The same where the end of `ref` need not be a cut: so is an invariant axis, of which a part may
+// be used in the other layout.
+AxisList pieces_and_rest(const AxisRef& ref, const Cuts& cuts) {
+  AxisList out = pieces(ref, cuts);
+  const int32_t begin = out.back().pre * out.back().size;
+  const int32_t end = ref.pre * ref.size;
+  if (end % begin != 0) return {ref};
+  if (begin < end) out.push_back({ref.axis, begin, end / begin});
+  return out;
+}
+
 // The layout up to the first axis in each dimension that cannot be cut as needed; the same layout
 // where all can.
 Layout up_to_misfits(const Layout& layout, const Cuts& cuts, const Shape& shape) {
@@ -372,7 +383,11 @@ Layout in_pieces(const Layout& layout, const Cuts& cuts) {
   for (const Partial& p : layout.partial()) {
     for (const AxisRef& piece : pieces(p.axis, cuts)) partial.push_back({piece, p.kind});
   }
-  return Layout(layout.mesh(), std::move(dims), std::move(partial), layout.invariant());
+  AxisList invariant;
+  for (const AxisRef& ref : layout.invariant()) {
+    for (const AxisRef& piece : pieces_and_rest(ref, cuts)) invariant.push_back(piece);
+  }
+  return Layout(layout.mesh(), std::move(dims), std::move(partial), std::move(invariant));
 }
 
 }  // namespace

@@ -47,6 +47,32 @@ def test_reshard_between_any_layouts(text, kind, seed):
     on_mesh(text, body, seed, cost=CostModel.bandwidth_only())
 
 
+# An axis that is invariant, of which only a part is used afterwards, or was before.
+PARTS = [
+    ("[] I{x}", "[x:(1)2]"),
+    ("[] I{x}", "[x:(1)2] I{x:(2)2}"),
+    ("[] I{x}", "[x:(2)2] I{x:(1)2}"),
+    ("[x:(1)2] I{x:(2)2}", "[] I{x}"),
+    ("[x:(1)2]", "[] I{x}"),
+    ("[x:(1)2] I{x:(2)2}", "[x]"),
+]
+
+
+def test_parts_of_an_invariant_axis(seed):
+    def body(r):
+        for before, after in PARTS:
+            layouts = [Layout.parse(r.mesh.mesh, text) for text in (before, after)]
+            value, c = r.randn(8), r.randn(8)
+            x = r.place(value, layouts[0]).requires_grad_()
+            y = x.reshard(layouts[1])
+            r.check(y, value, after)
+            seed_gradient = r.place(c, gradient_layout(layouts[1]))
+            (local,) = torch.autograd.grad(y.local, x.local, seed_gradient.local)
+            r.check(gradient_of(x, local), c)
+
+    on_mesh("x=4", body, seed, sub_axes=["x:(1)2", "x:(2)2"])
+
+
 @pytest.mark.parametrize("text", ["dp=2,tp=2", "dp=3,tp=2", "dp=2,tp=2,pp=2"])
 def test_reshard_twice_differentiated(text, seed):
     """Of sum(x ** 3) the second derivative along d is 6 x d, wherever x was and is."""
