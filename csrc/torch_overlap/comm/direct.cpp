@@ -16,8 +16,9 @@ constexpr size_t kMi = 1024 * kKi;
 
 // Up to how many bytes (DirectProblem::bytes) each protocol is taken; 0: never. Rows of two and
 // four ranks: where the protocols cross on H200s in a graph; of more ranks: below where prototypes
-// did. NCCL has what is larger. Alone, push is the fastest for four times as much yet, but it has a
-// block on every SM, which products beside it miss.
+// did. NCCL has what is larger. Of four ranks push alone is quicker than NCCL for four times as
+// much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a block on nearly every
+// SM, which products beside it would miss.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts

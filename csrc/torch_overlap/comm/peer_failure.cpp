@@ -49,10 +49,6 @@ PeerFailure::PeerFailure(StorePtr store, int rank, int size)
 void PeerFailure::tell(const std::string& message, milliseconds limit) noexcept {
   if (shared_ == nullptr) return;
   try {
-    {
-      const std::lock_guard lock(shared_->mutex);
-      if (shared_->heard) return;
-    }
     run_bounded(
         [store = shared_->store, text = concat("rank ", shared_->rank, ": ", message)] {
           const auto own = connect_again(store);

@@ -17,8 +17,7 @@ namespace torch_overlap {
 // a rank that has failed is dead, whatever single operations could still do.
 //
 // The store is asked on threads of their own, over connections of their own, so that one which does
-// not answer holds up nobody. Such a thread ends with the store's answer, after five seconds at
-// most.
+// not answer holds up nobody. Such a thread ends when the store answers, or its client gives up.
 //
 // Threads: any.
 class TORCH_OVERLAP_API PeerFailure {
@@ -29,8 +28,8 @@ class TORCH_OVERLAP_API PeerFailure {
   // nobody is heard.
   PeerFailure(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
 
-  // Tells the others, unless it was they who told, or somebody has before. Waits for at most
-  // `limit` until the store has it; it goes on alone then.
+  // Tells the others, unless somebody has before. Waits for at most `limit` until the store has it;
+  // it goes on alone then.
   void tell(const std::string& message,
             std::chrono::milliseconds limit = std::chrono::milliseconds(0)) noexcept;
   // What a peer has told; empty as long as none is known to have. For a rank that has been waiting

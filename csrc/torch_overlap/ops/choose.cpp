@@ -33,8 +33,8 @@ std::string channel_obstacle(const OverlapProblem& problem, const std::shared_pt
     if (bytes == 0) continue;
     const auto channel = need == Need::make ? operator_channel(problem.op, comm, which, bytes)
                                             : existing_operator_channel(*comm, which);
-    if (need == Need::make && !channel) return kNotInACapture;
-    if (comm->is_capturing() && (!channel || channel->bytes() < bytes)) return kNotInACapture;
+    const bool is_missing = !channel || channel->bytes() < bytes;
+    if (is_missing && (need == Need::make || comm->is_capturing())) return kNotInACapture;
     if (channel && !channel->transport().is_direct()) return channel->obstacle();
     if (channel && channel->is_broken()) {
       return "an earlier operation ended half way; reconfigure() the communicator, or make a new "

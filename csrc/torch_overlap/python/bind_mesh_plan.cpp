@@ -59,8 +59,7 @@ void register_mesh_plans(py::module_& module) {
       .def_property_readonly(
           "sources", [](const Step& self) { return axis_names(self.before.mesh(), self.sources); },
           "permute: `axes` in another order; a rank gets the tensor of the member of its group "
-          "whose "
-          "place is its own place in this order.")
+          "whose place is its own place in this order.")
       .def_readonly("dim", &Step::dim,
                     "The dimension that is cut, or joined by all_gather; -1: none.")
       .def_readonly("from_dim", &Step::from_dim, "all_to_all: the dimension that is joined.")

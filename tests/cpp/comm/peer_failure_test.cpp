@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
@@ -66,18 +67,6 @@ TEST(PeerFailure, OverStoresThatProcessesShare) {
   std::remove(path.c_str());
 }
 
-TEST(PeerFailure, WhoHasHeardDoesNotTellItAsItsOwn) {
-  const Group group;
-  PeerFailure first(group.place("a"), 0, 3);
-  PeerFailure second(group.place("a"), 1, 3);
-  PeerFailure third(group.place("a"), 2, 3);
-  first.tell("gone");
-  ASSERT_TRUE(listen(second, seconds(60)));
-  second.tell("rank 0 said that it is gone");
-  std::this_thread::sleep_for(milliseconds(200));
-  EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
-}
-
 TEST(PeerFailure, TheFirstToTellIsHeard) {
   const Group group;
   PeerFailure first(group.place("a"), 0, 3);
@@ -88,19 +77,43 @@ TEST(PeerFailure, TheFirstToTellIsHeard) {
   EXPECT_EQ(listen(third, seconds(60)), "rank 0: gone");
 }
 
+class CountingStore final : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    const bool found = HashStore::check(keys);
+    ++asked;
+    return found;
+  }
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::intrusive_ptr<c10d::Store>::reclaim_copy(this);
+  }
+  // Waits until it has been asked so often.
+  void await(int times) const {
+    const auto begin = Clock::now();
+    while (asked < times && Clock::now() - begin < seconds(60)) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    EXPECT_EQ(asked, times);
+  }
+  std::atomic<int> asked{0};
+};
+
 TEST(PeerFailure, WhoWaitsForLongAsksLessOften) {
-  const Group group;
-  PeerFailure first(group.place("a"), 0, 2);
-  PeerFailure second(group.place("a"), 1, 2);
+  const auto store = c10::make_intrusive<CountingStore>();
+  PeerFailure first(store, 0, 2);
+  PeerFailure second(store, 1, 2);
   const auto begin = Clock::now() - seconds(60);
-  EXPECT_EQ(second.heard(begin, begin + milliseconds(10)), std::nullopt);    // too early
-  EXPECT_EQ(second.heard(begin, begin + milliseconds(2000)), std::nullopt);  // asks
+  const auto hears_after = [&](int ms) { return second.heard(begin, begin + milliseconds(ms)); };
+  EXPECT_EQ(hears_after(10), std::nullopt);  // too early
+  EXPECT_EQ(store->asked, 0);
+  EXPECT_EQ(hears_after(2000), std::nullopt);
+  store->await(1);
+  first.tell("gone", seconds(60));  // asks too
+  EXPECT_EQ(store->asked, 2);
+  EXPECT_EQ(hears_after(3000), std::nullopt);
+  EXPECT_EQ(hears_after(3900), std::nullopt);
   std::this_thread::sleep_for(milliseconds(200));
-  first.tell("gone", seconds(60));
-  EXPECT_EQ(second.heard(begin, begin + milliseconds(3000)), std::nullopt);
-  std::this_thread::sleep_for(milliseconds(200));
-  EXPECT_EQ(second.heard(begin, begin + milliseconds(3100)), std::nullopt);  // had not asked again
-  EXPECT_EQ(second.heard(begin, begin + milliseconds(4100)), std::nullopt);  // asks
+  EXPECT_EQ(store->asked, 2);  // not in less time than it had waited
   EXPECT_EQ(listen(second, seconds(60)), "rank 0: gone");
 }
 

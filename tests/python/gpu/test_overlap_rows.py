@@ -187,8 +187,8 @@ def test_the_shipped_table_decides(comm):
 
 def test_a_capture_takes_what_the_eager_call_did_not(make_comm):
     """The memory of its ring was made by the eager call, which did without."""
-    size = make_comm("tuned_by_mode").get_size()
-    comm = make_comm("tuned_by_mode_too")
+    comm = make_comm("tuned_by_mode")
+    size = comm.get_size()
     x, weight = torch.randn(512, 64, device="cuda").bfloat16(), torch.randn(96, 64, device="cuda").bfloat16()
     one = {"op": "all_gather_matmul", "shape": [512 * size, 96 * size, 64], "dtype": "bfloat16", "tp": size,
            "device": torch.cuda.get_device_name()}  # fmt: skip
