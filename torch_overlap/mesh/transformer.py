@@ -19,7 +19,9 @@ class Transformer:
     """Shapes of the whole model.
 
     `gated`: two products up and one down (SwiGLU), else one and one. `residual_size`: bytes of an element of the
-    residual stream and the norms.
+    residual stream and the norms. `eager_bytes`: what the elementwise kernels of a layer move for each token and hidden
+    unit, forward and backward, beyond its norms, activation and sums: rotations, casts, copies. As bytes that take as
+    long at the rate of memory: to be measured on one rank.
     """
 
     name: str
@@ -32,11 +34,14 @@ class Transformer:
     gated: bool = True
     sequence: int = 8192
     residual_size: int = 2
+    eager_bytes: float = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Transformer: expected {name} of at least 1, got {getattr(self, name)}")
+        if self.eager_bytes < 0:
+            raise ValueError(f"Transformer: expected eager_bytes of at least 0, got {self.eager_bytes}")
         if self.hidden % self.heads != 0 or self.heads % self.kv_heads != 0:
             raise ValueError(
                 f"Transformer: expected kv_heads that divide heads, and heads that divide hidden, got {self.kv_heads}, "
@@ -57,7 +62,10 @@ class Transformer:
 PRESETS = {
     model.name: model
     for model in (
-        Transformer("train_gpt", 8, 1024, 16, 16, 4096, 256, gated=False, sequence=1024, residual_size=4),
+        # eager_bytes: benchmarks/train_step.py on one H200
+        Transformer(
+            "train_gpt", 8, 1024, 16, 16, 4096, 256, gated=False, sequence=1024, residual_size=4, eager_bytes=310
+        ),
         Transformer("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
         Transformer("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
         Transformer("gpt3-175b", 96, 12288, 96, 96, 49152, 50257, gated=False, sequence=2048),
@@ -135,7 +143,7 @@ def predict(
     head = _head_seconds(model, batch // dp // micro_batches, tp, cost)
     stage = model.layers / pp
     # Backward: two products for each of forward's, and every collective's counterpart.
-    one_compute = 3 * (stage * compute + head)
+    one_compute = 3 * (stage * compute + head) + stage * layer.eager_seconds(cost)
     one_moving = 2 * stage * exposed
     out.compute, out.moving = micro_batches * one_compute, micro_batches * one_moving
     for _, step in layer.graph.collectives(plan):
@@ -163,7 +171,7 @@ def predict_layer(
     _check(model, mesh, batch)
     layer = _Layer(model, mesh, batch)
     plan = layer.graph.plan(cost)
-    return 3 * plan.compute + 2 * _exposed(layer, plan, cost, overlap)
+    return 3 * plan.compute + layer.eager_seconds(cost) + 2 * _exposed(layer, plan, cost, overlap)
 
 
 def meshes_for(model: Transformer, ranks: int, batch: int, ranks_per_host: int) -> Iterator[Mesh]:
@@ -198,6 +206,8 @@ class _Layer:
 
     def __init__(self, model: Transformer, mesh: Mesh, batch: int) -> None:
         self.graph, self.mesh = Graph(mesh), mesh
+        dp, tp = (mesh.axes.get(name, 1) for name in ("dp", "tp"))
+        self.eager_bytes = model.eager_bytes * model.sequence * batch / dp / tp * model.hidden
         self.ops: list[str] = []  # of each node
         self.gathered: dict[int, list[int]] = {}  # a value -> the products that take it
         s, d, h, kv, e = model.sequence, model.hidden, model.heads, model.kv_heads, model.hidden // model.heads
@@ -217,6 +227,10 @@ class _Layer:
         up = [self._column(name, y, rows, model.ffn) for name in (("gate", "up") if model.gated else ("up",))]
         g = self._node(OpRule.elementwise("activation", [wide] * len(up)), up, "activation")
         self._add(x, self._row("down", g, wide, d), rows, whole)
+
+    def eager_seconds(self, cost: CostModel) -> float:
+        """Forward and backward. A rank has its share of rows or of heads."""
+        return cost.elementwise(self.eager_bytes)
 
     def _layout(self, *dims: str | None) -> Layout:
         return Layout(self.mesh, [d if d in self.mesh.axes else None for d in dims])

@@ -288,6 +288,7 @@ def main() -> int:
         from torch_overlap.bench.result import result
 
         command = f"python tests/python/faults/campaign.py --backend {args.backend} --ranks {args.ranks}"
+        command += f" --faults {args.faults} --parallel {args.parallel}"
         Path(args.json).write_text(json.dumps(result("fault_campaign", rows, command), indent=1) + "\n")
     return 1 if bad else 0
 
