@@ -8,7 +8,9 @@
 #include <ATen/ops/sum.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/ops/checks.h"
+#include "torch_overlap/ops/gemm_call.h"
 
 namespace torch_overlap::ops {
 
@@ -87,6 +89,14 @@ void ScatterPipeline::reduce(const at::Tensor& out, bool mean) {
 
 void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
                 const std::optional<at::Tensor>& bias) {
+  if (out.is_cuda() && at::isFloatingType(out.scalar_type())) {
+    GemmArgs args{.lhs = gemm_operand(x, false, ScalingMode::NO_SCALING, std::nullopt, false),
+                  .rhs = gemm_operand(weight, true, ScalingMode::NO_SCALING, std::nullopt, false),
+                  .out = out};
+    if (bias) args.epilogue.bias = *bias;
+    gemm("linear", args);
+    return;
+  }
   at::Tensor target = out;
   if (bias && bias->defined()) {
     at::addmm_out(target, *bias, x, weight.t());
