@@ -75,8 +75,8 @@ class ScatterPipeline {
   std::vector<WorkPtr> works_;
 };
 
-// out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor. On GPUs by the GEMM layer, with
-// its tuning; on CPUs by torch.
+// out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor. On GPUs by the GEMM layer,
+// with its tuning; on CPUs by torch.
 void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
                 const std::optional<at::Tensor>& bias);
 

@@ -180,25 +180,31 @@ class Multiplier {
   StageCursor<Config::kStages> at_;
 };
 
+// Where this lane's row of four 8 x 8 matrices lies in 64 x 64 outputs under the 128-byte swizzle:
+// 16 rows of its warp by the columns 16 * i to 16 * i + 15. Register r of load_matrices() and
+// store_matrices() is then sums[8 * i + 4 * (r / 2) + 2 * (r % 2)] and its neighbour.
+__device__ __forceinline__ uint32_t matrix_row(uint32_t outputs, int i) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+  return outputs + row * 128 + (((2 * i + lane / 16) ^ (row & 7)) << 4);
+}
+
 // Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`,
 // into shared memory under the 128-byte swizzle.
 template <typename Config>
 __device__ __forceinline__ void round_to_shared(const GemmParams& p,
                                                 float (&sums)[Config::kAccumulators], int chunk,
                                                 uint32_t to, int column, bool as_they_are = false) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = (static_cast<int>(threadIdx.x) / 32 % 4) * 16 + lane / 4;
   if (!p.plain && !as_they_are) apply_epilogue(p, sums, chunk, column);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t at = ((i ^ (first & 7)) << 4) + (lane & 3) * 4;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t rounded[4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int from = (chunk * 8 + i) * 4 + 2 * half;
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + (first + 8 * half) * 128 + at),
-                   "r"(pack(typename Config::Out{}, sums[from], sums[from + 1]))
-                   : "memory");
+    for (int r = 0; r < 4; ++r) {
+      const int from = chunk * 32 + 8 * i + 2 * r;
+      rounded[r] = pack(typename Config::Out{}, sums[from], sums[from + 1]);
     }
+    store_matrices(matrix_row(to, i), rounded);
   }
 }
 

@@ -148,4 +148,27 @@ __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
 }
 
+// Four 8 x 8 matrices of 16 bits: of each, lane l has two neighbours of row l / 4 in its register.
+// The row at `address` is row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&out)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&in)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_vector(uint32_t address) {
+  uint4 out;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "r"(address)
+               : "memory");
+  return out;
+}
+
 }  // namespace torch_overlap::sm90

@@ -4,21 +4,25 @@
 #include "torch_overlap/overlap/cuda/fused.h"
 
 // GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
-// owner by tensor copies, with a word behind each; those of the own rows take the tiles of the
-// others in before they are rounded. Between registers and the outside lies one tile in shared
-// memory, which the mover (one thread of the first warpgroup) and the two that multiply hand to
-// each other:
+// owner, with a word behind each; those of the own rows take the tiles of the others in before they
+// are rounded. Between registers and the outside lies one tile in shared memory, which the mover
+// (one warp of the first warpgroup) and the two warpgroups that multiply hand to each other:
 //
 //   tile of another rank
 //     multiply    ... | sums -> shared | filled
-//     mover                              stores | emptied | all written: tell the owner
+//     mover                              stores, spread over the next tile | emptied | tell the
+//     owner
 //
 //   tile of the own rows
-//     multiply    ...          | sums += shared | taken ... | result -> shared | filled
-//     mover       told? loaded |                  told? loaded                   stores
+//     multiply    ... sums += shared | taken ... sums += shared | taken ... | result -> shared |
+//     filled mover       told? loaded                   told? loaded stores
 //
-// Where there are many tiles, those of the others have come long before, and all but the last are
-// added while the own one is multiplied, at fixed places along k.
+// Where there are many tiles, those of the others have come long before, and are added while the
+// own one is multiplied, at fixed places along k: the two warpgroups not at once, so that one
+// multiplies while the other adds.
+//
+// The mover's stores to others are plain ones. As tensor copies they would be done by the unit that
+// loads the next stages, and every one that waits for a link would hold those up.
 //
 // What a tile of the own rows waits for is computed by the others before any tile of theirs that
 // comes later in the order, and those wait for earlier ones of this rank: nothing waits in a
@@ -28,9 +32,9 @@ namespace {
 
 using sm90::Unit;
 
-// The tiles of the other chunks in turn, then those of the own. All ranks are at the same place of
-// their chunks at the same time, so every owner gets tiles at an even rate, and what others have
-// computed for this rank has come long before it is asked for.
+// The tiles of the chunks one after the other, from that of the next rank on, the own ones last: at
+// any time every rank sends to another one, and what others have computed for this rank has come
+// long before it is asked for.
 template <typename Config>
 class ScatterUnits {
  public:
@@ -46,15 +50,16 @@ class ScatterUnits {
     while (at_ < of_chunk_ * size) {
       const int place = at_;
       at_ += static_cast<int>(gridDim.x);
-      const int of_others = of_chunk_ * (size - 1);
-      const bool own = place >= of_others;
-      const int tile = own ? place - of_others : place / (size - 1);
-      const int turn = own ? size - 1 : place % (size - 1);
-      unit = sm90::tile_at(tile, p_.most_row_tiles, columns_, p_.gemm.row_group, depth_);
-      unit.chunk = (p_.words.rank + 1 + turn) % size;
+      unit =
+          sm90::tile_at(place % of_chunk_, p_.most_row_tiles, columns_, p_.gemm.row_group, depth_);
+      unit.chunk = (p_.words.rank + 1 + place / of_chunk_) % size;
       if (unit.row * Config::kRows < p_.rows[unit.chunk]) return true;  // else the chunk is shorter
     }
     return false;
+  }
+  // Whether the next one, if the chunks are equal, is of another rank's rows.
+  __device__ __forceinline__ bool is_next_of_others() const {
+    return at_ < of_chunk_ * (p_.words.size - 1);
   }
   // The word of a tile.
   __device__ __forceinline__ int word(const Unit& unit) const {
@@ -104,90 +109,136 @@ struct Piece {
   }
 };
 
+// One warp.
 template <typename Config>
-__device__ __forceinline__ void move_tiles(const FusedScatterParams& p, uint32_t tile,
-                                           TileBarriers& barriers) {
+class Mover {
   using P = Piece<Config>;
-  const uint32_t epoch = *p.words.epoch;
-  const uint32_t filled = sm90::shared_address(&barriers.filled);
-  const uint32_t emptied = sm90::shared_address(&barriers.emptied);
-  const uint32_t loaded = sm90::shared_address(&barriers.loaded);
-  const uint32_t taken = sm90::shared_address(&barriers.taken);
-  uint32_t fills = 0;
-  uint32_t takes = 0;
-  uint64_t next = 0;
-  ScatterUnits<Config> units(p);
-  Unit unit;
-  while (units.next(unit)) {
-    const int row = unit.row * Config::kRows;
-    const int column = unit.column * Config::kColumns;
-    const bool own = unit.chunk == p.words.rank;
-    if (own) {
-      for (int i = 1; i < p.words.size; ++i) {
-        const int peer = (p.words.rank + i) % p.words.size;
-        await_word(p.words, p.told[peer] + units.word(unit), epoch, WaitKind::chunk, peer,
-                   p.control, kManyLookAtHostNs);
-        sm90::fence_global_for_copies();
-        if (i > 1) sm90::barrier_wait(taken, (takes - 1) & 1);
-        ++takes;
-        sm90::barrier_expect(loaded, P::kCount * Config::kStoreBytes);
-        for (int k = 0; k < P::kCount; ++k) {
-          const P piece(k);
-          sm90::tensor_load(tile + k * Config::kStoreBytes, &p.from[peer], loaded,
-                            column + piece.column, row + piece.row);
-        }
+
+ public:
+  __device__ __forceinline__ Mover(const FusedScatterParams& p, uint32_t tile,
+                                   TileBarriers& barriers)
+      : p_(p),
+        barriers_(barriers),
+        tile_(tile),
+        epoch_(*p.words.epoch),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        units_(p) {}
+
+  __device__ __forceinline__ void run() {
+    Unit unit;
+    uint32_t fills = 0;
+    while (units_.next(unit)) {
+      const bool own = unit.chunk == p_.words.rank;
+      if (own && lane_ == 0) take_others(unit);
+      __syncwarp();
+      sm90::barrier_wait(sm90::shared_address(&barriers_.filled), fills & 1);
+      ++fills;
+      if (!own) {
+        send(unit);
+      } else if (lane_ == 0) {
+        store_result(unit);
       }
     }
-    sm90::barrier_wait(filled, fills & 1);
-    ++fills;
-    // Others wait for the last tiles, and nothing is loaded behind them.
-    ScatterUnits<Config> ahead = units;
-    Unit following;
-    const bool paced =
-        !own && p.pace_ns != 0 && ahead.next(following) && following.chunk != p.words.rank;
+    if (lane_ == 0) sm90::stores_done<0>();
+  }
+
+ private:
+  // The tiles of the other ranks for an own one, each when the one before has been read.
+  __device__ __forceinline__ void take_others(const Unit& unit) {
+    const uint32_t loaded = sm90::shared_address(&barriers_.loaded);
+    for (int i = 1; i < p_.words.size; ++i) {
+      const int peer = (p_.words.rank + i) % p_.words.size;
+      await_word(p_.words, p_.told[peer] + units_.word(unit), epoch_, WaitKind::chunk, peer,
+                 p_.control, kManyLookAtHostNs);
+      sm90::fence_global_for_copies();
+      if (i > 1) sm90::barrier_wait(sm90::shared_address(&barriers_.taken), (takes_ - 1) & 1);
+      ++takes_;
+      sm90::barrier_expect(loaded, P::kCount * Config::kStoreBytes);
+      for (int k = 0; k < P::kCount; ++k) {
+        const P piece(k);
+        sm90::tensor_load(tile_ + k * Config::kStoreBytes, &p_.from[peer], loaded,
+                          unit.column * Config::kColumns + piece.column,
+                          unit.row * Config::kRows + piece.row);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_result(const Unit& unit) {
     for (int k = 0; k < P::kCount; ++k) {
       const P piece(k);
-      if (paced) {
-        while (now_ns() < next) __nanosleep(100);
-        next = now_ns() + p.pace_ns;
-      }
-      sm90::tensor_store(&p.to[unit.chunk], tile + k * Config::kStoreBytes, column + piece.column,
-                         row + piece.row);
+      sm90::tensor_store(&p_.out, tile_ + k * Config::kStoreBytes,
+                         unit.column * Config::kColumns + piece.column,
+                         unit.row * Config::kRows + piece.row);
     }
     sm90::store_commit();
     sm90::stores_read<0>();
-    sm90::barrier_arrive(emptied);
-    if (own) continue;
-    sm90::stores_done<0>();
-    if (has_failed(p.control)) continue;  // what this rank would tell need not be true
-    sm90::fence_global_for_copies();
-    __threadfence_system();
-    store_release(p.tell[unit.chunk] + units.word(unit), epoch);
+    sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
   }
-  sm90::stores_done<0>();
-}
+
+  // A lane stores 16 bytes of every fourth row: the rows of a part by eight lanes each.
+  __device__ __forceinline__ void send(const Unit& unit) {
+    static_assert(kPacedRows == 16);
+    // Others wait for the last tiles, and nothing is loaded behind them.
+    const uint32_t pace = units_.is_next_of_others() ? p_.pace_ns : 0;
+    uint64_t next = now_ns();
+    char* const to = static_cast<char*>(p_.to[unit.chunk]);
+    const int rows = p_.rows[unit.chunk];
+    const int vector = lane_ % 8;
+    for (int k = 0; k < P::kCount; ++k) {
+      const P piece(k);
+      const int column = unit.column * Config::kColumns + piece.column + vector * 8;
+      const int first = unit.row * Config::kRows + piece.row;
+#pragma unroll 1
+      for (int part = 0; part < 64; part += kPacedRows) {
+        next += pace;
+        while (pace != 0 && now_ns() < next) __nanosleep(50);
+        uint4 data[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = part + j * 4 + lane_ / 8;
+          data[j] = sm90::load_vector(tile_ + k * Config::kStoreBytes + row * 128 +
+                                      ((vector ^ (row & 7)) << 4));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = first + part + j * 4 + lane_ / 8;
+          if (row >= rows || column >= p_.gemm.n) continue;
+          const int64_t at = static_cast<int64_t>(row) * p_.gemm.n + column;
+          *reinterpret_cast<uint4*>(to + at * 2) = data[j];
+        }
+      }
+    }
+    __syncwarp();
+    if (lane_ != 0) return;
+    sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
+    if (has_failed(p_.control)) return;  // what this rank would tell need not be true
+    store_release(p_.tell[unit.chunk] + units_.word(unit), epoch_);
+  }
+
+  const FusedScatterParams& p_;
+  TileBarriers& barriers_;
+  const uint32_t tile_;
+  const uint32_t epoch_;
+  const int lane_;
+  ScatterUnits<Config> units_;
+  uint32_t takes_ = 0;
+};
 
 // sums += what another rank has stored, as round_to_shared() would have put it there.
 template <typename Config>
 __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
                                                 uint32_t from) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = (static_cast<int>(threadIdx.x) / 32 % 4) * 16 + lane / 4;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t at = ((i ^ (first & 7)) << 4) + (lane & 3) * 4;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t others[4];
+    sm90::load_matrices(sm90::matrix_row(from, i), others);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t both;
-      asm volatile("ld.shared.u32 %0, [%1];"
-                   : "=r"(both)
-                   : "r"(from + (first + 8 * half) * 128 + at)
-                   : "memory");
+    for (int r = 0; r < 4; ++r) {
       float a;
       float b;
-      sm90::unpack(typename Config::Out{}, both, a, b);
-      sums[(chunk * 8 + i) * 4 + 2 * half] += a;
-      sums[(chunk * 8 + i) * 4 + 2 * half + 1] += b;
+      sm90::unpack(typename Config::Out{}, others[r], a, b);
+      sums[chunk * 32 + 8 * i + 2 * r] += a;
+      sums[chunk * 32 + 8 * i + 2 * r + 1] += b;
     }
   }
 }
@@ -221,12 +272,17 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
       __syncwarp();
       if (tells) sm90::barrier_arrive(taken);
     };
-    // The i-th is due after i of `others` parts of k, always at the same place: so are the sums.
+    // The i-th is due behind i of `size` parts of k, and kApart stages later for the second group:
+    // always at the same place, and so are the sums.
+    constexpr int kApart = 2;
     const int others = p.words.size - 1;
-    const int between = own && p.adds_between ? others - 1 : 0;
+    const int between = own && p.adds_between ? others : 0;
     int added = 0;
     mine.multiply(
-        unit, [&](int k) { return added < between && k * others >= (added + 1) * unit.depth; },
+        unit,
+        [&](int k) {
+          return added < between && (k - kApart * group) * p.words.size >= (added + 1) * unit.depth;
+        },
         [&] {
           add_next();
           ++added;
@@ -283,8 +339,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
       ScatterWork<Config> work{p};
       sm90::load_units<Config>(p.gemm, work, shared, stages);
-    } else if (threadIdx.x == 32) {
-      move_tiles<Config>(p, tile, barriers);
+    } else if (threadIdx.x / 32 == 1) {
+      Mover<Config>(p, tile, barriers).run();
     }
   } else {
     sm90::more_registers<232>();
