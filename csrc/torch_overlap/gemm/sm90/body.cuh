@@ -110,15 +110,26 @@ class Multiplier {
 
   float sums[Config::kRepeats][Config::kAccumulators];
 
-  __device__ __forceinline__ void multiply(const Unit& unit) {
-    multiply(unit, [](int) { return false; }, [] {});
+  // `meanwhile()` is called when the first stages are under way, and must leave the sums alone.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void multiply(const Unit& unit, const Meanwhile& meanwhile) {
+    multiply(unit, meanwhile, [](int) { return false; }, [] {});
   }
-  // `between()` changes the sums before those stages of k for which is_due(k).
-  template <typename IsDue, typename Between>
-  __device__ __forceinline__ void multiply(const Unit& unit, const IsDue& is_due,
-                                           const Between& between) {
-    int before = -1;
-    for (int k = 0; k < unit.depth; ++k, at_.advance()) {
+  // `between()`, always behind `meanwhile()`, changes the sums before those stages of k for which
+  // is_due(k).
+  template <typename Meanwhile, typename IsDue, typename Between>
+  __device__ __forceinline__ void multiply(const Unit& unit, const Meanwhile& meanwhile,
+                                           const IsDue& is_due, const Between& between) {
+    int before = begin_stage(true);
+    const bool has_second = unit.depth > 1;
+    const int second = has_second ? begin_stage(false) : before;
+    meanwhile();
+    if (has_second) {
+      wgmma_wait<1>();
+      release(before);
+      before = second;
+    }
+    for (int k = 2; k < unit.depth; ++k) {
       if (is_due(k)) {
         wgmma_wait<0>();
         hold_sums();
@@ -126,26 +137,10 @@ class Multiplier {
         before = -1;
         between();
       }
-      barrier_wait(shared_address(&barriers_.full[at_.stage]), at_.phase);
-      const uint32_t lhs = shared_ + at_.stage * Config::kStageBytes + row_ * 128;
-      const uint32_t rhs =
-          shared_ + at_.stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
-      hold_sums();
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < Config::kSteps; ++step) {
-#pragma unroll
-        for (int r = 0; r < Config::kRepeats; ++r) {
-          wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
-                                        operand<true>(lhs + r * 64 * 128, step),
-                                        operand<Config::kRhsAlongK>(rhs, step),
-                                        k != 0 || step != 0);
-        }
-      }
-      wgmma_commit();
+      const int now = begin_stage(false);
       wgmma_wait<1>();
       if (before >= 0) release(before);
-      before = at_.stage;
+      before = now;
     }
     wgmma_wait<0>();
     hold_sums();
@@ -153,6 +148,28 @@ class Multiplier {
   }
 
  private:
+  // The products of the next stage, which is returned.
+  __device__ __forceinline__ int begin_stage(bool is_first) {
+    const int stage = at_.stage;
+    barrier_wait(shared_address(&barriers_.full[stage]), at_.phase);
+    at_.advance();
+    const uint32_t lhs = shared_ + stage * Config::kStageBytes + row_ * 128;
+    const uint32_t rhs = shared_ + stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
+    hold_sums();
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < Config::kRepeats; ++r) {
+        wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
+                                      operand<true>(lhs + r * 64 * 128, step),
+                                      operand<Config::kRhsAlongK>(rhs, step),
+                                      !is_first || step != 0);
+      }
+    }
+    wgmma_commit();
+    return stage;
+  }
   __device__ __forceinline__ void hold_sums() {
 #pragma unroll
     for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
@@ -180,58 +197,75 @@ class Multiplier {
   StageCursor<Config::kStages> at_;
 };
 
+// 64 x 64 outputs of a warpgroup, two neighbours of a row in each register.
+struct Rounded {
+  uint32_t pairs[16];
+};
+
+// The epilogue, then rounding, of a warpgroup's part of a tile, whose first column is `column`.
+template <typename Config>
+__device__ __forceinline__ void apply_epilogue_to(
+    const GemmParams& p, float (&sums)[Config::kRepeats][Config::kAccumulators], int column) {
+#pragma unroll
+  for (auto& row : sums) {
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+      apply_epilogue(p, row, chunk, column + 64 * chunk);
+    }
+  }
+}
+template <typename Config, int kPieces>
+__device__ __forceinline__ void round_sums(
+    const float (&sums)[Config::kRepeats][Config::kAccumulators], Rounded (&out)[kPieces]) {
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int from = piece % Config::kChunks * 32 + 2 * i;
+      const auto& row = sums[piece / Config::kChunks];
+      out[piece].pairs[i] = pack(typename Config::Out{}, row[from], row[from + 1]);
+    }
+  }
+}
+
 // Where this lane's row of four 8 x 8 matrices lies in 64 x 64 outputs under the 128-byte swizzle:
 // 16 rows of its warp by the columns 16 * i to 16 * i + 15. Register r of load_matrices() and
-// store_matrices() is then sums[8 * i + 4 * (r / 2) + 2 * (r % 2)] and its neighbour.
+// store_matrices() is then pairs[4 * i + r].
 __device__ __forceinline__ uint32_t matrix_row(uint32_t outputs, int i) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
   return outputs + row * 128 + (((2 * i + lane / 16) ^ (row & 7)) << 4);
 }
 
-// Rounds 64 x 64 sums, from column 64 * chunk on, after the epilogue unless they go `as_they_are`,
-// into shared memory under the 128-byte swizzle.
-template <typename Config>
-__device__ __forceinline__ void round_to_shared(const GemmParams& p,
-                                                float (&sums)[Config::kAccumulators], int chunk,
-                                                uint32_t to, int column, bool as_they_are = false) {
-  if (!p.plain && !as_they_are) apply_epilogue(p, sums, chunk, column);
+__device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t to) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t rounded[4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int from = chunk * 32 + 8 * i + 2 * r;
-      rounded[r] = pack(typename Config::Out{}, sums[from], sums[from + 1]);
-    }
-    store_matrices(matrix_row(to, i), rounded);
-  }
+  for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
 }
 
+// The outputs of a tile wait in registers, rounded, until the products of the next one are under
+// way: the tensor cores do not wait for shared memory and its copies.
 template <typename Config, typename Work>
 __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, uint32_t shared,
                                               SharedBarriers<Config>& barriers, int group) {
+  constexpr int kPieces = Config::kRepeats * Config::kChunks;
   Multiplier<Config> mine(shared, barriers, group);
   const uint32_t buffers = shared + Config::kStages * Config::kStageBytes +
                            group * Config::kStoreBuffers * Config::kStoreBytes;
   const bool stores = threadIdx.x % 128 == 0;
-  auto units = work.units(p);
-  Unit unit;
-  while (units.next(unit)) {
-    mine.multiply(unit);
-    const int row = unit.row * Config::kRows + mine.row();
-    const int column = unit.column * Config::kColumns + mine.column();
-    constexpr int kPieces = Config::kRepeats * Config::kChunks;
+  Rounded rounded[kPieces];
+  Unit made{};
+  bool has_made = false;
+  const auto store_made = [&]() __attribute__((always_inline)) {
+    if (!has_made) return;
+    const int row = made.row * Config::kRows + mine.row();
+    const int column = made.column * Config::kColumns + mine.column();
 #pragma unroll
     for (int first = 0; first < kPieces; first += Config::kStoreBuffers) {
       if (stores) stores_read<0>();
       named_barrier(1 + group, 128);
 #pragma unroll
       for (int i = 0; i < Config::kStoreBuffers; ++i) {
-        const int r = (first + i) / Config::kChunks;
-        const int chunk = (first + i) % Config::kChunks;
-        round_to_shared<Config>(p, mine.sums[r], chunk, buffers + i * Config::kStoreBytes,
-                                column + 64 * chunk);
+        put_to_shared(rounded[first + i], buffers + i * Config::kStoreBytes);
       }
       fence_shared_for_copies();
       named_barrier(1 + group, 128);
@@ -239,12 +273,24 @@ __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, u
         for (int i = 0; i < Config::kStoreBuffers; ++i) {
           const int r = (first + i) / Config::kChunks;
           const int chunk = (first + i) % Config::kChunks;
-          work.store(unit, buffers + i * Config::kStoreBytes, column + 64 * chunk, row + 64 * r);
+          work.store(made, buffers + i * Config::kStoreBytes, column + 64 * chunk, row + 64 * r);
         }
         store_commit();
       }
     }
+  };
+  auto units = work.units(p);
+  Unit unit;
+  while (units.next(unit)) {
+    mine.multiply(unit, store_made);
+    if (!p.plain) {
+      apply_epilogue_to<Config>(p, mine.sums, unit.column * Config::kColumns + mine.column());
+    }
+    round_sums<Config>(mine.sums, rounded);
+    made = unit;
+    has_made = true;
   }
+  store_made();
   if (stores) stores_done<0>();
 }
 

@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&out)[
                : "r"(address)
                : "memory");
 }
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&in)[4]) {
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t* in) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
                : "memory");

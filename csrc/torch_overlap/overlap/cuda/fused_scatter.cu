@@ -224,7 +224,7 @@ class Mover {
   uint32_t takes_ = 0;
 };
 
-// sums += what another rank has stored, as round_to_shared() would have put it there.
+// sums += what another rank has stored, as put_to_shared() would have put it there.
 template <typename Config>
 __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
                                                 uint32_t from) {
@@ -257,21 +257,39 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
   sm90::Multiplier<Config> mine(shared, stages, group);
   uint32_t fills = 0;
   uint32_t loads = 0;
+  sm90::Rounded rounded[kPieces];
+  bool has_made = false;
+  bool made_own = false;
+  const auto hand_over = [&]() __attribute__((always_inline)) {
+    if (!has_made) return;
+    // What the mover has loaded for an own tile has been read: there is room.
+    if (fills > 0 && (!made_own || p.words.size == 1)) {
+      sm90::barrier_wait(emptied, (fills - 1) & 1);
+    }
+    ++fills;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      sm90::put_to_shared(rounded[i], mine_at + i * Config::kStoreBytes);
+    }
+    sm90::fence_shared_for_copies();
+    __syncwarp();
+    if (tells) sm90::barrier_arrive(filled);
+  };
+  const auto add_next = [&]() __attribute__((always_inline)) {
+    sm90::barrier_wait(loaded, loads & 1);
+    ++loads;
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
+                              mine_at + k * Config::kStoreBytes);
+    }
+    __syncwarp();
+    if (tells) sm90::barrier_arrive(taken);
+  };
   ScatterUnits<Config> units(p);
   Unit unit;
   while (units.next(unit)) {
     const bool own = unit.chunk == p.words.rank;
-    const auto add_next = [&] {
-      sm90::barrier_wait(loaded, loads & 1);
-      ++loads;
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
-                                mine_at + k * Config::kStoreBytes);
-      }
-      __syncwarp();
-      if (tells) sm90::barrier_arrive(taken);
-    };
     // The i-th is due behind i of `size` parts of k, and kApart stages later for the second group:
     // always at the same place, and so are the sums.
     constexpr int kApart = 2;
@@ -279,7 +297,7 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
     const int between = own && p.adds_between ? others : 0;
     int added = 0;
     mine.multiply(
-        unit,
+        unit, hand_over,
         [&](int k) {
           return added < between && (k - kApart * group) * p.words.size >= (added + 1) * unit.depth;
         },
@@ -296,23 +314,16 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
           for (float& sum : row) sum *= p.factor;
         }
       }
-    } else if (fills > 0) {
-      sm90::barrier_wait(emptied, (fills - 1) & 1);
+      if (!p.gemm.plain) {
+        sm90::apply_epilogue_to<Config>(p.gemm, mine.sums,
+                                        unit.column * Config::kColumns + mine.column());
+      }
     }
-    // With one rank nobody loads, so nobody has waited.
-    if (own && p.words.size == 1 && fills > 0) sm90::barrier_wait(emptied, (fills - 1) & 1);
-    ++fills;
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
-      sm90::round_to_shared<Config>(
-          p.gemm, mine.sums[k / Config::kChunks], k % Config::kChunks,
-          mine_at + k * Config::kStoreBytes,
-          unit.column * Config::kColumns + mine.column() + k % Config::kChunks * 64, !own);
-    }
-    sm90::fence_shared_for_copies();
-    __syncwarp();
-    if (tells) sm90::barrier_arrive(filled);
+    sm90::round_sums<Config>(mine.sums, rounded);
+    has_made = true;
+    made_own = own;
   }
+  hand_over();
 }
 
 template <typename Config>
