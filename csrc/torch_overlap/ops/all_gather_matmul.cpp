@@ -68,7 +68,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   for (const auto& product : out.products) products.push_back(rows_of(product, dim));
   const auto multiply = [&](const Tensor& input, int64_t begin) {
     for (size_t i = 0; i < weights.size(); ++i) {
-      linear_out(products[i].narrow(0, begin, input.size(0)), input, weights[i],
+      linear_out(kAllGatherMatmul, products[i].narrow(0, begin, input.size(0)), input, weights[i],
                  biases.empty() ? std::nullopt : biases.get(i));
     }
   };

@@ -66,7 +66,8 @@ struct Product {
 void multiply(const std::vector<Product>& products) {
   for (size_t i = 0; i < products.size(); ++i) {
     const Span span("chunk_gemm", i);
-    linear_out(products[i].out, products[i].lhs, products[i].rhs.t(), products[i].bias);
+    linear_out(kBulkOverlapMatmul, products[i].out, products[i].lhs, products[i].rhs.t(),
+               products[i].bias);
   }
 }
 

@@ -80,7 +80,7 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
     return out;
   }
   if (chosen == Algorithm::sequential) {
-    linear_out(rows, inputs, weight, std::nullopt);
+    linear_out(kMatmulAllReduce, rows, inputs, weight, std::nullopt);
     communicator->all_reduce(rows, reduction, /*async_op=*/false);
   } else {
     const auto chunks = row_chunks(inputs.size(0), kAllReduceChunks);
@@ -90,7 +90,7 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
       const auto chunk = rows.narrow(0, begin, length);
       {
         const Span span("chunk_gemm", i);
-        linear_out(chunk, inputs.narrow(0, begin, length), weight, std::nullopt);
+        linear_out(kMatmulAllReduce, chunk, inputs.narrow(0, begin, length), weight, std::nullopt);
       }
       const Span span("chunk_comm", i);
       works.push_back(communicator->all_reduce(chunk, reduction, /*async_op=*/true));

@@ -57,7 +57,7 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
   if (!goes_in_pieces(*communicator, algorithm, inputs.size(0))) {
     for (size_t i = 0; i < weights.size(); ++i) {
       const auto product = at::empty({inputs.size(0), weights[i].size(0)}, x.options());
-      linear_out(product, inputs, weights[i], bias_of(i));
+      linear_out(kMatmulAllToAll, product, inputs, weights[i], bias_of(i));
       exchange_columns(*communicator, product, out[i].flatten(0, -2));
     }
     return out;
@@ -72,7 +72,7 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
         const int64_t begin = outputs[i].chunk(step) * part.size(1);
         auto bias = bias_of(i);
         if (bias) bias = bias->narrow(0, begin, part.size(1));
-        linear_out(part, inputs, weights[i].narrow(0, begin, part.size(1)), bias);
+        linear_out(kMatmulAllToAll, part, inputs, weights[i].narrow(0, begin, part.size(1)), bias);
       }
       outputs[i].send(step);
     }

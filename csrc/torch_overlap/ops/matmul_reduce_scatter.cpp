@@ -88,8 +88,9 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
         const Span span("chunk_gemm", step);
         // The own partial product is added once, and so is a bias in it. A mean would divide it.
         const bool with_bias = scatter.is_own(step) && !mean;
-        linear_out(scatter.partial(step), inputs.narrow(0, scatter.chunk(step) * rows, rows),
-                   weight, with_bias ? bias : std::nullopt);
+        linear_out(kMatmulReduceScatter, scatter.partial(step),
+                   inputs.narrow(0, scatter.chunk(step) * rows, rows), weight,
+                   with_bias ? bias : std::nullopt);
       }
       scatter.send(step);
     }

@@ -87,15 +87,15 @@ void ScatterPipeline::reduce(const at::Tensor& out, bool mean) {
   }
 }
 
-void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
-                const std::optional<at::Tensor>& bias) {
+void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
+                const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   if (out.is_cuda() && at::isFloatingType(out.scalar_type())) {
     GemmArgs args;
     args.lhs = gemm_operand(x, false, ScalingMode::NO_SCALING, std::nullopt, false);
     args.rhs = gemm_operand(weight, true, ScalingMode::NO_SCALING, std::nullopt, false);
     args.out = out;
-    if (bias) args.epilogue.bias = *bias;
-    gemm("linear", args);
+    if (bias && bias->defined()) args.epilogue.bias = bias->contiguous();
+    gemm(op, args);
     return;
   }
   at::Tensor target = out;

@@ -75,10 +75,10 @@ class ScatterPipeline {
   std::vector<WorkPtr> works_;
 };
 
-// out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor. On GPUs by the GEMM layer,
-// with its tuning; on CPUs by torch.
-void linear_out(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
-                const std::optional<at::Tensor>& bias);
+// out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor. Floats on GPUs by the GEMM
+// layer, with its tuning; the rest by torch.
+void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
+                const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 // `x` as [rows, features]: dimension `dim` first, then all but the last flattened.
 at::Tensor to_rows(const at::Tensor& x, int64_t dim);

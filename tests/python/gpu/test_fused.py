@@ -21,6 +21,7 @@ pytestmark = [
 # Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 or 256 columns, stages of k 64.
 SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
+LARGE = (2048, 264, 2304)  # a chunk has a tile for every SM, so that tiles of others are added between stages
 
 
 def everybodys(comm, own):
@@ -105,7 +106,7 @@ KINDS = [Gather, Scatter]
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_values(comm, kind, shape, dtype, transposed, bias):
     case = kind(comm, *shape, dtype, transposed, bias)
@@ -121,14 +122,16 @@ def test_full_shapes(comm, kind, shape):
     case.check(case.run())
 
 
-def test_a_mean(comm):
-    case = Scatter(comm, 200, 136, 264, torch.bfloat16, op="avg")
+@pytest.mark.parametrize("shape", [(200, 136, 264), LARGE], ids=str)
+def test_a_mean(comm, shape):
+    case = Scatter(comm, *shape, torch.bfloat16, op="avg")
     case.check(case.run())
 
 
-def test_the_same_bits_every_time(comm):
+@pytest.mark.parametrize("shape", [(300, 520, 1032), LARGE], ids=str)
+def test_the_same_bits_every_time(comm, shape):
     for kind in KINDS:
-        case = kind(comm, 300, 520, 1032, torch.bfloat16)
+        case = kind(comm, *shape, torch.bfloat16)
         first = [t.clone() for t in case.run()]
         for _ in range(5):
             for got, want in zip(case.run(), first, strict=True):
@@ -187,10 +190,11 @@ def capture(run):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
     choice = random.Random(seed)  # equal on all ranks
-    cases = [kind(comm, 200, 264, 520, torch.bfloat16), kind(comm, 512, 1024, 1032, torch.bfloat16)]
+    shapes = [(200, 264, 520), (512, 1024, 1032), LARGE]
+    cases = [kind(comm, *shape, torch.bfloat16) for shape in shapes]
     graphs = [capture(case.run) for case in cases]
     for _ in range(100):
-        i = choice.randrange(2)
+        i = choice.randrange(3)
         late, eager = choice.randrange(comm.get_size()), choice.random() < 0.3
         cycles = choice.randrange(1, 10) * 1_500_000
         case, (graph, outs) = cases[i], graphs[i]

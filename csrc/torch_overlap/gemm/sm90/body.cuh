@@ -8,9 +8,9 @@
 //
 //   0     one thread loads the stages of both operands by tensor copies, as far ahead as
 //         shared memory goes, over the borders of tiles
-//   1, 2  each multiplies its part of the tile out of shared memory into registers (wgmma),
-//         applies the epilogue, puts 64 x 64 outputs at a time in shared memory and has them
-//         stored by tensor copies, which go on while the next tile is computed
+//   1, 2  each multiplies its part of the tile out of shared memory into registers (wgmma) and
+//         applies the epilogue; while the next tile is computed, 64 x 64 outputs at a time go to
+//         shared memory, from where tensor copies store them
 //
 // Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps
 // that are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels

@@ -126,7 +126,8 @@ __device__ __forceinline__ void stores_done() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(n) : "memory");
 }
 
-// What this thread wrote to shared memory is seen by tensor copies issued after it.
+// What this thread wrote to shared memory is seen by tensor copies issued after it, and what it
+// read was there before they write.
 __device__ __forceinline__ void fence_shared_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -147,6 +148,8 @@ template <int n>
 __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
 }
+
+// --- Shared memory
 
 // Four 8 x 8 matrices of 16 bits: of each, lane l has two neighbours of row l / 4 in its register.
 // The row at `address` is row l % 8 of matrix l / 8.

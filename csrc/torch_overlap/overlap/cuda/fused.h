@@ -27,14 +27,14 @@ struct FusedGatherParams {
   WaitControl control;
 };
 
-// A tile goes to another rank in parts of so many rows of 64 outputs.
+// A tile goes to another rank in parts of so many rows of 64 outputs, with time between them.
 inline constexpr int kPacedRows = 16;
 
 // GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
 struct FusedScatterParams {
   sm90::GemmParams gemm;              // lhs: all rows; out and m: not looked at
   CUtensorMap out;                    // of the own rows
-  void* to[kMostFusedRanks];          // where those of the other chunks go, n outputs a row
+  void* to[kMostFusedRanks];          // where the tiles of other chunks go, n outputs a row
   CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
   int begin[kMostFusedRanks];         // of each chunk, in rows
   int rows[kMostFusedRanks];
@@ -42,10 +42,9 @@ struct FusedScatterParams {
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
-  // Tiles of other ranks are added while an own one is multiplied: they have come by then.
+  // Tiles of other ranks are added while an own one is multiplied.
   bool adds_between;
-  // Between the parts of a tile: all blocks end their tiles at about the same time, and what then
-  // fills the links would hold up the loads of the next tiles.
+  // Between the parts of a tile.
   uint32_t pace_ns;
   float factor;  // of the sum, before the bias
   ChannelWords words;

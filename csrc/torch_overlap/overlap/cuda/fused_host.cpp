@@ -33,7 +33,7 @@ struct TileChoice {
 };
 constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 128, 1.15}};
 
-// Tiles of so many rows that are computed before the next columns.
+// So many rows of tiles are computed before the next columns.
 constexpr int kRowGroup = 16;
 
 VectorType vector_type(const at::Tensor& vector) {
@@ -122,8 +122,9 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
   return params;
 }
 
-// The stores of a tile are spread over most of the time that the next one takes: measured on H200s
-// as the best of 0, 0.5, 0.7 and 0.9.
+// The stores of a tile are spread over the larger part of the time that the next one takes, which
+// is not known: 600 ns a stage are what H200s take at the best. Measured as the best of 0, 0.5, 0.7
+// and 0.9 of that.
 uint32_t pace_of(int64_t stages, const KernelInfo& kernel) {
   constexpr double kPart = 0.9;
   constexpr double kStageNs = 600;  // of a tile of 128 x 256

@@ -10,31 +10,34 @@
 //
 //   tile of another rank
 //     multiply    ... | sums -> shared | filled
-//     mover                              stores, spread over the next tile | emptied | tell the
-//     owner
+//     mover                            | stores to the owner | emptied | tell the owner
 //
 //   tile of the own rows
-//     multiply    ... sums += shared | taken ... sums += shared | taken ... | result -> shared |
-//     filled mover       told? loaded                   told? loaded stores
+//     multiply    ...          | sums += shared | taken ...  (of each) | result -> shared | filled
+//     mover       told? loaded |                  told? loaded         |                  | stores
 //
-// Where there are many tiles, those of the others have come long before, and are added while the
-// own one is multiplied, at fixed places along k: the two warpgroups not at once, so that one
-// multiplies while the other adds.
+// What is rounded waits in registers until the products of the next tile are under way.
+//
+// Where a chunk has a tile for every SM, those of the others are added in the second half of the
+// own one's k, at fixed places, and by the two warpgroups not at once: one multiplies while the
+// other adds. They have come by then, but for the last ones to be computed where a chunk has hardly
+// more tiles than that; these are added last.
 //
 // The mover's stores to others are plain ones. As tensor copies they would be done by the unit that
-// loads the next stages, and every one that waits for a link would hold those up.
+// loads the next stages, and every one that waits for a link would hold those up. They are spread
+// over the time of the next tile: all blocks end theirs at about the same time, and what fills the
+// links fills the ways within the chip too.
 //
-// What a tile of the own rows waits for is computed by the others before any tile of theirs that
-// comes later in the order, and those wait for earlier ones of this rank: nothing waits in a
+// A rank computes all tiles of others before any that waits. All blocks run, as there is one for an
+// SM at most, and one goes on to its own tiles only behind those of others: nothing waits in a
 // circle.
 namespace torch_overlap::cuda {
 namespace {
 
 using sm90::Unit;
 
-// The tiles of the chunks one after the other, from that of the next rank on, the own ones last: at
-// any time every rank sends to another one, and what others have computed for this rank has come
-// long before it is asked for.
+// The tiles of the chunks one after the other, from that of the next rank on, the own ones last.
+// Where chunks are equal, every rank sends to another one at any time.
 template <typename Config>
 class ScatterUnits {
  public:
@@ -143,11 +146,12 @@ class Mover {
   }
 
  private:
-  // The tiles of the other ranks for an own one, each when the one before has been read.
+  // The tiles of the other ranks for an own one, each when the one before has been read. That of
+  // the rank before was computed first, that of the next one last.
   __device__ __forceinline__ void take_others(const Unit& unit) {
     const uint32_t loaded = sm90::shared_address(&barriers_.loaded);
     for (int i = 1; i < p_.words.size; ++i) {
-      const int peer = (p_.words.rank + i) % p_.words.size;
+      const int peer = (p_.words.rank + p_.words.size - i) % p_.words.size;
       await_word(p_.words, p_.told[peer] + units_.word(unit), epoch_, WaitKind::chunk, peer,
                  p_.control, kManyLookAtHostNs);
       sm90::fence_global_for_copies();
@@ -175,39 +179,33 @@ class Mover {
     sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
   }
 
-  // A lane stores 16 bytes of every fourth row: the rows of a part by eight lanes each.
+  // A part of the tile, four rows by eight lanes each at a time.
   __device__ __forceinline__ void send(const Unit& unit) {
-    static_assert(kPacedRows == 16);
-    // Others wait for the last tiles, and nothing is loaded behind them.
-    const uint32_t pace = units_.is_next_of_others() ? p_.pace_ns : 0;
+    // The block's first own tile waits for the mover from the middle on; where chunks have few
+    // tiles, the owner does at once.
+    const uint32_t pace = units_.is_next_of_others() ? p_.pace_ns
+                          : p_.adds_between          ? p_.pace_ns / 2
+                                                     : 0;
     uint64_t next = now_ns();
     char* const to = static_cast<char*>(p_.to[unit.chunk]);
-    const int rows = p_.rows[unit.chunk];
     const int vector = lane_ % 8;
     for (int k = 0; k < P::kCount; ++k) {
       const P piece(k);
       const int column = unit.column * Config::kColumns + piece.column + vector * 8;
-      const int first = unit.row * Config::kRows + piece.row;
-#pragma unroll 1
-      for (int part = 0; part < 64; part += kPacedRows) {
-        next += pace;
-        while (pace != 0 && now_ns() < next) __nanosleep(50);
-        uint4 data[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = part + j * 4 + lane_ / 8;
-          data[j] = sm90::load_vector(tile_ + k * Config::kStoreBytes + row * 128 +
-                                      ((vector ^ (row & 7)) << 4));
+      for (int in_piece = lane_ / 8; in_piece < 64; in_piece += 4) {
+        if (in_piece % kPacedRows < 4 && pace != 0) {
+          next += pace;
+          while (now_ns() < next) __nanosleep(50);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = first + part + j * 4 + lane_ / 8;
-          if (row >= rows || column >= p_.gemm.n) continue;
-          const int64_t at = static_cast<int64_t>(row) * p_.gemm.n + column;
-          *reinterpret_cast<uint4*>(to + at * 2) = data[j];
-        }
+        const uint4 data = sm90::load_vector(tile_ + k * Config::kStoreBytes + in_piece * 128 +
+                                             ((vector ^ (in_piece & 7)) << 4));
+        const int row = unit.row * Config::kRows + piece.row + in_piece;
+        if (row >= p_.rows[unit.chunk] || column >= p_.gemm.n) continue;
+        const int64_t at = static_cast<int64_t>(row) * p_.gemm.n + column;
+        *reinterpret_cast<uint4*>(to + at * sizeof(typename Config::Out)) = data;
       }
     }
+    sm90::fence_shared_for_copies();
     __syncwarp();
     if (lane_ != 0) return;
     sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
@@ -283,6 +281,7 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
       add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
                               mine_at + k * Config::kStoreBytes);
     }
+    sm90::fence_shared_for_copies();
     __syncwarp();
     if (tells) sm90::barrier_arrive(taken);
   };
@@ -290,16 +289,19 @@ __device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint
   Unit unit;
   while (units.next(unit)) {
     const bool own = unit.chunk == p.words.rank;
-    // The i-th is due behind i of `size` parts of k, and kApart stages later for the second group:
-    // always at the same place, and so are the sums.
+    // The i-th is due behind i of `size` parts of the second half of k, and kApart stages later for
+    // the second group: always at the same place, and so are the sums. The first group waits at
+    // most there; the stages up to there come without it.
     constexpr int kApart = 2;
+    static_assert(kApart <= Config::kStages);
     const int others = p.words.size - 1;
     const int between = own && p.adds_between ? others : 0;
     int added = 0;
     mine.multiply(
         unit, hand_over,
         [&](int k) {
-          return added < between && (k - kApart * group) * p.words.size >= (added + 1) * unit.depth;
+          return added < between &&
+                 (k - kApart * group) * 2 * p.words.size >= (p.words.size + added + 1) * unit.depth;
         },
         [&] {
           add_next();
