@@ -29,7 +29,7 @@ struct Limits {
 
 constexpr Limits kLimits[] = {
     {Primitive::all_reduce, 2, 192 * kKi, 4 * kMi, 0},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 8 * kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi},
     {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi},
     {Primitive::all_gather, 2, 256 * kKi, 4 * kMi, 0},
     {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
