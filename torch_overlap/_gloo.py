@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,20 @@ from torch_overlap import _C
 
 def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str | None, interface: str | None) -> Any:
     """A c10d gloo Backend that listens on `hostname` or `interface` (at most one of them), else on gloo's choice."""
+    begin = time.monotonic()
+    try:
+        return _connect(store, rank, size, timeout, hostname, interface)
+    except RuntimeError as error:  # also c10d's own, for which nobody who catches ours looks
+        seconds = timeout.total_seconds()
+        kind = _C.OperationTimeoutError if time.monotonic() - begin >= seconds else _C.Error
+        text = str(error).splitlines()[0]
+        raise kind(
+            f"new_comm: expected gloo to connect {size} ranks within {seconds * 1000:.0f} ms, got: {text}; "
+            "look at the other ranks"
+        ) from error
+
+
+def _connect(store: Any, rank: int, size: int, timeout: timedelta, hostname: str | None, interface: str | None) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo

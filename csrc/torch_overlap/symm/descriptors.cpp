@@ -86,16 +86,22 @@ msghdr header_of(iovec& part, Control& control, size_t control_bytes) {
   return header;
 }
 
-// Sends without waiting: the receiver need not have accepted yet. Empty, or what went wrong.
-std::string send_to(const std::string& name, int rank, const std::vector<int>& mine,
-                    TimePoint deadline) {
+// What went wrong, if anything. A receiver that listens no more has gone, and sends nothing either.
+struct Sent {
+  std::string fault;
+  bool is_gone = false;
+};
+
+// Sends without waiting: the receiver need not have accepted yet.
+Sent send_to(const std::string& name, int rank, const std::vector<int>& mine, TimePoint deadline) {
   const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket) return concat("no socket: ", errno_text());
+  if (!socket) return {concat("no socket: ", errno_text())};
   const Address address(name);
   while (connect(socket.get(), address.get(), address.length) != 0) {
     // EAGAIN: the backlog is full, and moves when the receiver accepts.
     if ((errno != EAGAIN && errno != EINTR) || std::chrono::steady_clock::now() >= deadline) {
-      return concat("cannot connect to it: ", errno_text());
+      const bool is_gone = errno == ECONNREFUSED;
+      return {concat("cannot connect to it: ", errno_text()), is_gone};
     }
     usleep(1000);
   }
@@ -116,7 +122,8 @@ std::string send_to(const std::string& name, int rank, const std::vector<int>& m
   do {
     sent = sendmsg(socket.get(), &header, MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
-  return sent == sizeof(greeting) ? std::string() : concat("cannot send to it: ", errno_text());
+  if (sent == sizeof(greeting)) return {};
+  return {concat("cannot send to it: ", errno_text())};
 }
 
 bool is_readable(const Descriptor& socket, TimePoint deadline) {
@@ -191,10 +198,10 @@ std::vector<DescriptorExchange::Received> DescriptorExchange::run(
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank || names[peer].empty()) continue;
     ++awaited;
-    received[peer].fault = "its descriptors did not arrive";  // until they do
-    if (auto fault = send_to(names[peer], rank, mine, deadline); !fault.empty()) {
+    received[peer] = {{}, "its descriptors did not arrive", /*is_late=*/true};  // until they do
+    if (auto sent = send_to(names[peer], rank, mine, deadline); !sent.fault.empty()) {
       // It knows no better than that we do not come; what we wait for may come all the same.
-      received[peer].fault = std::move(fault);
+      received[peer] = {{}, std::move(sent.fault), sent.is_gone};
     }
   }
   std::vector<bool> done(size);
@@ -231,6 +238,7 @@ std::optional<int> DescriptorExchange::take(Descriptor connection, std::vector<R
       std::equal(name_.begin(), name_.end(), greeting.receiver.begin(), greeting.receiver.end());
   if (!is_ours) return std::nullopt;
   Received& from = received[greeting.rank];
+  from.is_late = false;
   if (static_cast<int>(descriptors.size()) != greeting.count) {
     // The receiver's limit of open files cuts them off.
     from.fault = concat("expected ", greeting.count, " descriptors, got ", descriptors.size(),

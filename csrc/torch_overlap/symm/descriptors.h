@@ -58,10 +58,12 @@ class TORCH_OVERLAP_API DescriptorExchange {
 
   // Collective over the ranks with a name: sends `mine` to each, and gets each one's. names[rank]
   // is empty for a rank that takes no part. A rank whose descriptors did not come by the deadline
-  // has `fault` set instead.
+  // has `fault` set instead; `is_late` says that nothing is known to keep them from coming, as
+  // where the rank has died.
   struct Received {
     std::vector<Descriptor> descriptors;
     std::string fault;
+    bool is_late = false;
   };
   std::vector<Received> run(int rank, const std::vector<std::string>& names,
                             const std::vector<int>& mine,

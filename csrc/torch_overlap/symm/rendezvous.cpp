@@ -235,8 +235,17 @@ class Rendezvous {
     }
     std::vector<int> mine;
     for (const auto& segment : segments_) mine.push_back(segment.shared.descriptor.get());
-    return exchange_->run(me_, sockets, mine,
-                          std::chrono::steady_clock::now() + bootstrap_.timeout());
+    auto received =
+        exchange_->run(me_, sockets, mine, std::chrono::steady_clock::now() + bootstrap_.timeout());
+    // Who has gone since it said its part would be waited for once more in conclude().
+    std::vector<int> late;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (received[rank].is_late) late.push_back(rank);
+    }
+    TORCH_OVERLAP_CHECK(late.empty(), kTimeout, request_.op, ": expected the memory of ", size_,
+                        " ranks for '", request_.name, "' within ", bootstrap_.timeout().count(),
+                        " ms, got none of ranks ", list_string(late), "; look at what they do");
+    return received;
   }
 
   std::shared_ptr<SymmetricMemory> map() {

@@ -290,6 +290,37 @@ TEST(SymmetricMemory, PrivateMemoryOfAProcessIsRefusedOnBothSides) {
   EXPECT_EQ(child.join(), 0);
 }
 
+// A process that dies after it has said what it has.
+class LeavingBootstrap final : public Bootstrap {
+ public:
+  explicit LeavingBootstrap(Bootstrap& bootstrap) : Bootstrap(1, 2, {}), bootstrap_(bootstrap) {}
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    (void)bootstrap_.all_gather(mine);
+    _exit(0);
+  }
+
+ private:
+  Bootstrap& bootstrap_;
+};
+
+TEST(SymmetricMemory, ARankThatLeavesHalfWayIsNamedWithinOneTimeout) {
+  const auto request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
+  const Child child([&](Bootstrap& bootstrap) {
+    LeavingBootstrap leaving(bootstrap);
+    SymmetricMemory::rendezvous(leaving, request);
+    return false;
+  });
+  auto bootstrap = child.bootstrap();
+  bootstrap.set_timeout(milliseconds(300));
+  const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kTimeout);
+  EXPECT_STREQ(error->what(),
+               "test: expected the memory of 2 ranks for 'memory' within 300 ms, got none of ranks "
+               "[1]; look at what they do");
+  EXPECT_EQ(child.join(), 0);
+}
+
 TEST(Descriptors, ARankThatSendsNothingIsNamedAtTheDeadline) {
   DescriptorExchange exchange;
   const DescriptorExchange silent;
@@ -297,6 +328,7 @@ TEST(Descriptors, ARankThatSendsNothingIsNamedAtTheDeadline) {
   const auto received =
       exchange.run(0, {exchange.name(), silent.name()}, {STDIN_FILENO}, begin + milliseconds(100));
   EXPECT_EQ(received[1].fault, "its descriptors did not arrive");
+  EXPECT_TRUE(received[1].is_late);
   EXPECT_GE(std::chrono::steady_clock::now() - begin, milliseconds(100));
 }
 
@@ -306,6 +338,7 @@ TEST(Descriptors, OneThatIsGoneIsNoPartner) {
   const auto received = exchange.run(0, {exchange.name(), gone}, {},
                                      std::chrono::steady_clock::now() + milliseconds(50));
   EXPECT_NE(received[1].fault.find("cannot connect"), std::string::npos) << received[1].fault;
+  EXPECT_TRUE(received[1].is_late);
 }
 
 TEST(Place, OtherHostsAndNamespacesAreNamed) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -42,6 +43,25 @@ def test_a_missing_rank_is_named_within_the_timeout() -> None:
         message, elapsed = result
         assert "rank 2 did not arrive in 2000 ms" in message
         assert elapsed < 2 + 30
+
+
+def _nobody_listens(rank: int, size: int, store: Any) -> tuple[str, str]:
+    if rank == 1:
+        os.environ["TORCHCOMM_GLOO_INTERFACE"] = "nowhere"
+    try:
+        with pytest.raises(to.Error) as caught:
+            to.new_comm("gloo", "cpu", "deaf", store=store, rank=rank, size=size, timeout=timedelta(seconds=3))
+    finally:
+        os.environ.pop("TORCHCOMM_GLOO_INTERFACE", None)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_ranks_that_gloo_cannot_connect_get_our_errors() -> None:
+    waiting, deaf = run_ranks(_nobody_listens, 2, comm=False)
+    assert waiting[0] == "OperationTimeoutError"
+    assert "new_comm: expected gloo to connect 2 ranks within 3000 ms, got: " in waiting[1]
+    assert deaf[0] == "Error"
+    assert "nowhere" in deaf[1]
 
 
 def _abort_while_waiting(comm: Any) -> str | None:

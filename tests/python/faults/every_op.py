@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 import torch_overlap as to
 
-Issue = Callable[..., to.TorchWork]
+
+class Waits(Protocol):
+    """What the tests need of a TorchWork."""
+
+    def wait(self) -> None: ...
+    def wait_blocking(self) -> None: ...
+
+
+class Done:
+    """Of what blocks the host, or is ordered by the current stream: waits for that."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def wait(self) -> None:
+        pass
+
+    def wait_blocking(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+Issue = Callable[..., Waits]
 
 
 def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> Issue:
     """A function of (async_op, **options) that issues the operation on this rank.
 
     Roots are chosen so that ranks wait for `victim`: it is the root of what comes from a root, and owes something to
-    the root of what goes to one.
+    the root of what goes to one. Those of WITHOUT_OPTIONS block, and take the communicator's timeout.
     """
+    if name in ONE_SIDED:
+        return one_sided(comm, name, victim, numel)
+    if name in WITHOUT_OPTIONS:
+        return without_options(comm, name, numel)
     rank, size, device = comm.get_rank(), comm.get_size(), comm.get_device()
     others = [r for r in range(size) if r != victim]
     away = others[0]
@@ -75,8 +102,74 @@ def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> 
     return table[name]
 
 
+def one_sided(comm: to.TorchComm, name: str, victim: int, numel: int) -> Issue:
+    """Every other rank and the victim, in turns: `name` is what a rank of the others does first.
+
+    A put and a signal end where nobody listens, so an answer of the victim is waited for.
+    """
+    rank, size = comm.get_rank(), comm.get_size()
+    buffer = to.symmetric_empty(numel * size, torch.float32, comm)
+    window = comm.new_window(buffer)
+    x = torch.ones(numel, device=comm.get_device())
+    peers = [r for r in range(size) if r != victim] if rank == victim else [victim]
+
+    def tell(peer: int, **options: object) -> None:
+        if name == "put":
+            window.put(x, peer, numel * rank, True, **options)  # type: ignore[arg-type]
+        window.signal(peer, True, **options)  # type: ignore[arg-type]
+
+    def issue(async_op: bool, **options: object) -> Waits:
+        is_first = (rank == victim) == (name == "wait_signal")
+        if is_first:
+            for peer in peers:
+                tell(peer, **options)
+        works = [window.wait_signal(peer, async_op, **options) for peer in peers]  # type: ignore[arg-type]
+        for work in works:
+            work.wait()
+        if not is_first:
+            for peer in peers:
+                tell(peer, **options)
+        return works[-1]
+
+    return issue
+
+
+def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
+    size, device = comm.get_size(), comm.get_device()
+    buffer = to.symmetric_empty(numel, torch.float32, comm) if name == "new_window" else torch.ones(numel)
+    x = torch.ones(numel, device=device)
+    # On GPUs what has a fused kernel; of the CPU's, few elements.
+    rows, k, dtype = (128 * size, 512, torch.bfloat16) if device.type == "cuda" else (8 * size, 16, torch.float32)
+    left, right = (torch.ones(shape, k, dtype=dtype, device=device) for shape in (rows, k))
+
+    def split() -> None:
+        part = comm.split(list(range(size)))
+        assert part is not None
+        part.abort()  # finalize() would wait, once more
+
+    def new_window() -> None:
+        comm.new_window(buffer)  # gone at once
+
+    table: dict[str, Callable[[], object]] = {
+        "split": split,
+        "new_window": new_window,
+        "ops.all_reduce": lambda: to.ops.all_reduce(x, comm),
+        "ops.matmul_reduce_scatter": lambda: to.ops.matmul_reduce_scatter(left, right, comm),
+    }
+    call, done = table[name], Done(device)
+
+    def issue(async_op: bool) -> Waits:
+        call()
+        return done
+
+    return issue
+
+
+ONE_SIDED = ("put", "signal", "wait_signal")
+WITHOUT_OPTIONS = ("split", "new_window", "ops.all_reduce", "ops.matmul_reduce_scatter")
 NAMES = (
     "send", "recv", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_v", "all_gather_single",
     "reduce_scatter", "reduce_scatter_v", "reduce_scatter_single", "all_to_all", "all_to_all_single",
     "all_to_all_v_single", "barrier", "scatter", "gather", "gather_single", "batch_op_issue",
+    *ONE_SIDED, *WITHOUT_OPTIONS,
 )  # fmt: skip

@@ -16,7 +16,8 @@ import pytest
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-sys.path.insert(0, os.path.dirname(__file__))  # graph_cases
+HERE = os.path.dirname(__file__)
+sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "faults")]  # graph_cases, random_draws
 
 IN_TORCHRUN = "LOCAL_RANK" in os.environ
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))

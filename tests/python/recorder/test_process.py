@@ -21,7 +21,7 @@ comm = to.new_comm("fake", torch.device("cpu"), name="c", rank=0, size=1)
 """
 # Two ranks as threads, of which one never calls: the other one's timeout ends the process.
 TIMEOUT = """
-import threading
+import glob, os, sys, threading
 from datetime import timedelta
 import torch, torch_overlap as to
 from torch.distributed import HashStore
@@ -32,7 +32,8 @@ def rank(me):
                        abort_process_on_timeout_or_error=True, timeout=timedelta(seconds=60))
     if me == 0:
         comm.set_timeout(timedelta(seconds=0.5))
-        comm.register_abort_hook(lambda: print("abort hook", flush=True))
+        dumps = os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] + "*"
+        comm.register_abort_hook(lambda: print("abort hook sees", sorted(glob.glob(dumps)), file=sys.stderr, flush=True))
         comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)
     threading.Event().wait(100)
 
@@ -55,7 +56,10 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> None:
     result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
-    assert "abort hook" in result.stdout
+    files = [str(tmp_path / name) for name in ("t_0", "t_1")]
+    steps = ["flight recorder: wrote", f"abort hook sees {files}", "Aborting process due to timeout"]
+    assert [result.stderr.count(step) for step in steps] == [1, 1, 1], result.stderr
+    assert sorted(steps, key=result.stderr.index) == steps, result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t_0", "t_1"]
     trace = pickle.loads((tmp_path / "t_0").read_bytes())
     assert "all_reduce" in trace["reason"]
@@ -68,10 +72,23 @@ def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> N
 def test_a_dump_that_fails_is_one_warning_and_hides_nothing(where: str) -> None:
     result = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=where)
     assert result.returncode == -signal.SIGABRT
-    assert result.stderr.count("flight_recorder.dump: expected to write") == 1
-    assert "abort hook" in result.stdout
-    assert "all_reduce" in result.stderr
-    assert "due to timeout" in result.stderr
+    check_a_failed_dump(result.stderr)
+
+
+def check_a_failed_dump(text: str) -> None:
+    steps = ["flight_recorder.dump: expected to write", "abort hook sees []", "Aborting process due to timeout"]
+    assert [text.count(step) for step in steps] == [1, 1, 1], text
+    assert sorted(steps, key=text.index) == steps, text
+    assert "all_reduce" in text
+
+
+def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -> None:
+    limit = "import resource, torch_overlap\nresource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))\n"
+    result = run(limit + TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.returncode == -signal.SIGABRT
+    check_a_failed_dump(result.stderr)
+    assert "File too large" in result.stderr  # some of it was written: the limit of files, as that of a disk
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_size_zero_switches_it_off() -> None:
