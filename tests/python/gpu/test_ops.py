@@ -93,6 +93,30 @@ def bulk_cases(algorithm):
 
 
 X = [(4 * ROWS, IN)]
+
+
+def uneven_case(name, exchange):
+    """all_to_all_v: parts of every size, some of them empty."""
+
+    def sent_by(a, size):
+        parts = [5 * ((a + 2 * b) % 3) for b in range(size - 1)]
+        return [*parts, 4 * ROWS - sum(parts)]
+
+    def run(comm, x):
+        rank, size = comm.get_rank(), comm.get_size()
+        return exchange(x, comm, [sent_by(a, size)[rank] for a in range(size)], sent_by(rank, size))
+
+    def reference(every, r):
+        return torch.cat([e[0].split(sent_by(a, len(every)))[r] for a, e in enumerate(every)])
+
+    return Case(name, X, run, reference)
+
+
+def around(comm):
+    """To the next rank."""
+    return [(r, (r + 1) % comm.get_size()) for r in range(comm.get_size())]
+
+
 CASES = [
     Case("all_reduce", X, lambda comm, x: ops.all_reduce(x, comm), lambda every, r: summed([e[0] for e in every])),
     Case("all_reduce_async", X, lambda comm, x: ops.wait_tensor(ops.all_reduce_async(x, comm, "avg")),
@@ -103,9 +127,20 @@ CASES = [
          lambda every, r: summed([e[0] for e in every]).chunk(len(every))[r]),
     Case("all_to_all", X, lambda comm, x: ops.all_to_all(x, comm, 0, 1),
          lambda every, r: torch.cat([e[0].chunk(len(every))[r] for e in every], dim=1)),
+    Case("all_gather_async", X, lambda comm, x: ops.wait_tensor(ops.all_gather_async(x, comm, 1)),
+         lambda every, r: torch.cat([e[0] for e in every], dim=1)),
+    Case("reduce_scatter_async", X, lambda comm, x: ops.wait_tensor(ops.reduce_scatter_async(x, comm, 0, "avg")),
+         lambda every, r: summed([e[0] for e in every]).chunk(len(every))[r] / len(every)),
+    Case("all_to_all_async", X, lambda comm, x: ops.wait_tensor(ops.all_to_all_async(x, comm, 0, 1)),
+         lambda every, r: torch.cat([e[0].chunk(len(every))[r] for e in every], dim=1)),
+    uneven_case("all_to_all_v", ops.all_to_all_v),
+    uneven_case("all_to_all_v_async", lambda *args: ops.wait_tensor(ops.all_to_all_v_async(*args))),
     Case("broadcast", X, lambda comm, x: ops.broadcast(x, comm, 1), lambda every, r: every[1][0].clone()),
-    Case("permute", X, lambda comm, x: ops.permute(x, comm, [(r, (r + 1) % comm.get_size())
-                                                             for r in range(comm.get_size())]),
+    Case("broadcast_async", X, lambda comm, x: ops.wait_tensor(ops.broadcast_async(x, comm, 1)),
+         lambda every, r: every[1][0].clone()),
+    Case("permute", X, lambda comm, x: ops.permute(x, comm, around(comm)),
+         lambda every, r: every[(r - 1) % len(every)][0].clone()),
+    Case("permute_async", X, lambda comm, x: ops.wait_tensor(ops.permute_async(x, comm, around(comm))),
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
     *(case for algorithm in ("sequential", "chunked", "ring", "bulk") for case in fused_cases(algorithm)),
     *(case for algorithm in ("sequential", "chunked") for case in exchange_cases(algorithm)),
@@ -183,6 +218,52 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
             torch.cuda._sleep(20_000_000)  # one rank is late
         graph.replay()
         problem.check(output, gradients)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_several_async_operators_are_waited_for_in_any_order(comm, captured):
+    rank, size = comm.get_rank(), comm.get_size()
+    base = torch.arange(4 * ROWS * IN, device="cuda").view(4 * ROWS, IN) % 89
+    x = torch.zeros(4 * ROWS, IN, device="cuda")
+
+    def run():
+        started = [
+            ops.all_gather_async(x, comm),
+            ops.reduce_scatter_async(x, comm),
+            ops.all_to_all_async(x, comm),
+            ops.broadcast_async(x, comm, 1),
+            ops.permute_async(x, comm, around(comm)),
+            ops.all_reduce_async(x, comm),
+        ]
+        ops.broadcast_async(x + 1, comm, 0)  # nobody waits for it
+        return [2 * ops.wait_tensor(started[i]) for i in (3, 0, 5, 4, 1, 2)]
+
+    results = run()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            results = run()
+    for step in range(5):
+        every = [(base + 3 * r + 5 * step).float() for r in range(size)]
+        x.copy_(every[rank])
+        if rank == step % size:
+            torch.cuda._sleep(20_000_000)  # one rank is late
+        if captured:
+            graph.replay()
+        else:
+            results = run()
+        total = summed(every)
+        parts = [one.chunk(size)[rank] for one in every]
+        wanted = [
+            every[1],
+            torch.cat(every),
+            total,
+            every[(rank - 1) % size],
+            total.chunk(size)[rank],
+            torch.cat(parts),
+        ]
+        for got, want in zip(results, wanted, strict=True):
+            assert torch.equal(got, 2 * want)
 
 
 class ScaledProblem:
