@@ -60,6 +60,18 @@ def comm(make_comm):
 
 
 @pytest.fixture(scope="session")
+def nccl_comm(make_comm):
+    """One that leaves all to NCCL, also what direct collectives would take."""
+    return make_comm("without_direct", hints={"direct_collectives": "off"})
+
+
+@pytest.fixture
+def on(request):
+    """The communicator that a test's parameters name: "comm" or "nccl_comm"."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
 def seed(comm):
     """Fresh in every run, equal on all ranks."""
     import torch

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 import torch_overlap as to
@@ -283,9 +284,43 @@ class Barrier(Case):
         assert went.min() >= came.max()
 
 
+class CountedBarrier(Case):
+    """Each rank writes how often it has come into everybody's memory, and reads all counts after the barrier."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.window = comm.new_window(to.symmetric_empty(self.size, torch.int64, comm))
+        self.counts = self.window.get_tensor()
+        self.others = [self.window.map_remote_tensor(r) for r in range(self.size)]
+        self.turn = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def fill(self, step):
+        self.turn += 1
+        for counts in self.others:
+            torch.add(self.turn, 0, out=counts[self.rank])
+
+    def issue(self, async_op):
+        return self.comm.barrier(async_op)
+
+    def check(self, step):
+        # A rank that is ahead may have come to the next barrier, and cannot have left it.
+        self.wrong += ((self.counts < self.turn) | (self.counts > self.turn + 1)).sum()
+
+
 CASES = [AllReduce, AllReduceComposed, AllReducePremul, Reduce, Broadcast, AllGather, AllGatherSingle, AllGatherV,
          ReduceScatter, ReduceScatterSingle, ReduceScatterV, AllToAllSingle, AllToAll, AllToAllVSingle, Gather,
          GatherSingle, Scatter, Batch, SendRecv, Ring, Barrier]  # fmt: skip
+# What direct collectives do instead of NCCL at this size.
+DIRECT = [AllReduce, Broadcast, AllGather, AllGatherSingle, ReduceScatter, ReduceScatterSingle, AllToAllSingle,
+          AllToAll, AllToAllVSingle]  # fmt: skip
+
+
+def each(kinds):
+    """Every operation as it comes, and by NCCL what direct collectives would take."""
+    grid = [("comm", kind) for kind in kinds] + [("nccl_comm", kind) for kind in DIRECT]
+    return pytest.mark.parametrize(
+        ("on", "kind"), grid, indirect=["on"], ids=lambda value: getattr(value, "__name__", value)
+    )
 
 
 def capture(case, mode):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from graph_cases import CASES, AllGatherSingle, AllReduce, AllToAllSingle, ReduceScatterSingle, capture
+from graph_cases import CASES, AllGatherSingle, AllReduce, AllToAllSingle, ReduceScatterSingle, capture, each
 
 import torch_overlap as to
 
@@ -21,9 +21,9 @@ def replay(graph, case, step, late=False):
 
 
 @pytest.mark.parametrize("mode", ["sync", "wait", "leaf"])
-@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_replays_with_changing_inputs_and_a_late_rank(comm, kind, mode):
-    case = kind(comm)
+@each(CASES)
+def test_replays_with_changing_inputs_and_a_late_rank(on, kind, mode):
+    case = kind(on)
     graph = capture(case, mode)
     for step in range(6):
         replay(graph, case, step, late=True)

@@ -3,114 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from op_cases import CASES, IN, OUT, ROWS, around, summed
 
 from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
-
-ROWS, IN, OUT = 24, 32, 16  # of one rank; ROWS is divisible by every size up to 4
-
-
-class Case:
-    """An operator: the shapes of one rank's inputs, and what rank r gets from everybody's, in plain torch."""
-
-    def __init__(self, name, shapes, run, reference):
-        self.name, self.shapes, self.run, self.reference = name, shapes, run, reference
-
-
-def gathered(xs):
-    return torch.cat(xs)
-
-
-def summed(xs):
-    return torch.stack(xs).sum(0)
-
-
-def fused_cases(algorithm):
-    def gather_matmul(comm, x, w1, w2, bias):
-        (a, b), whole = ops.all_gather_matmul(
-            x, [w1, w2], comm, [bias, None], return_gathered=True, algorithm=algorithm
-        )
-        return torch.cat([a, b, whole], dim=1)
-
-    def gather_matmul_reference(every, r):
-        x, (_, w1, w2, bias) = gathered([e[0] for e in every]), every[r]
-        return torch.cat([F.linear(x, w1, bias), F.linear(x, w2), x], dim=1)
-
-    def product_sum(every, r):
-        return summed([F.linear(e[0], e[1]) for e in every])
-
-    return [
-        Case(f"all_gather_matmul-{algorithm}", [(ROWS, IN), (OUT, IN), (2 * OUT, IN), (OUT,)],
-             gather_matmul, gather_matmul_reference),
-        Case(f"matmul_reduce_scatter-{algorithm}", [(4 * ROWS, IN), (OUT, IN)],
-             lambda comm, x, w: ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm),
-             lambda every, r: product_sum(every, r).chunk(len(every))[r]),
-        Case(f"matmul_all_reduce-{algorithm}", [(ROWS, IN), (OUT, IN)],
-             lambda comm, x, w: ops.matmul_all_reduce(x, w, comm, algorithm=algorithm), product_sum),
-    ]  # fmt: skip
-
-
-def exchange_cases(algorithm):
-    def by_tokens(every, r):
-        size = len(every)
-        x = torch.cat([e[0].chunk(size)[r] for e in every], dim=1)
-        return F.linear(x, every[r][1][:, : size * IN], every[r][2])
-
-    def by_heads(every, r):
-        products = [torch.stack([F.linear(e[0], e[1], e[3]), F.linear(e[0], e[2])]) for e in every]
-        return torch.cat([p.chunk(len(every), dim=2)[r] for p in products], dim=1)
-
-    return [
-        Case(f"all_to_all_matmul-{algorithm}", [(4 * ROWS, IN), (OUT, 8 * IN), (OUT,)],
-             lambda comm, x, w, b: ops.all_to_all_matmul(x, w[:, : comm.get_size() * IN], comm, b, algorithm=algorithm),
-             by_tokens),
-        Case(f"matmul_all_to_all-{algorithm}", [(ROWS, IN), (24, IN), (24, IN), (24,)],
-             lambda comm, x, w1, w2, b: torch.stack(
-                 ops.matmul_all_to_all(x, [w1, w2], comm, [b, None], algorithm=algorithm)),
-             by_heads),
-    ]  # fmt: skip
-
-
-def bulk_cases(algorithm):
-    def run(collective):
-        def both(comm, x, w, b, other):
-            results = ops.bulk_overlap_matmul(x, w, other, comm, b, collective=collective, algorithm=algorithm)
-            return torch.cat([t.flatten() for t in results])
-
-        return both
-
-    def reference(collect):
-        return lambda every, r: torch.cat([F.linear(*every[r][:3]).flatten(), collect(every, r).flatten()])
-
-    shapes = [(ROWS, IN), (OUT, IN), (OUT,), (4 * ROWS, 3)]
-    return [
-        Case(f"bulk_overlap_matmul-all_gather-{algorithm}", shapes, run("all_gather"),
-             reference(lambda every, r: gathered([e[3] for e in every]))),
-        Case(f"bulk_overlap_matmul-reduce_scatter-{algorithm}", shapes, run("reduce_scatter"),
-             reference(lambda every, r: summed([e[3] for e in every]).chunk(len(every))[r])),
-    ]  # fmt: skip
-
-
-X = [(4 * ROWS, IN)]
-CASES = [
-    Case("all_reduce", X, lambda comm, x: ops.all_reduce(x, comm), lambda every, r: summed([e[0] for e in every])),
-    Case("all_reduce_async", X, lambda comm, x: ops.wait_tensor(ops.all_reduce_async(x, comm, "avg")),
-         lambda every, r: summed([e[0] for e in every]) / len(every)),
-    Case("all_gather", X, lambda comm, x: ops.all_gather(x, comm, 1),
-         lambda every, r: torch.cat([e[0] for e in every], dim=1)),
-    Case("reduce_scatter", X, lambda comm, x: ops.reduce_scatter(x, comm),
-         lambda every, r: summed([e[0] for e in every]).chunk(len(every))[r]),
-    Case("all_to_all", X, lambda comm, x: ops.all_to_all(x, comm, 0, 1),
-         lambda every, r: torch.cat([e[0].chunk(len(every))[r] for e in every], dim=1)),
-    Case("broadcast", X, lambda comm, x: ops.broadcast(x, comm, 1), lambda every, r: every[1][0].clone()),
-    Case("permute", X, lambda comm, x: ops.permute(x, comm, [(r, (r + 1) % comm.get_size())
-                                                             for r in range(comm.get_size())]),
-         lambda every, r: every[(r - 1) % len(every)][0].clone()),
-    *(case for algorithm in ("sequential", "chunked", "ring", "bulk") for case in fused_cases(algorithm)),
-    *(case for algorithm in ("sequential", "chunked") for case in exchange_cases(algorithm)),
-    *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm)),
-]  # fmt: skip
 
 
 class Problem:
@@ -183,6 +80,52 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
             torch.cuda._sleep(20_000_000)  # one rank is late
         graph.replay()
         problem.check(output, gradients)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_several_async_operators_are_waited_for_in_any_order(comm, captured):
+    rank, size = comm.get_rank(), comm.get_size()
+    base = torch.arange(4 * ROWS * IN, device="cuda").view(4 * ROWS, IN) % 89
+    x = torch.zeros(4 * ROWS, IN, device="cuda")
+
+    def run():
+        started = [
+            ops.all_gather_async(x, comm),
+            ops.reduce_scatter_async(x, comm),
+            ops.all_to_all_async(x, comm),
+            ops.broadcast_async(x, comm, 1),
+            ops.permute_async(x, comm, around(comm)),
+            ops.all_reduce_async(x, comm),
+        ]
+        ops.broadcast_async(x + 1, comm, 0)  # nobody waits for it
+        return [2 * ops.wait_tensor(started[i]) for i in (3, 0, 5, 4, 1, 2)]
+
+    results = run()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            results = run()
+    for step in range(5):
+        every = [(base + 3 * r + 5 * step).float() for r in range(size)]
+        x.copy_(every[rank])
+        if rank == step % size:
+            torch.cuda._sleep(20_000_000)  # one rank is late
+        if captured:
+            graph.replay()
+        else:
+            results = run()
+        total = summed(every)
+        parts = [one.chunk(size)[rank] for one in every]
+        wanted = [
+            every[1],
+            torch.cat(every),
+            total,
+            every[(rank - 1) % size],
+            total.chunk(size)[rank],
+            torch.cat(parts),
+        ]
+        for got, want in zip(results, wanted, strict=True):
+            assert torch.equal(got, 2 * want)
 
 
 class ScaledProblem:

@@ -118,11 +118,8 @@ def test_the_buffer_goes_before_its_graph(comm, kind):
 # --- Soaks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@ONE
-def test_ten_thousand_replays(comm, seed, kind):
+def capture_all(case):
     """Inputs, call and comparison are all in the graph."""
-    case = kind(comm, **SMALL)
     eager(case, 0)
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -133,7 +130,14 @@ def test_ten_thousand_replays(comm, seed, kind):
         case.issue()
         case.check(step)
 
-    graph = capture(issue)
+    return capture(issue)
+
+
+@pytest.mark.slow
+@ONE
+def test_ten_thousand_replays(comm, seed, kind):
+    case = kind(comm, **SMALL)
+    graph = capture_all(case)
     draw = random.Random(seed + comm.get_rank())
     for i in range(10_000):
         if draw.random() < 0.01:
@@ -141,6 +145,21 @@ def test_ten_thousand_replays(comm, seed, kind):
         graph.replay()
         if i % 1000 == 999:
             torch.cuda.synchronize()
+    assert case.wrong.item() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_two_hundred_replays_with_a_late_rank(comm, seed, kind):
+    case = kind(comm, **SMALL)
+    graph = capture_all(case)
+    draw = random.Random(seed)
+    for _ in range(200):
+        rank, delay = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3)
+        if comm.get_rank() == rank:
+            time.sleep(delay)
+        graph.replay()
+    torch.cuda.synchronize()
     assert case.wrong.item() == 0
 
 

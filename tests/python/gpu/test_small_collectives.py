@@ -181,6 +181,24 @@ def test_the_recorder_names_the_way(comm, always, make_comm):
                                  "direct_ll", "nccl", "nccl"]  # fmt: skip
 
 
+def test_switched_off_all_is_left_to_nccl(nccl_comm):
+    """What test_values.py, test_graphs.py and test_graph_soak.py rely on."""
+    size = nccl_comm.get_size()
+    x, whole = torch.ones(100, device="cuda"), torch.ones(100 * size, device="cuda")
+    outs = [torch.empty_like(x) for _ in range(size)]
+
+    def calls():
+        nccl_comm.all_reduce(x, ReduceOp.SUM, async_op=False)
+        nccl_comm.broadcast(x, 1, async_op=False)
+        nccl_comm.all_gather(outs, x, async_op=False)
+        nccl_comm.all_gather_single(whole, x, async_op=False)
+        nccl_comm.reduce_scatter(x, list(whole.chunk(size)), ReduceOp.SUM, async_op=False)
+        nccl_comm.reduce_scatter_single(x, whole, ReduceOp.SUM, async_op=False)
+        nccl_comm.all_to_all_single(torch.empty_like(whole), whole, async_op=False)
+
+    assert algorithms(calls) == ["nccl"] * 7
+
+
 def test_a_bad_mode_is_an_error(comm):
     x = torch.ones(4, device="cuda")
     with pytest.raises(

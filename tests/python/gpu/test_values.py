@@ -15,6 +15,15 @@ DTYPES = [*FLOATS, *SIGNED, *UNSIGNED, *COMPLEX, torch.bool]
 FACTORS = [0.5, -1.25, 2.0, 0.75, -0.5, 1.5, 0.25, -2.0]
 NAMES = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG", "PREMUL_SUM"]
 
+# Those of which direct collectives make reductions; they move data of any.
+DIRECT = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+def each(direct):
+    """Every dtype as it comes, and by NCCL those that direct collectives would take."""
+    grid = [("comm", dtype) for dtype in DTYPES] + [("nccl_comm", dtype) for dtype in direct]
+    return pytest.mark.parametrize(("on", "dtype"), grid, indirect=["on"], ids=str)
+
 
 def legal(name, dtype):
     if dtype in COMPLEX:
@@ -109,21 +118,21 @@ def reductions(dtype):
     return [name for name in NAMES if legal(name, dtype)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(DIRECT)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [1, 1003, 100_003])
-def test_all_reduce_and_reduce(comm, seed, dtype, async_op, count):
-    rank, size = comm.get_rank(), comm.get_size()
+def test_all_reduce_and_reduce(on, seed, dtype, async_op, count):
+    rank, size = on.get_rank(), on.get_size()
     for number, name in enumerate(reductions(dtype)):
         parts = everybodys(seed + number, size, count, dtype, name)
         for as_tensor in [False, True] if name == "PREMUL_SUM" else [False]:
             op = reduce_op(name, rank, dtype, as_tensor)
             mine = parts[rank].cuda()
-            comm.all_reduce(mine, op, async_op).wait()
+            on.all_reduce(mine, op, async_op).wait()
             check(mine, parts, name)
             mine = parts[rank].cuda()
             root = number % size
-            comm.reduce(mine, root, op, async_op).wait()
+            on.reduce(mine, root, op, async_op).wait()
             if rank == root:
                 check(mine, parts, name)
             else:
@@ -132,10 +141,10 @@ def test_all_reduce_and_reduce(comm, seed, dtype, async_op, count):
                 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(DIRECT)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_reduce_scatter_in_all_forms(comm, seed, dtype, async_op):
-    rank, size, count = comm.get_rank(), comm.get_size(), 517
+def test_reduce_scatter_in_all_forms(on, seed, dtype, async_op):
+    rank, size, count = on.get_rank(), on.get_size(), 517
     for number, name in enumerate(reductions(dtype)):
         parts = everybodys(seed + number, size, count * size, dtype, name)
         op = reduce_op(name, rank, dtype, False)
@@ -143,16 +152,16 @@ def test_reduce_scatter_in_all_forms(comm, seed, dtype, async_op):
         expected = [part[rank * count : (rank + 1) * count] for part in parts]
 
         out = poisoned(count, dtype)
-        comm.reduce_scatter_single(out, flat, op, async_op).wait()
+        on.reduce_scatter_single(out, flat, op, async_op).wait()
         check(out, expected, name)
 
         out = poisoned(count, dtype)
-        comm.reduce_scatter(out, list(flat.chunk(size)), op, async_op).wait()  # one behind the other
+        on.reduce_scatter(out, list(flat.chunk(size)), op, async_op).wait()  # one behind the other
         check(out, expected, name)
 
         out = poisoned(count, dtype)
         apart = [chunk.clone() for chunk in flat.chunk(size)]
-        comm.reduce_scatter(out, apart if rank else list(flat.chunk(size)), op, async_op).wait()  # differs by rank
+        on.reduce_scatter(out, apart if rank else list(flat.chunk(size)), op, async_op).wait()  # differs by rank
         check(out, expected, name)
 
         counts = [100 * r + 3 for r in range(size)]
@@ -160,7 +169,7 @@ def test_reduce_scatter_in_all_forms(comm, seed, dtype, async_op):
         out = poisoned(counts[rank], dtype)
         pieces = list(flat[: sum(counts)].split(counts)) if sum(counts) <= count * size else None
         if pieces is not None:
-            comm.reduce_scatter_v(out, pieces, op, async_op).wait()
+            on.reduce_scatter_v(out, pieces, op, async_op).wait()
             check(out, [part[begin : begin + counts[rank]] for part in parts], name)
 
 
@@ -170,55 +179,55 @@ def same(actual, expected):
     assert torch.equal(view(actual.cpu().contiguous().view(-1)), view(expected.contiguous().view(-1)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(DTYPES)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_data_movement(comm, seed, dtype, async_op):
-    rank, size, count = comm.get_rank(), comm.get_size(), 1009
+def test_data_movement(on, seed, dtype, async_op):
+    rank, size, count = on.get_rank(), on.get_size(), 1009
     parts = everybodys(seed, size, count * size, dtype)
     mine = parts[rank].cuda()
     head = [part[:count] for part in parts]
 
     for root in range(size):
         tensor = mine.clone()
-        comm.broadcast(tensor, root, async_op).wait()
+        on.broadcast(tensor, root, async_op).wait()
         same(tensor, parts[root])
 
     out = poisoned(count * size, dtype)
-    comm.all_gather_single(out, mine[:count], async_op).wait()
+    on.all_gather_single(out, mine[:count], async_op).wait()
     same(out, torch.cat([wide(part) for part in head]).to(dtype))
 
     out = poisoned(count * size, dtype)
-    comm.all_gather(list(out.chunk(size)), mine[:count], async_op).wait()
+    on.all_gather(list(out.chunk(size)), mine[:count], async_op).wait()
     same(out, torch.cat([wide(part) for part in head]).to(dtype))
 
     outs = [poisoned(count, dtype) for _ in range(size)]
     flat = poisoned(count * size, dtype)
     into = outs if rank == 0 else list(flat.chunk(size))  # apart on one rank, in one piece on the others
-    comm.all_gather(into, mine[:count], async_op).wait()
+    on.all_gather(into, mine[:count], async_op).wait()
     for r in range(size):
         same(into[r], head[r])
 
     counts = [7 * r for r in range(size)]
     outs = [poisoned(n, dtype) for n in counts]
-    comm.all_gather_v(outs, mine[: counts[rank]], async_op).wait()
+    on.all_gather_v(outs, mine[: counts[rank]], async_op).wait()
     for r in range(size):
         same(outs[r], parts[r][: counts[r]])
 
     outs = [poisoned(count, dtype) for _ in range(size)]
     inputs = list(mine.chunk(size)) if rank else [chunk.clone() for chunk in mine.chunk(size)]
-    comm.all_to_all(outs, inputs, async_op).wait()
+    on.all_to_all(outs, inputs, async_op).wait()
     for r in range(size):
         same(outs[r], parts[r].chunk(size)[rank])
 
     out = poisoned(count * size, dtype)
-    comm.all_to_all_single(out, mine, async_op).wait()
+    on.all_to_all_single(out, mine, async_op).wait()
     for r in range(size):
         same(out.chunk(size)[r], parts[r].chunk(size)[rank])
 
     splits = [[(3 * a + 5 * b) % 11 for b in range(size)] for a in range(size)]  # a sends splits[a][b] to b
     received = [splits[a][rank] for a in range(size)]
     out = poisoned(sum(received), dtype)
-    comm.all_to_all_v_single(out, mine[: sum(splits[rank])], received, splits[rank], async_op).wait()
+    on.all_to_all_v_single(out, mine[: sum(splits[rank])], received, splits[rank], async_op).wait()
     for a, piece in enumerate(out.split(received)):
         begin = sum(splits[a][:rank])
         same(piece, parts[a][begin : begin + splits[a][rank]])

@@ -1,6 +1,7 @@
 """Windows over NVLink: values, order, graphs, timeouts, memory of every origin, and errors."""
 
 import gc
+import random
 import time
 from datetime import timedelta
 
@@ -122,6 +123,19 @@ class Ring:
             self.step(async_op)
         return graph
 
+    def capture_counted(self):
+        """One replay: the next inputs, the step, and its result compared; `wrong` counts differences."""
+        turn = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turn.add_(1).remainder_(64)
+            self.fill(turn)
+            self.step()
+            self.wrong += (self.out != self.of(self.left, turn)).sum()
+        return graph
+
     def fill(self, step):
         self.x.copy_(self.of(self.rank, step))
         self.out.fill_(99)
@@ -202,7 +216,36 @@ def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
     comm.barrier(async_op=True).wait_blocking()
 
 
-def test_replays_with_a_late_rank(comm, ring):
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [COUNT, 2 << 20])
+def test_ten_thousand_replays(comm, ring, count):
+    case = Ring(comm, ring, count)
+    graph = case.capture_counted()
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            assert case.wrong.item() == 0, i
+    del graph
+    case.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [COUNT, 2 << 20])
+def test_two_hundred_replays_with_a_late_rank(comm, ring, seed, count):
+    case = Ring(comm, ring, count)
+    graph = case.capture_counted()
+    draw = random.Random(seed)
+    for _ in range(200):
+        late, delay = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3)
+        if comm.get_rank() == late:
+            time.sleep(delay)
+        graph.replay()
+    assert case.wrong.item() == 0
+    del graph
+    case.close()
+
+
+def test_replays_with_a_late_device(comm, ring):
     case = Ring(comm, ring)
     graph = case.capture()
     for step in range(100):
