@@ -109,21 +109,65 @@ def test_finalize_calls_hooks_too() -> None:
     assert [type(args) for args in posts] == [hooks.FinalizePostHookArgs]
 
 
-def test_hooks_run_in_order_and_may_be_removed_inside_a_call() -> None:
-    with fake("ordered") as comm:
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_run_in_order_and_may_be_removed_inside_a_call(kind: str) -> None:
+    with fake(f"ordered_{kind}") as comm:
+        register = getattr(comm, f"register_{kind}_hook")
         calls: list[str] = []
-        comm.register_pre_hook(lambda *_: calls.append("first"))
+        register(lambda *_: calls.append("first"))
 
         def once(*_: object) -> None:
             calls.append("once")
+            once_handle.remove()
+
+        def remove_the_next(*_: object) -> None:
+            calls.append("remover")
+            next_handle.remove()
+
+        once_handle = register(once)
+        register(remove_the_next)
+        next_handle = register(lambda *_: calls.append("next"))
+        register(lambda *_: calls.append("last"))
+        comm.barrier(False)
+        assert calls == ["first", "once", "remover", "next", "last"]  # a call runs what was there when it began
+        calls.clear()
+        comm.barrier(False)
+        assert calls == ["first", "remover", "last"]
+        once_handle.remove()  # a second time does nothing
+        comm.barrier(False)
+        assert calls == ["first", "remover", "last"] * 2
+
+
+def test_a_hook_may_register_another_inside_a_call() -> None:
+    with fake("grown") as comm:
+        calls: list[str] = []
+
+        def grow(*_: object) -> None:
+            calls.append("grow")
+            comm.register_post_hook(lambda *_: calls.append("grown"))
             handle.remove()
 
-        handle = comm.register_pre_hook(once)
-        comm.register_pre_hook(lambda *_: calls.append("last"))
+        handle = comm.register_post_hook(grow)
         comm.barrier(False)
         comm.barrier(False)
-        assert calls == ["first", "once", "last", "first", "last"]
-        handle.remove()  # a second time does nothing
+        assert calls == ["grow", "grown"]
+
+
+def test_abort_hooks_run_in_order_and_may_be_removed_inside_a_call() -> None:
+    comm = fake("aborted_in_order")
+    calls: list[str] = []
+    comm.register_abort_hook(lambda: calls.append("first"))
+
+    def remove_both() -> None:
+        calls.append("remover")
+        own_handle.remove()
+        next_handle.remove()
+
+    own_handle = comm.register_abort_hook(remove_both)
+    next_handle = comm.register_abort_hook(lambda: calls.append("next"))
+    comm.register_abort_hook(lambda: calls.append("last"))
+    comm.abort()
+    assert calls == ["first", "remover", "next", "last"]
 
 
 def test_a_dropped_handle_leaves_the_hook_in() -> None:

@@ -210,6 +210,22 @@ def test_no_launcher_and_no_store_is_a_clear_error(monkeypatch: pytest.MonkeyPat
         to.new_comm("gloo", "cpu")
 
 
+@pytest.mark.parametrize("by_launcher", [True, False])
+def test_no_store_and_no_address_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, by_launcher: bool) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHCOMM_RANK", "0")
+    monkeypatch.setenv("TORCHCOMM_SIZE", "1")
+    given = {} if by_launcher else {"rank": 0, "size": 1}
+    expected = (
+        "^new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM node list, got none; "
+        "start the script with torchrun or pass store=$"
+    )
+    with pytest.raises(InvalidValueError, match=expected):
+        to.new_comm("gloo", "cpu", "nowhere", **given)
+    assert "nowhere" not in to.comm_names()
+
+
 def test_a_device_that_the_backend_lacks_is_refused() -> None:
     with pytest.raises(to.InvalidTypeError, match="expected a device of backend 'local'"):
         to.new_comm("local", "meta", rank=0, size=1)

@@ -4,6 +4,7 @@ import inspect
 import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ SHORT = timedelta(milliseconds=300)
 # Generous: what is asked is which of two far apart limits fired. Without SHORT it is the communicator's, of 100 s.
 LONG_SECONDS = 40
 PATIENT_RANKS = 200
+LARGE = 1 << 16  # elements: more than a transport takes before the peer asks for them
 
 
 def alone(comm: TorchComm, **split: object) -> TorchComm:
@@ -45,8 +47,6 @@ def run_operation_timeout(comm: TorchComm, how: str) -> None:
     def call(child: TorchComm) -> None:
         if how == "keyword":
             child.all_reduce(x, ReduceOp.SUM, False, timeout=SHORT).wait()
-        elif how == "options":
-            child.all_reduce(x, ReduceOp.SUM, False, options=to.AllReduceOptions(timeout=SHORT)).wait()
         elif how == "keyword over options":
             options = to.BarrierOptions(timeout=timedelta(hours=1))
             child.barrier(False, options=options, timeout=SHORT).wait()
@@ -59,17 +59,11 @@ def run_operation_timeout(comm: TorchComm, how: str) -> None:
                 assert work.status() is to.WorkStatus.TIMEDOUT
                 assert isinstance(work.exception(), OperationTimeoutError)
                 assert work.is_completed()
-        elif how == "recv":
-            child.recv(x, 1, False, timeout=SHORT).wait()
-        elif how == "batch":
-            batch = child.batch_op_create()
-            batch.recv(x, 1)
-            batch.issue(False, to.BatchP2POptions(timeout=SHORT)).wait()
 
     expect_timeout(comm, alone(comm), call)
 
 
-HOWS = ["keyword", "options", "keyword over options", "async", "recv", "batch"]
+HOWS = ["keyword", "keyword over options", "async"]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -164,37 +158,83 @@ def test_enable_reconfigure_comes_from_the_argument_or_the_options() -> None:
         assert not comm.get_options().enable_reconfigure
 
 
-def options_of(comm: TorchComm, name: str) -> type:
-    """The Options class that an operation's own signature names."""
-    stub = {
-        "all_gather_v": "AllGatherOptions",
-        "reduce_scatter_v": "ReduceScatterOptions",
-        "all_to_all_v_single": "AllToAllvSingleOptions",
-    }
-    return getattr(to, stub.get(name, "".join(part.capitalize() for part in name.split("_")) + "Options"))
+CLASSES = {
+    "send": "SendOptions",
+    "recv": "RecvOptions",
+    "broadcast": "BroadcastOptions",
+    "all_reduce": "AllReduceOptions",
+    "reduce": "ReduceOptions",
+    "all_gather": "AllGatherOptions",
+    "all_gather_v": "AllGatherOptions",
+    "all_gather_single": "AllGatherSingleOptions",
+    "reduce_scatter": "ReduceScatterOptions",
+    "reduce_scatter_v": "ReduceScatterOptions",
+    "reduce_scatter_single": "ReduceScatterSingleOptions",
+    "all_to_all": "AllToAllOptions",
+    "all_to_all_single": "AllToAllSingleOptions",
+    "all_to_all_v_single": "AllToAllvSingleOptions",
+    "barrier": "BarrierOptions",
+    "scatter": "ScatterOptions",
+    "gather": "GatherOptions",
+    "gather_single": "GatherSingleOptions",
+    "batch_op_issue": "BatchP2POptions",
+}
 
 
-def run_every_class(comm: TorchComm) -> None:
-    size = comm.get_size()
-    x = torch.ones(2)
-    rows, flat = [x.clone() for _ in range(size)], x.repeat(size)
-    calls: dict[str, tuple[object, ...]] = {
-        "broadcast": (x, 0), "all_reduce": (x, ReduceOp.SUM), "reduce": (x, 0, ReduceOp.SUM), "barrier": (),
+def test_the_table_has_every_class() -> None:
+    exported = {name for name in to.__all__ if name.endswith("Options")}
+    of_a_communicator = {"CommOptions", "BackendOptions", "ReconfigureOptions"}
+    assert set(CLASSES.values()) == exported - of_a_communicator
+
+
+def arguments(comm: TorchComm) -> dict[str, tuple[Any, ...]]:
+    """Of every operation in two ranks, before async_op: roots and peers so that rank 0 waits for rank 1."""
+    x, peer = torch.ones(LARGE), 1 - comm.get_rank()
+    rows, flat = [x.clone() for _ in range(2)], x.repeat(2)
+    p2p = [("send", (x, peer)), ("recv", (x.clone(), peer))]
+    return {
+        **dict(p2p if peer else reversed(p2p)),
+        "broadcast": (x, 1), "all_reduce": (x, ReduceOp.SUM), "reduce": (x, 0, ReduceOp.SUM), "barrier": (),
         "all_gather": (rows, x), "all_gather_v": (rows, x), "all_gather_single": (flat, x), "gather": (rows, x, 0),
         "gather_single": (flat, x, 0), "reduce_scatter": (x, rows, ReduceOp.SUM),
         "reduce_scatter_v": (x, rows, ReduceOp.SUM), "reduce_scatter_single": (x, flat, ReduceOp.SUM),
-        "scatter": (x, rows, 0), "all_to_all": (rows, [row.clone() for row in rows]),
+        "scatter": (x, rows, 1), "all_to_all": (rows, [row.clone() for row in rows]),
         "all_to_all_single": (flat, flat.clone()), "all_to_all_v_single": (flat, flat.clone(), [], []),
     }  # fmt: skip
-    for name, args in calls.items():
-        kind = options_of(comm, name)
+
+
+def run_timeout_of_the_class(comm: TorchComm, name: str) -> None:
+    options = getattr(to, CLASSES[name])(timeout=SHORT)
+
+    def call(child: TorchComm) -> None:
+        if name == "batch_op_issue":
+            batch = child.batch_op_create()
+            batch.recv(torch.ones(3), 1)
+            batch.issue(False, options).wait()
+        else:
+            getattr(child, name)(*arguments(child)[name], False, options=options).wait()
+
+    expect_timeout(comm, alone(comm), call)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("which", BLOCKING)
+def test_the_timeout_of_every_options_class_fires(which: str, name: str) -> None:
+    run_ranks(run_timeout_of_the_class, 2, name, backend=which, timeout=PATIENT_RANKS)
+
+
+def run_every_class(comm: TorchComm) -> None:
+    for name, args in arguments(comm).items():
+        kind = getattr(to, CLASSES[name])
         options = kind(hints={"is_high_priority_stream": "true"}, timeout=timedelta(seconds=60))
         assert options.timeout == timedelta(seconds=60)
         assert dict(options.hints) == {"is_high_priority_stream": "true"}
         getattr(comm, name)(*args, False, options=options).wait()
         getattr(comm, name)(*args, async_op=True, hints=options.hints, timeout=options.timeout).wait()
-        with pytest.raises(InvalidValueError, match="is_high_priority_stream"):
-            getattr(comm, name)(*args, False, hints={"is_high_priority_stream": "perhaps"})
+        bad = {"is_high_priority_stream": "perhaps"}
+        for how in ({"hints": bad}, {"options": kind(hints=bad)}):
+            with pytest.raises(InvalidValueError, match="is_high_priority_stream"):
+                getattr(comm, name)(*args, False, **how)
         wrong = to.SendOptions() if kind is not to.SendOptions else to.RecvOptions()
         with pytest.raises(InvalidTypeError, match=f"{name}: expected options as .*{kind.__name__}, got"):
             getattr(comm, name)(*args, False, options=wrong)

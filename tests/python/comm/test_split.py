@@ -1,6 +1,11 @@
 """split: who is in, in which order, with which options."""
 
+import os
+import re
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +89,25 @@ def run_nested(comm: TorchComm, seed: int) -> None:
 def test_splits_of_splits(backend: str, size: int, device: str, seed: int) -> None:
     if size == 4:
         run_ranks(run_nested, size, seed, backend=backend, device=device)
+
+
+NAMED = """
+import torch, torch_overlap as to
+store = torch.distributed.HashStore()
+with to.new_comm("nccl", torch.device("cuda"), "the_parent", store=store, rank=0, size=1) as comm:
+    with comm.split([0], "the_child") as child, child.split([0]) as grandchild:
+        print(grandchild.get_name())
+"""
+
+
+@pytest.mark.gpu(1)
+def test_the_name_reaches_nccl_in_splits_too(tmp_path: Path) -> None:
+    log = tmp_path / "nccl"
+    env = os.environ | {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ENV", "NCCL_DEBUG_FILE": str(log)}
+    done = subprocess.run([sys.executable, "-c", NAMED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"Comm name set to (.+)", log.read_text())
+    assert told == ["the_parent", "the_child", done.stdout.strip()]
 
 
 BAD_LISTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,24 @@ def lonely(rank: int, size: int, store: object, folder: str, fault: str) -> None
         elif fault != "missing" or not odd:
             comm.all_reduce(x, to.ReduceOp.SUM, False)
         to.flight_recorder.dump(f"{folder}/{PREFIX}{rank}")
+        to.flight_recorder.dump(f"{folder}/json/{rank}.json")
 
 
+def pickled_json(folder: Path) -> Path:
+    """What the dumps say in JSON, as files that the analyzer loads."""
+    for rank in range(4):
+        trace = json.loads((folder / "json" / f"{rank}.json").read_text())
+        (folder / "json" / f"{PREFIX}{rank}").write_bytes(pickle.dumps(trace))
+    return folder / "json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pickle" / "json").mkdir(parents=True)
+    return tmp_path / "pickle"
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
@@ -142,27 +159,28 @@ def lonely(rank: int, size: int, store: object, folder: str, fault: str) -> None
         ("dtype", "COLLECTIVE_DTYPE_MISMATCH"),
     ],
 )
-def test_a_rank_that_calls_something_else_is_named(fault: str, found: str, tmp_path: Path) -> None:
-    run_ranks(lonely, 4, str(tmp_path), fault, comm=False)
-    database = analyze(tmp_path)
+def test_a_rank_that_calls_something_else_is_named(fault: str, found: str, form: str, folder: Path) -> None:
+    run_ranks(lonely, 4, str(folder), fault, comm=False)
+    database = analyze(folder if form == "pickle" else pickled_json(folder))
     (wrong,) = [c for c in database.collectives if not c.pass_check]
     assert wrong.collective_seq_id == 2
     assert wrong.mismatch_collectives.keys() == {2}
     assert wrong.mismatch_collectives[2].type_of_mismatch.state.name == found
 
 
-def test_a_rank_that_does_not_call_is_named(tmp_path: Path) -> None:
-    run_ranks(lonely, 4, str(tmp_path), "missing", comm=False)
-    database = analyze(tmp_path)
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_a_rank_that_does_not_call_is_named(form: str, folder: Path) -> None:
+    run_ranks(lonely, 4, str(folder), "missing", comm=False)
+    database = analyze(folder if form == "pickle" else pickled_json(folder))
     (late,) = [c for c in database.collectives if c.missing_ranks]
     assert late.missing_ranks == {2}
     assert late.collective_seq_id == 2
 
 
-def test_a_rank_without_a_dump_is_not_held_against_the_others(tmp_path: Path) -> None:
-    run_ranks(lonely, 4, str(tmp_path), "none", comm=False)
-    (tmp_path / f"{PREFIX}3").unlink()
+def test_a_rank_without_a_dump_is_not_held_against_the_others(folder: Path) -> None:
+    run_ranks(lonely, 4, str(folder), "none", comm=False)
+    (folder / f"{PREFIX}3").unlink()
     with pytest.raises(AssertionError, match="Missing dump files"):
-        analyze(tmp_path)
-    database = analyze(tmp_path, "--allow-incomplete-ranks")
+        analyze(folder)
+    database = analyze(folder, "--allow-incomplete-ranks")
     assert not any(c.missing_ranks for c in database.collectives)
