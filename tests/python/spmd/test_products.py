@@ -234,8 +234,8 @@ def test_vectors_and_batches(a, left, b, right, layout, seed):
     on_mesh("x=4", body, seed)
 
 
-# What lies so that no product can run on it as it is: what is sent, and how the result lies. Of operands of one size
-# the second moves, unless that leaves a sum to be reduced; one collective over two axes is cheaper than two.
+# What lies so that no product can run on it as it is: what is sent, and how the result of square operands lies. It is
+# the cheapest by the default model, where equals are taken in a fixed order.
 CONFLICTS = [
     pytest.param("x=4", "[x],[]", "[],[x]", ["all_gather x"], "[x],[]", id="T35,B13: m and n on one axis"),
     pytest.param("x=2", "[x],[]", "[x],[]", ["all_gather x"], "[x],[]", id="B12: m and k on one axis"),
