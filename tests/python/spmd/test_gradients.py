@@ -12,6 +12,7 @@ from torch_overlap.mesh import (
     all_to_all,
     assume_partial,
     broadcast,
+    choosing,
     from_local,
     gather_all_axes,
     pmean,
@@ -114,6 +115,50 @@ def test_gradients_are_those_of_the_global_function(name, n, seed):
         torch.testing.assert_close((up - down) / (2 * step), (first * d).sum(), rtol=1e-4, atol=1e-4)
 
     on_mesh(f"x={n},y=2", body, seed)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_whole_jacobian(name, n, seed):
+    """T16, T20, B17: gradcheck on all ranks at once, from a tensor that all have to the whole result."""
+    layout, function, reference = FUNCTIONS[name]
+
+    def body(r):
+        def whole(v):
+            return function(shard(v, r.mesh).reshard(layout), n).full()
+
+        value = r.randn(2 * n, 2 * n).requires_grad_()
+        torch.testing.assert_close(whole(value), reference(value, n))
+        assert torch.autograd.gradcheck(whole, value)
+
+    on_mesh(f"x={n},y=2", body, seed)
+
+
+PRODUCTS = {
+    "columns, then rows": ("[],[] I{x}", "[],[] I{x}", ["all_reduce x"]),
+    "sequence parallel": ("[x],[]", "[x],[]", ["all_gather x", "reduce_scatter x"]),
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_whole_jacobian_of_products(name, how, seed):
+    before, after, kinds = PRODUCTS[name]
+
+    def body(r):
+        def whole(x, up, down):
+            h = torch.tanh(shard(x, r.mesh).reshard(before) @ shard(up, r.mesh, P(None, "x")).anchor())
+            return (h @ shard(down, r.mesh, P("x")).anchor()).reshard(after)
+
+        x, up, down = (r.randn(*shape).requires_grad_() for shape in ((4, 3), (3, 4), (4, 2)))
+        with choosing(how):
+            if how == "plain":
+                with r.sends(*kinds):
+                    whole(x, up, down)
+            torch.testing.assert_close(whole(x, up, down).full(), torch.tanh(x @ up) @ down)
+            assert torch.autograd.gradcheck(lambda *tensors: whole(*tensors).full(), (x, up, down))
+
+    on_mesh("x=2", body, seed)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
