@@ -191,7 +191,10 @@ def test_the_square_of_a_sum_of_halves(seed):
         u = r.randn(4)
         halves = u.view(2, 2)
         x = shard(u.clone(), r.mesh, P("tp")).requires_grad_()
-        all_reduce(x, "sum", "tp").pow(2).sum().backward()
+        with r.sends("all_reduce tp"):
+            y = all_reduce(x, "sum", "tp").pow(2).sum()
+        with r.sends():
+            y.backward()
         r.check(x.grad, (2 * halves.sum(0)).repeat(2), "[tp]")
 
         batch = r.randn(2, 2, 4)
@@ -200,7 +203,8 @@ def test_the_square_of_a_sum_of_halves(seed):
         def loss(row):
             return all_reduce(from_local(row, r.mesh, P("tp")), "sum").local.pow(2).sum()
 
-        torch.func.vmap(torch.func.vmap(loss))(local).sum().backward()
+        with r.sends("all_reduce tp"):
+            torch.func.vmap(torch.func.vmap(loss))(local).sum().backward()
         expected = (2 * batch.view(2, 2, 2, 2).sum(2)).repeat(1, 1, 2)
         r.check(from_local(local.grad, r.mesh, P(None, None, "tp")), expected)
 
@@ -211,9 +215,13 @@ def test_a_sum_through_a_ring(seed):
     """T16: gradients of ones, by the identity and around the ring."""
 
     def body(r):
-        for pairs in ([(i, i) for i in range(4)], ring(4), [(b, a) for a, b in ring(4)]):
+        identity = [(i, i) for i in range(4)]
+        for pairs in (identity, ring(4), [(b, a) for a, b in ring(4)]):
             x = shard(r.randn(8, 3), r.mesh, P("dp")).requires_grad_()
-            ppermute(x, pairs).sum().backward()
+            with r.sends("permute dp"):
+                y = ppermute(x, pairs).sum()
+            with r.sends("permute dp"):
+                y.backward()
             r.check(x.grad, torch.ones(8, 3, dtype=torch.float64), "[dp],[]")
 
     on_mesh("dp=4", body, seed)
