@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -105,11 +105,8 @@ class Sharded:
 
     @property
     def requires_grad(self) -> bool:
-        return (
-            self._local.requires_grad
-            if self._local is not None
-            else bool(self._product and self._product.requires_grad)
-        )
+        local = self._local
+        return local.requires_grad if local is not None else bool(self._product and self._product.requires_grad)
 
     @property
     def is_leaf(self) -> bool:
@@ -146,8 +143,11 @@ class Sharded:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise InvalidTypeError("len: expected one or more dimensions, got a scalar Sharded")
+            raise InvalidTypeError("len, iter: expected one or more dimensions, got a scalar Sharded")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Sharded]:
+        return iter(dispatch.call(Tensor.unbind, (self,), {}) if len(self) else ())
 
     def __repr__(self) -> str:
         return f"Sharded({self.spec}, local {tuple(self.spec.local_shape)})"

@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -180,4 +181,23 @@ def _teach_matmul() -> None:
     BuiltinVariable._binop_handlers.cache_clear()
 
 
+def _teach_tuples() -> None:
+    """Dynamo looks for values with __torch_function__ in lists and dicts, but not in tuples."""
+    from torch._dynamo.variables import torch_function
+    from torch._dynamo.variables.lists import TupleVariable
+
+    flatten = torch_function._flatten_vts
+
+    def flatten_tuples(values: Iterable[Any]) -> list[Any]:
+        found = []
+        for value in flatten(values):
+            is_tuple = value.is_realized() and isinstance(value, TupleVariable)
+            found += flatten_tuples(value.items) if is_tuple else [value]
+        return found
+
+    torch_function._flatten_vts = flatten_tuples
+
+
 _teach_matmul()
+_teach_tuples()
+torch.compiler.allow_in_graph(F.rms_norm)  # as the other norms are, or Dynamo stumbles over a weight that is None

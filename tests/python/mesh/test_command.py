@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torch_overlap.mesh import CostModel, Mesh, save_cost_model
+from torch_overlap.mesh.command import draw
 from torch_overlap.mesh.transformer import PRESETS, Transformer, meshes_for, predict, predict_layer
 
 LLAMA = PRESETS["llama3-8b"]
@@ -123,8 +125,29 @@ def test_the_command_compares_thousands_of_ranks(tmp_path: Path) -> None:
     assert all(r["memory"] <= 141e9 for r in rows)
     scaling = json.loads(numbers.read_text())["scaling"]
     assert scaling[-1]["mesh"] == rows[0]["mesh"]
-    if "wrote" in done.stdout:
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "no plot: matplotlib is not installed" in done.stdout
+        assert not picture.exists()
+    else:
+        assert f"wrote {picture}" in done.stdout
         assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_plot_shows_the_parts_of_each_step_and_the_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    found = [predict(SMALL, Mesh({"dp": dp, "tp": 8 // dp}), batch=16) for dp in (1, 2, 8)]
+    scaling = [predict(SMALL, Mesh({"dp": dp}), batch=4 * dp) for dp in (1, 2, 4)]
+    assert draw(SMALL, found, scaling, tmp_path / "plot.png") == f"wrote {tmp_path / 'plot.png'}"
+    bars, speeds = pyplot.gcf().axes
+    assert [label.get_text() for label in bars.get_yticklabels()] == ["dp=1,tp=8", "dp=2,tp=4", "dp=8,tp=1"]
+    ends = [max(bar.get_x() + bar.get_width() for bar in row) for row in zip(*bars.containers, strict=True)]
+    assert ends == pytest.approx([p.seconds * 1e3 for p in found])
+    (line,) = speeds.get_lines()
+    assert list(line.get_xdata()) == [1, 2, 4]
+    assert list(line.get_ydata()) == [p.flops_per_second / 1e12 for p in scaling]
+    monkeypatch.undo()
+    pyplot.close("all")
 
 
 def test_the_command_says_what_is_wrong() -> None:

@@ -12,6 +12,7 @@ from torch_overlap.mesh import (
     all_to_all,
     assume_partial,
     broadcast,
+    choosing,
     from_local,
     gather_all_axes,
     pmean,
@@ -116,6 +117,50 @@ def test_gradients_are_those_of_the_global_function(name, n, seed):
     on_mesh(f"x={n},y=2", body, seed)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_whole_jacobian(name, n, seed):
+    """T16, T20, B17: gradcheck on all ranks at once, from a tensor that all have to the whole result."""
+    layout, function, reference = FUNCTIONS[name]
+
+    def body(r):
+        def whole(v):
+            return function(shard(v, r.mesh).reshard(layout), n).full()
+
+        value = r.randn(2 * n, 2 * n).requires_grad_()
+        torch.testing.assert_close(whole(value), reference(value, n))
+        assert torch.autograd.gradcheck(whole, value)
+
+    on_mesh(f"x={n},y=2", body, seed)
+
+
+PRODUCTS = {
+    "columns, then rows": ("[],[] I{x}", "[],[] I{x}", ["all_reduce x"]),
+    "sequence parallel": ("[x],[]", "[x],[]", ["all_gather x", "reduce_scatter x"]),
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "fused"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_whole_jacobian_of_products(name, how, seed):
+    before, after, kinds = PRODUCTS[name]
+
+    def body(r):
+        def whole(x, up, down):
+            h = torch.tanh(shard(x, r.mesh).reshard(before) @ shard(up, r.mesh, P(None, "x")).anchor())
+            return (h @ shard(down, r.mesh, P("x")).anchor()).reshard(after)
+
+        x, up, down = (r.randn(*shape).requires_grad_() for shape in ((4, 3), (3, 4), (4, 2)))
+        with choosing(how):
+            if how == "plain":
+                with r.sends(*kinds):
+                    whole(x, up, down)
+            torch.testing.assert_close(whole(x, up, down).full(), torch.tanh(x @ up) @ down)
+            assert torch.autograd.gradcheck(lambda *tensors: whole(*tensors).full(), (x, up, down))
+
+    on_mesh("x=2", body, seed)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_second_gradients(name, seed):
     """B17: the gradient of a gradient, in fp64."""
@@ -146,7 +191,10 @@ def test_the_square_of_a_sum_of_halves(seed):
         u = r.randn(4)
         halves = u.view(2, 2)
         x = shard(u.clone(), r.mesh, P("tp")).requires_grad_()
-        all_reduce(x, "sum", "tp").pow(2).sum().backward()
+        with r.sends("all_reduce tp"):
+            y = all_reduce(x, "sum", "tp").pow(2).sum()
+        with r.sends():
+            y.backward()
         r.check(x.grad, (2 * halves.sum(0)).repeat(2), "[tp]")
 
         batch = r.randn(2, 2, 4)
@@ -155,7 +203,8 @@ def test_the_square_of_a_sum_of_halves(seed):
         def loss(row):
             return all_reduce(from_local(row, r.mesh, P("tp")), "sum").local.pow(2).sum()
 
-        torch.func.vmap(torch.func.vmap(loss))(local).sum().backward()
+        with r.sends("all_reduce tp"):
+            torch.func.vmap(torch.func.vmap(loss))(local).sum().backward()
         expected = (2 * batch.view(2, 2, 2, 2).sum(2)).repeat(1, 1, 2)
         r.check(from_local(local.grad, r.mesh, P(None, None, "tp")), expected)
 
@@ -166,9 +215,13 @@ def test_a_sum_through_a_ring(seed):
     """T16: gradients of ones, by the identity and around the ring."""
 
     def body(r):
-        for pairs in ([(i, i) for i in range(4)], ring(4), [(b, a) for a, b in ring(4)]):
+        identity = [(i, i) for i in range(4)]
+        for pairs in (identity, ring(4), [(b, a) for a, b in ring(4)]):
             x = shard(r.randn(8, 3), r.mesh, P("dp")).requires_grad_()
-            ppermute(x, pairs).sum().backward()
+            with r.sends("permute dp"):
+                y = ppermute(x, pairs).sum()
+            with r.sends("permute dp"):
+                y.backward()
             r.check(x.grad, torch.ones(8, 3, dtype=torch.float64), "[dp],[]")
 
     on_mesh("dp=4", body, seed)

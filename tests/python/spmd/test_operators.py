@@ -1,0 +1,83 @@
+"""Convolutions and look-ups on Sharded values: results, gradients, where they lie, and what is sent."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spmd_ranks import on_mesh
+
+CONV2D = ((4, 6, 5, 5), (8, 6, 3, 3), (8,))
+GROUPED = ((4, 8, 5, 5), (8, 2, 3, 3), (8,))
+
+
+def compare(r, function, xs, layouts, expected, kinds):
+    """`function` of Sharded values, with the gradients of all of them, beside `function` of whole ones."""
+    whole = [x.clone().requires_grad_() if x.is_floating_point() else x for x in xs]
+    mine = [r.place(x, layout) for x, layout in zip(xs, layouts, strict=True)]
+    leaves = [(a, b) for a, b in zip(mine, whole, strict=True) if b.requires_grad]
+    for value, _ in leaves:
+        value.requires_grad_()
+    want = function(*whole)
+    with r.sends(*kinds):
+        got = function(*mine)
+        assert got.local.shape == got.spec.local_shape
+    r.check(got, want.detach(), expected)
+    weights = r.randn(*want.shape)
+    (want * weights).sum().backward()
+    (got * r.place(weights, None)).sum().backward()
+    for value, reference in leaves:
+        r.check(value.grad, reference.grad)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "layouts", "groups", "expected", "kinds"),
+    [
+        pytest.param(CONV2D, ("[x],[],[],[]", None, None), 1, "[x],[],[],[]", [], id="batch"),
+        pytest.param(CONV2D, (None, "[x],[],[],[]", "[x]"), 1, "[],[x],[],[]", [], id="channels out"),
+        pytest.param(CONV2D[:2], ("[],[x],[],[]", "[],[x],[],[]"), 1, "[],[],[],[] P{x}", [], id="channels in"),
+        pytest.param(GROUPED, ("[],[x],[],[]", "[x],[],[],[]", "[x]"), 4, "[],[x],[],[]", [], id="groups"),
+        pytest.param(CONV2D[:2], ("[],[],[x],[]", None), 1, "[],[],[],[] I{x}", ["all_gather x"], id="rows"),
+    ],
+)
+def test_convolution(shapes, layouts, groups, expected, kinds, seed):
+    def body(r):
+        xs = [r.randn(*shape) for shape in shapes]
+        compare(r, lambda *a: F.conv2d(*a, padding=1, groups=groups), xs, layouts, expected, kinds)
+
+    on_mesh("x=2", body, seed)
+
+
+TABLE, INDEX = (6, 8), (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected", "kinds"),
+    [
+        pytest.param((None, "[x],[]"), "[x],[]", [], id="rows of the index"),
+        pytest.param(("[],[x]", "[],[x]"), "[],[x]", [], id="beside"),
+        pytest.param(("[x],[]", None), "[],[] P{x}", [], id="rows of the table"),
+    ],
+)
+def test_gather(layouts, expected, kinds, seed):
+    """B15: of a sharded dimension, indices are shifted, and those of other ranks masked."""
+
+    def body(r):
+        xs = r.randn(*TABLE), r.randint(TABLE[0], *INDEX)
+        compare(r, lambda x, i: torch.gather(x, 0, i), xs, layouts, expected, kinds)
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected", "kinds"),
+    [
+        pytest.param((None, "[x]"), "[x],[]", [], id="index"),
+        pytest.param(("[],[x]", None), "[],[x]", [], id="beside"),
+        pytest.param(("[x],[]", None), "[],[] P{x}", [], id="table"),
+    ],
+)
+def test_index_select(layouts, expected, kinds, seed):
+    def body(r):
+        xs = r.randn(*TABLE), r.randint(TABLE[0], 10)
+        compare(r, lambda x, i: torch.index_select(x, 0, i), xs, layouts, expected, kinds)
+
+    on_mesh("x=2", body, seed)
