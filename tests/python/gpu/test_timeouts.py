@@ -122,7 +122,7 @@ def test_a_finalize_that_waits_for_a_peer_ends_in_time(comm, make_comm):
         work = stuck.all_reduce(x, to.ReduceOp.SUM, async_op=True, timeout=timedelta(seconds=600))
         stuck.set_timeout(timedelta(seconds=2))
         begin = time.monotonic()
-        with pytest.raises(to.OperationTimeoutError, match="finalize on 'stuck': .* within 2000 ms"):
+        with pytest.raises(to.OperationTimeoutError, match=r"finalize on 'stuck': .* within 2000 ms"):
             stuck.finalize()
         assert 2 <= time.monotonic() - begin < 2 + 1  # what the library promises on GPUs
         with pytest.raises(to.Error):
