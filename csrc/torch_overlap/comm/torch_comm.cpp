@@ -80,7 +80,10 @@ std::vector<int> ranks_of_wish(const std::string& wish) {
   return ranks;
 }
 
-constexpr const char* kSplitKey = "split/";
+// Where the ranks of `comm` meet for a split in its store; errors begin with it.
+std::string split_key(const std::string& comm, uint64_t sequence) {
+  return concat("split #", sequence, " of '", comm, "'");
+}
 
 // What is wrong with `ranks` as the list of `me`; empty if nothing.
 std::string fault_of_list(const std::vector<int>& ranks, int me, int size) {
@@ -291,7 +294,7 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
   } catch (const std::exception& error) {
     // The others hear of it at once instead of waiting for this rank.
     if (const auto& store = members->context.store) {
-      publish(*store, concat(kSplitKey, sequence), members->context.rank, members->context.size,
+      publish(*store, split_key(name(), sequence), members->context.rank, members->context.size,
               concat("!", error.what()));
     }
     throw;
@@ -306,7 +309,7 @@ void TorchComm::agree_on_split(const Membership& members, uint64_t sequence,
   const int size = context.size;
   std::vector<std::string> wishes(size);
   if (context.store) {
-    wishes = exchange(*context.store, concat(kSplitKey, sequence), context.rank, size, mine,
+    wishes = exchange(*context.store, split_key(name(), sequence), context.rank, size, mine,
                       context.options.timeout);
   } else {  // a backend without peers: those that are named want the same
     for (const int r : ranks_of_wish(mine)) {
@@ -357,7 +360,7 @@ std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members, u
     request.child.size = static_cast<int>(ranks.size());
     if (members.context.store) {
       request.child.store =
-          prefixed_store(members.context.store, concat(kSplitKey, sequence, "/", color));
+          prefixed_store(members.context.store, concat("split/", sequence, "/", color));
     }
     if (options.timeout.count() > 0) {
       request.child.options.timeout = std::min(options.timeout, kLongestTimeout);

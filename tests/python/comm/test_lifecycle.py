@@ -4,6 +4,8 @@ import copy
 import subprocess
 import sys
 import textwrap
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -82,6 +84,32 @@ def run_abort_frees_waiters(comm: TorchComm) -> None:
 @pytest.mark.parametrize("which", ["gloo", "local"])
 def test_an_abort_of_one_rank_frees_those_that_wait_for_it(which: str) -> None:
     run_ranks(run_abort_frees_waiters, 2, backend=which)
+
+
+def run_finalize_runs_out(comm: TorchComm) -> None:
+    meeting = comm.split([0, 1])
+    assert meeting is not None
+    if comm.get_rank() == 0:
+        name = comm.get_name()
+        work = comm.recv(torch.ones(1), 1, True, timeout=timedelta(seconds=600))
+        comm.set_timeout(timedelta(seconds=1))
+        begin = time.monotonic()
+        with pytest.raises(to.Error, match=f"finalize of '{name}': operations did not end in 1000 ms"):
+            comm.finalize()
+        assert 1 <= time.monotonic() - begin < 1 + 5  # what the library promises on two loaded cores
+        assert comm.is_finalized()
+        with pytest.raises(to.Error):
+            work.wait_blocking()
+        assert work.is_completed()
+    meeting.barrier(False)  # leaving earlier would end the operation
+    if comm.get_rank() == 1:
+        comm.abort()
+    meeting.finalize()
+
+
+@pytest.mark.parametrize("which", ["gloo", "local"])
+def test_a_finalize_that_waits_for_a_peer_ends_in_time(which: str) -> None:
+    run_ranks(run_finalize_runs_out, 2, backend=which, timeout=120)
 
 
 def test_one_name_is_one_live_communicator() -> None:

@@ -113,6 +113,26 @@ def test_finalize_waits_for_what_is_under_way(make_comm):
         ending.finalize()
 
 
+def test_a_finalize_that_waits_for_a_peer_ends_in_time(comm, make_comm):
+    stuck = make_comm("stuck")
+    x = torch.ones(1 << 16, device="cuda")
+    stuck.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == 0:
+        work = stuck.all_reduce(x, to.ReduceOp.SUM, async_op=True, timeout=timedelta(seconds=600))
+        stuck.set_timeout(timedelta(seconds=2))
+        begin = time.monotonic()
+        with pytest.raises(to.OperationTimeoutError, match=r"finalize on 'stuck': .* within 2000 ms"):
+            stuck.finalize()
+        assert 2 <= time.monotonic() - begin < 2 + 1  # what the library promises on GPUs
+        with pytest.raises(to.Error):
+            work.wait_blocking()
+        torch.cuda.synchronize()  # the kernel is gone
+    comm.barrier(async_op=True).wait_blocking()
+    if comm.get_rank() != 0:
+        stuck.abort()
+
+
 PROGRAM = textwrap.dedent(
     """
     import sys, time

@@ -32,8 +32,8 @@ def rank(me):
                        abort_process_on_timeout_or_error=True, timeout=timedelta(seconds=60))
     if me == 0:
         comm.set_timeout(timedelta(seconds=0.5))
-        dumps = os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"] + "*"
-        comm.register_abort_hook(lambda: print("abort hook sees", sorted(glob.glob(dumps)), file=sys.stderr, flush=True))
+        where = os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"]
+        comm.register_abort_hook(lambda: print("abort hook sees", sorted(glob.glob(where + "*")), file=sys.stderr))
         comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)
     threading.Event().wait(100)
 
