@@ -64,6 +64,7 @@ def new_comm(
         ModuleNotFoundError: there is no such backend.
         InvalidValueError, InvalidTypeError: an argument is wrong; or the ranks' arguments differ, on every rank.
         OperationTimeoutError: another rank did not come.
+        StateError: a CUDA graph captures the current stream.
     """
     if backend.lower() not in built_backends():
         _load_backend(backend)

@@ -90,10 +90,6 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // backend afterwards, and aborts it if this throws. kUnsupported where it cannot be done.
   virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet);
 
-  // Whether a CUDA graph captures the calling thread's current stream: launch() would become part
-  // of it.
-  virtual bool is_capturing() const { return false; }
-
   // Whether its communicators have windows: launch() then takes put, signal and wait_signal.
   virtual bool has_windows() const { return false; }
   // Before a tensor is registered: makes what the operations on windows need, so that none of them

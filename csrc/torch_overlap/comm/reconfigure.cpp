@@ -114,6 +114,7 @@ void TorchComm::set_hints(const Hints& hints) {
 
 WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
   require_own_process("reconfigure");
+  refuse_capture("reconfigure", device_);
   const auto before = membership();
   TORCH_OVERLAP_CHECK(
       before->context.options.enable_reconfigure, kState,

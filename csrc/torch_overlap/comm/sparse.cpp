@@ -20,7 +20,7 @@ WorkPtr TorchComm::all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, b
                       "all_reduce: expected SUM for a sparse tensor, got ", op.repr());
   TORCH_OVERLAP_CHECK(tensor.device() == device(), kType, "all_reduce: expected tensor on ",
                       device(), ", got ", tensor.device());
-  TORCH_OVERLAP_CHECK(!membership()->backend->is_capturing(), kState,
+  TORCH_OVERLAP_CHECK(!is_capturing(), kState,
                       "all_reduce: expected a stream that is not capturing for a sparse tensor, "
                       "whose ranks exchange sizes on the host, got one that is");
   const Tensor mine = tensor.coalesce();

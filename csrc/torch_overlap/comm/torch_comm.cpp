@@ -148,12 +148,13 @@ std::shared_ptr<TorchComm> TorchComm::create(const std::string& backend, c10::De
   const RankAndSize me = who_am_i(env, who);
   context.rank = me.rank;
   context.size = me.size;
+  context.device = resolve_device(device, env, me.rank);
+  refuse_capture("new_comm", context.device);
   if (entry.has_peers) {
     context.given_store = options.store;
     context.store =
         rendezvous(env, context.name, digest, context.options.timeout, options.store, me);
   }
-  context.device = resolve_device(device, env, me.rank);
 
   std::vector<int> world(me.size);
   std::iota(world.begin(), world.end(), 0);
@@ -290,6 +291,7 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
     if (child_name && !ranks.empty()) detail::require_free_name(*child_name);
     ResolvedOptions merged = members->context.options;
     merge_hints(merged, options.hints);
+    refuse_capture("split", device_);
     hooks_->pre(event);
   } catch (const std::exception& error) {
     // The others hear of it at once instead of waiting for this rank.
@@ -399,6 +401,7 @@ void TorchComm::finalize() {
   const HookEvent event{.name = OpName::finalize,
                         .id = next_op_id.fetch_add(1, std::memory_order_relaxed)};
   try {
+    refuse_capture("finalize", device_);
     hooks_->pre(event);
   } catch (...) {
     state_.store(State::kActive);  // nothing has happened yet

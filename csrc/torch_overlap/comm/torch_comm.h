@@ -23,6 +23,7 @@
 #include "torch_overlap/comm/options.h"
 #include "torch_overlap/comm/reduce_op.h"
 #include "torch_overlap/comm/work.h"
+#include "torch_overlap/common/capture.h"
 
 namespace torch_overlap {
 
@@ -208,7 +209,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   void abort();
   bool is_aborted() const;
   // Is the current stream being captured into a graph?
-  bool is_capturing() const { return membership()->backend->is_capturing(); }
+  bool is_capturing() const { return torch_overlap::is_capturing(device_); }
   // Whether abort() ends what is under way: true for every backend here.
   bool is_abort_supported() const { return true; }
 

@@ -71,6 +71,13 @@ def on(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture
+def ring(comm):
+    """This rank and its neighbours: (rank, right, left)."""
+    rank, size = comm.get_rank(), comm.get_size()
+    return rank, (rank + 1) % size, (rank - 1) % size
+
+
 @pytest.fixture(scope="session")
 def seed(comm):
     """Fresh in every run, equal on all ranks."""

@@ -193,10 +193,10 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
     shapes = [(200, 264, 520), (512, 1024, 1032), LARGE]
     cases = [kind(comm, *shape, torch.bfloat16) for shape in shapes]
     graphs = [capture(case.run) for case in cases]
-    for _ in range(100):
+    for _ in range(300):  # of which some 210 replay
         i = choice.randrange(3)
         late, eager = choice.randrange(comm.get_size()), choice.random() < 0.3
-        cycles = choice.randrange(1, 10) * 1_500_000
+        cycles = choice.randrange(2, 20) * 1_000_000  # 1 to 10 ms
         case, (graph, outs) = cases[i], graphs[i]
         case.fill()
         if comm.get_rank() == late:

@@ -1,6 +1,7 @@
 """How frameworks use graphs: captures beside running threads, again and again, graphed callables, torch.compile."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -163,11 +164,47 @@ def test_opcheck(comm, name):
     torch.library.opcheck(op, arguments(x, comm.get_name(), comm.get_size()))
 
 
-def test_what_cannot_be_captured_says_so_in_the_capture(comm):
-    graph = torch.cuda.CUDAGraph()
+def test_what_cannot_be_captured_says_so_and_leaves_the_capture_whole(comm, make_comm):
+    rank, size = comm.get_rank(), comm.get_size()
+    spare = make_comm("spare_in_a_capture", enable_reconfigure=True)
+    staged = to.new_comm("gloo", torch.device("cuda"), "staged_in_a_capture", timeout=timedelta(seconds=60))
+    x = torch.ones(1000, device="cuda")
     sparse = torch.eye(4, device="cuda").to_sparse()
+    objects = [None] * size
+    refused = {
+        "new_comm": lambda: to.new_comm("nccl", torch.device("cuda"), "made_in_a_capture"),
+        "split": lambda: comm.split([rank]),
+        "finalize": spare.finalize,
+        "reconfigure": lambda: spare.reconfigure(1, [spare.get_init_handle()]),
+        "all_reduce": lambda: comm.all_reduce(sparse, to.ReduceOp.SUM, async_op=False),
+        "broadcast": lambda: staged.broadcast(x, 0, async_op=False),  # through the host
+        "symmetric_empty": lambda: to.symmetric_empty(8, torch.float32, comm),
+        "all_gather_object": lambda: to.objcol.all_gather_object(comm, objects, rank),
+        "gather_object": lambda: to.objcol.gather_object(comm, rank, 0, objects),
+        "send_object_list": lambda: to.objcol.send_object_list(comm, [rank], 1),
+        "recv_object_list": lambda: to.objcol.recv_object_list(comm, [None], 0),
+        "broadcast_object_list": lambda: to.objcol.broadcast_object_list(comm, [rank], 0),
+        "scatter_object_list": lambda: to.objcol.scatter_object_list(comm, 0, [None], objects),
+    }
+    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        with pytest.raises(to.Error, match="captur"):
-            comm.split([comm.get_rank()])
-        with pytest.raises(to.Error, match="captur"):
-            comm.all_reduce(sparse, to.ReduceOp.SUM, async_op=False)
+        comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+        for op, call in refused.items():
+            with pytest.raises(to.StateError, match=f"{op}: expected a stream that is not capturing"):
+                call()
+        comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    x.fill_(1)
+    graph.replay()
+    assert (x == size**2).all()
+    for one in (spare, staged):  # as they were
+        x.fill_(rank + 1)
+        one.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+        assert (x == sum(range(1, size + 1))).all()
+        one.finalize()
+    child = comm.split(list(range(size)))
+    x.fill_(1)
+    child.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert (x == size).all()
+    child.finalize()

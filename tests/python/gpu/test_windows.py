@@ -1,35 +1,23 @@
-"""Windows over NVLink: values, order, graphs, timeouts, memory of every origin, and errors."""
+"""Windows over NVLink: values, order, timeouts, memory of every origin, and errors."""
 
 import gc
-import random
 import time
 from datetime import timedelta
 
 import pytest
 import torch
+from window_cases import COUNT, data
 
 import torch_overlap as to
 
 pytestmark = pytest.mark.gpu(2)
 
-COUNT = 3001
 # Through the kernel in words of every width, and by the copy engine.
 SIZES = [1, 7, 1000, 3001, 1 << 16, (1 << 20) + 3, (4 << 20) - 1, 4 << 20, (8 << 20) + 5]
 
 
-def data(count, dtype, seed):
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randint(0, 2 if dtype == torch.bool else 100, (count,), device="cuda", generator=generator).to(dtype)
-
-
 def same(a, b):
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-@pytest.fixture
-def ring(comm):
-    rank, size = comm.get_rank(), comm.get_size()
-    return rank, (rank + 1) % size, (rank - 1) % size
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -94,107 +82,6 @@ def test_everyone_writes_to_everyone(comm, seed):
     window.tensor_deregister()
 
 
-class Ring:
-    """The captured step: out = what the left neighbour's x was, with a signal back. `x` changes between replays."""
-
-    def __init__(self, comm, ring, count=COUNT):
-        self.comm, (self.rank, self.right, self.left) = comm, ring
-        self.x = torch.zeros(count, device="cuda")
-        self.out = torch.zeros(count, device="cuda")
-        self.window = comm.new_window(to.symmetric_empty(count, torch.float32, comm))
-        self.window.signal(self.left, async_op=False)  # the buffer is free
-        self.base = torch.arange(count, device="cuda") % 977
-
-    def of(self, rank, step):
-        return (self.base + 3 * rank + 5 * step).float()
-
-    def step(self, async_op=False):
-        self.window.wait_signal(self.right, async_op).wait()
-        self.window.put(self.x, self.right, 0, async_op)
-        self.window.signal(self.right, async_op)
-        self.window.wait_signal(self.left, async_op).wait()
-        self.out.copy_(self.window.get_tensor())
-        self.window.signal(self.left, async_op)
-
-    def capture(self, async_op=False):
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(async_op)
-        return graph
-
-    def capture_counted(self):
-        """One replay: the next inputs, the step, and its result compared; `wrong` counts differences."""
-        turn = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            turn.add_(1).remainder_(64)
-            self.fill(turn)
-            self.step()
-            self.wrong += (self.out != self.of(self.left, turn)).sum()
-        return graph
-
-    def fill(self, step):
-        self.x.copy_(self.of(self.rank, step))
-        self.out.fill_(99)
-
-    def check(self, step):
-        assert torch.equal(self.out, self.of(self.left, step)), step
-
-    def close(self):
-        self.window.wait_signal(self.right, async_op=False)
-        torch.cuda.synchronize()
-        self.window.tensor_deregister()
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("count", [COUNT, 2 << 20])
-def test_replays_and_eager_calls_mix(comm, ring, async_op, count):
-    case = Ring(comm, ring, count)
-    one, two = case.capture(async_op), case.capture(async_op)
-    turns = [one.replay, two.replay, case.step, one.replay]
-    for step in range(1000 if count == COUNT else 100):
-        case.fill(step)
-        turns[step % len(turns)]()
-        case.check(step)
-    torch.cuda.synchronize()
-    del one, two, turns
-    gc.collect()
-    case.close()
-
-
-def test_captured_waits_take_the_signals_in_order(comm, ring):
-    """Two pieces, two signals, two waits that are joined late: each reader has its own piece."""
-    rank, right, left = ring
-    inbox = to.symmetric_empty(2 * COUNT, torch.float32, comm)
-    window = comm.new_window(inbox)
-    pieces, seen = torch.zeros(2, COUNT, device="cuda"), torch.zeros(2, COUNT, device="cuda")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        waits = [window.wait_signal(left, async_op=True) for _ in range(2)]
-        for i in range(2):
-            window.put(pieces[i], right, i * COUNT, async_op=True)
-            window.signal(right, async_op=True)
-        for i in range(2):
-            waits[i].wait()
-            seen[i].copy_(inbox[i * COUNT : (i + 1) * COUNT])
-    for step in range(200):
-        for i in range(2):
-            pieces[i].copy_(data(COUNT, torch.float32, 16 * step + 8 * i + rank))
-        if rank == step % comm.get_size():
-            torch.cuda._sleep(200_000)
-        graph.replay()
-        for i in range(2):
-            assert torch.equal(seen[i], data(COUNT, torch.float32, 16 * step + 8 * i + left)), (step, i)
-        comm.barrier(async_op=False)
-    torch.cuda.synchronize()
-    del graph
-    window.tensor_deregister()
-
-
 def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
     """What an aborted operation should have made is not announced to a rank whose communicator is well."""
     rank, right, _ = ring
@@ -213,83 +100,6 @@ def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
             work.wait_blocking()
     if rank != 0:
         broken.abort()
-    comm.barrier(async_op=True).wait_blocking()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [COUNT, 2 << 20])
-def test_ten_thousand_replays(comm, ring, count):
-    case = Ring(comm, ring, count)
-    graph = case.capture_counted()
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            assert case.wrong.item() == 0, i
-    del graph
-    case.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [COUNT, 2 << 20])
-def test_two_hundred_replays_with_a_late_rank(comm, ring, seed, count):
-    case = Ring(comm, ring, count)
-    graph = case.capture_counted()
-    draw = random.Random(seed)
-    for _ in range(200):
-        late, delay = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3)
-        if comm.get_rank() == late:
-            time.sleep(delay)
-        graph.replay()
-    assert case.wrong.item() == 0
-    del graph
-    case.close()
-
-
-def test_replays_with_a_late_device(comm, ring):
-    case = Ring(comm, ring)
-    graph = case.capture()
-    for step in range(100):
-        case.fill(step)
-        if step % comm.get_size() == comm.get_rank():
-            torch.cuda._sleep(2_000_000 * (1 + step % 10))  # one to ten milliseconds
-        graph.replay()
-        case.check(step)
-    torch.cuda.synchronize()
-    del graph
-    case.close()
-
-
-def test_a_graph_outlives_its_window(comm, ring):
-    """What it was captured with stays mapped: replays of a dropped window do no harm."""
-    case = Ring(comm, ring)
-    graph = case.capture()
-    x, window = case.x, case.window
-    case.fill(1)
-    graph.replay()
-    case.check(1)
-    del window, case
-    gc.collect()
-    x.fill_(7)
-    comm.barrier(async_op=True).wait_blocking()
-    graph.replay()
-    torch.cuda.synchronize()
-    comm.barrier(async_op=True).wait_blocking()
-
-
-def test_memory_is_not_made_in_a_capture(comm):
-    buffer = to.symmetric_empty(8, torch.float32, comm)
-    window = comm.new_window()
-    other = comm.new_window(to.symmetric_empty(8, torch.float32, comm))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(to.StateError, match="symmetric_empty: expected a stream that is not capturing"):
-            to.symmetric_empty(8, torch.float32, comm)
-        with pytest.raises(to.StateError, match="tensor_register: expected a stream that is not capturing"):
-            window.tensor_register(buffer)
-        with pytest.raises(to.StateError, match="tensor_deregister: expected a stream that is not capturing"):
-            other.tensor_deregister()
-        other.signal(comm.get_rank(), async_op=False)  # all is as it was
     comm.barrier(async_op=True).wait_blocking()
 
 
@@ -468,33 +278,6 @@ def test_one_rank_in_error_is_everybodys_error(comm):
     )
     with pytest.raises(to.InvalidValueError, match=expected):
         comm.new_window(tensor)
-
-
-def test_operators_in_a_graph(comm, ring, seed):
-    rank, right, left = ring
-    buffer = to.symmetric_empty(COUNT, torch.float32, comm)
-    window = comm.new_window(buffer)
-    x = torch.zeros(COUNT, device="cuda")
-    out = torch.zeros(COUNT, device="cuda")
-
-    def step():
-        to.ops.put(buffer, x, window, right)
-        to.ops.signal(buffer, window, right)
-        to.ops.wait_signal(buffer, window, left)
-        out.copy_(buffer)
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for turn in range(50):
-        x.copy_(data(COUNT, torch.float32, seed + 8 * turn + rank))
-        out.fill_(99)
-        graph.replay() if turn % 3 else step()
-        assert torch.equal(out, data(COUNT, torch.float32, seed + 8 * turn + left))
-        comm.barrier(async_op=True).wait_blocking()
-    del graph
-    window.tensor_deregister()
 
 
 def test_registered_memory(comm):

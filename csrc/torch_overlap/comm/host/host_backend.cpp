@@ -12,6 +12,7 @@
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder_dump.h"
+#include "torch_overlap/common/capture.h"
 
 namespace torch_overlap {
 namespace {
@@ -96,6 +97,7 @@ HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
 
 WorkPtr HostBackend::launch(Call call) {
   require_usable(to_string(call.name));
+  refuse_capture(to_string(call.name), context_.device);  // tensors of a device go through the host
   call.comm = context_.name;  // the work may outlive the caller's copy of the name
   if (call.primitive == Primitive::wait_signal) return launch_wait(std::move(call));
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());

@@ -1,9 +1,27 @@
 #include "torch_overlap/common/cuda/capture.h"
 
+#include <c10/cuda/CUDAStream.h>
+
+#include "torch_overlap/common/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/cuda/compat.h"
 
 namespace torch_overlap::cuda {
+namespace {
+
+// The default stream cannot be captured: no question, and no context made where there was none.
+bool current_stream_captures(c10::DeviceIndex device) noexcept {
+  if (c10::cuda::device_count() == 0) return false;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
+  if (stream == nullptr) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
+  return status != cudaStreamCaptureStatusNone;
+}
+
+const CaptureProbeRegistration cuda_probe(c10::kCUDA, current_stream_captures);
+
+}  // namespace
 
 Capture capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -142,11 +142,6 @@ int64_t NcclBackend::native_handle() const {
   return reinterpret_cast<int64_t>(handle_->comm());
 }
 
-bool NcclBackend::is_capturing() const {
-  const auto current = c10::cuda::getCurrentCUDAStream(runtime_->device);
-  return static_cast<bool>(cuda::capture_of(current.stream()));
-}
-
 NcclBackend::Lock NcclBackend::lock_unless_failed() const {
   runtime_->failure.rethrow_if_set();
   Lock lock(handle_->mutex(), std::try_to_lock);
@@ -368,9 +363,6 @@ void NcclBackend::drain(std::string_view op) {
 }
 
 std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
-  TORCH_OVERLAP_CHECK(!is_capturing(), kState,
-                      "split: expected a stream that is not capturing, got one that is; split "
-                      "before the capture");
   drain("split");  // NCCL asks for a parent with nothing outstanding
   std::shared_ptr<NcclHandle> child;
   try {

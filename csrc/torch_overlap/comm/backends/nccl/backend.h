@@ -59,7 +59,6 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void finalize() override;
   void abort() override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
-  bool is_capturing() const override;
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }

@@ -1,0 +1,67 @@
+"""Data and a step for windows, which graphs capture: see test_windows.py and test_window_graphs.py."""
+
+import torch
+
+import torch_overlap as to
+
+COUNT = 3001
+
+
+def data(count, dtype, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (count,), device="cuda", generator=generator).to(dtype)
+
+
+class Ring:
+    """The captured step: out = what the left neighbour's x was, with a signal back. `x` changes between replays."""
+
+    def __init__(self, comm, ring, count=COUNT):
+        self.comm, (self.rank, self.right, self.left) = comm, ring
+        self.x = torch.zeros(count, device="cuda")
+        self.out = torch.zeros(count, device="cuda")
+        self.window = comm.new_window(to.symmetric_empty(count, torch.float32, comm))
+        self.window.signal(self.left, async_op=False)  # the buffer is free
+        self.base = torch.arange(count, device="cuda") % 977
+
+    def of(self, rank, step):
+        return (self.base + 3 * rank + 5 * step).float()
+
+    def step(self, async_op=False):
+        self.window.wait_signal(self.right, async_op).wait()
+        self.window.put(self.x, self.right, 0, async_op)
+        self.window.signal(self.right, async_op)
+        self.window.wait_signal(self.left, async_op).wait()
+        self.out.copy_(self.window.get_tensor())
+        self.window.signal(self.left, async_op)
+
+    def capture(self, async_op=False):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(async_op)
+        return graph
+
+    def capture_counted(self):
+        """One replay: the next inputs, the step, and its result compared; `wrong` counts differences."""
+        turn = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            turn.add_(1).remainder_(64)
+            self.fill(turn)
+            self.step()
+            self.wrong += (self.out != self.of(self.left, turn)).sum()
+        return graph
+
+    def fill(self, step):
+        self.x.copy_(self.of(self.rank, step))
+        self.out.fill_(99)
+
+    def check(self, step):
+        assert torch.equal(self.out, self.of(self.left, step)), step
+
+    def close(self):
+        self.window.wait_signal(self.right, async_op=False)
+        torch.cuda.synchronize()
+        self.window.tensor_deregister()
