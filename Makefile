@@ -20,13 +20,13 @@ CURRENT := build/current
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
 .PHONY: help build demo test test-python test-cpp check compat gpu-test bench sanitize sanitize-quick sanitize-gpu stress \
-        format lint lint-tidy wheel \
+        format lint lint-tidy wheel check-wheel \
         clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel format lint lint-tidy compat gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel check-wheel format lint lint-tidy compat gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -172,6 +172,10 @@ lint-tidy: build $(LINT)
 
 wheel: $(ENV)
 	$(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+
+# A wheel of what is built, in an environment of its own.
+check-wheel: build
+	PYTHONPATH= $(PY) scripts/check_wheel.py
 
 clean:
 	rm -rf build dist *.egg-info torch_overlap/*.so torch_overlap/_build_info.py .venv/.installed*

@@ -129,6 +129,9 @@ Env Env::read() {
   if (auto value = text("TORCH_OVERLAP_CHECK_MISMATCH")) {
     env.check_mismatch = parse_bool(*value, "TORCH_OVERLAP_CHECK_MISMATCH");
   }
+  if (auto value = number("TORCHCOMM_HEALTH_CHECK_WAIT_MS")) {
+    env.health_check_wait = std::chrono::milliseconds(*value);
+  }
   const auto method = to_lower(text("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD").value_or("auto"));
   bool known = method == "auto";
   for (const Launcher& launcher : kLaunchers) known = known || method == launcher.family;

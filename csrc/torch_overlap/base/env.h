@@ -21,6 +21,11 @@ struct TORCH_OVERLAP_API Env {
   // (comm/mismatch.h). Default false. Equal on all ranks.
   bool check_mismatch = false;
 
+  // TORCHCOMM_HEALTH_CHECK_WAIT_MS: how long a process that a timeout or an error is about to end
+  // waits, after its dump and its abort hooks, so that whoever polls its health can see the failure
+  // and fetch the flight recorder. Default 0. Read when a communicator is made.
+  std::chrono::milliseconds health_check_wait{0};
+
   // --- Who am I (see comm/bootstrap.h for the order in which launchers are asked)
   // ----------------- TORCHCOMM_RANK, TORCHCOMM_SIZE: rank and size, before every launcher's own
   // variables. TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD: auto (default), torchrun, mpi, pmi, slurm

@@ -14,6 +14,8 @@ namespace {
 constexpr auto kHookLimit = std::chrono::seconds(10);
 constexpr auto kDumpLimit = std::chrono::seconds(10);
 
+std::atomic<std::chrono::milliseconds> health_check_wait{};
+
 }  // namespace
 
 void end_process(WorkStatus status, const std::string& message,
@@ -31,10 +33,18 @@ void end_process(WorkStatus status, const std::string& message,
       std::fprintf(stderr, "[torch_overlap] abort hook: %s\n", error.what());
     }
   }
+  const auto wait = health_check_wait.load();
+  if (wait.count() > 0) {
+    std::fprintf(stderr, "[torch_overlap] waiting %lld ms for a health check\n",
+                 static_cast<long long>(wait.count()));
+    std::this_thread::sleep_for(wait);
+  }
   std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
                status == WorkStatus::TIMEDOUT ? "timeout" : "error");
   std::fflush(stderr);
   std::abort();
 }
+
+void prepare_process_end(const Env& env) { health_check_wait = env.health_check_wait; }
 
 }  // namespace torch_overlap

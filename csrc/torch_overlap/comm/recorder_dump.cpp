@@ -308,8 +308,7 @@ void dump_trace_on_signal(int signal) {
        signal, ": ", std::strerror(errno));
 }
 
-void prepare_dumps() {
-  const Env env = Env::read();
+void prepare_dumps(const Env& env) {
   {
     std::lock_guard lock(prepared().mutex);
     prepared().target = Target::of(env);

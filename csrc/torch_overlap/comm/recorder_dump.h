@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "torch_overlap/base/env.h"
 #include "torch_overlap/base/export.h"
 
 namespace torch_overlap {
@@ -45,6 +46,6 @@ TORCH_OVERLAP_API void report_failure(CommRecord* comm, const std::string& why) 
 TORCH_OVERLAP_API void dump_trace_on_signal(int signal);
 // For a process that makes a communicator: where its dumps at failures go, and once in its life the
 // signal that Env asks for.
-void prepare_dumps();
+void prepare_dumps(const Env& env);
 
 }  // namespace torch_overlap

@@ -13,6 +13,7 @@
 #include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/mismatch.h"
+#include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
@@ -110,7 +111,9 @@ TorchComm::TorchComm(std::string backend_name, BackendContext context,
       hooks_(std::make_shared<Hooks>()),
       timeout_(std::make_shared<std::atomic<Milliseconds>>(context.options.timeout)) {
   context.record = make_comm_record(name_, backend_name_, context.rank, ranks_in_world);
-  prepare_dumps();
+  const Env env = Env::read();
+  prepare_dumps(env);
+  prepare_process_end(env);
   // The backend may outlive this object (a graph, a watchdog): it gets the hooks, not the owner.
   context.on_abort = [hooks = std::weak_ptr<Hooks>(hooks_)]() noexcept {
     try {

@@ -183,6 +183,9 @@ void register_window(py::module_& module) {
                 .attr("get_mem_allocator")(self.backend_name());
           },
           "torch_overlap.get_mem_allocator of this communicator's backend.")
+      .def_property_readonly(
+          "mem_allocator", [](const py::object& self) { return self.attr("get_mem_allocator")(); },
+          "What get_mem_allocator() returns.")
       .def(
           "tensor_register", &TorchComm::tensor_register, py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>(),

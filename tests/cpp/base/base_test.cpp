@@ -17,6 +17,7 @@ namespace {
 constexpr const char* kVariables[] = {"TORCHCOMM_ABORT_ON_ERROR",
                                       "TORCHCOMM_TIMEOUT_SECONDS",
                                       "TORCH_OVERLAP_CHECK_MISMATCH",
+                                      "TORCHCOMM_HEALTH_CHECK_WAIT_MS",
                                       "TORCHCOMM_RANK",
                                       "TORCHCOMM_SIZE",
                                       "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD",
@@ -120,6 +121,9 @@ TEST_F(EnvTest, DefaultsAreTheDocumentedOnes) {
   EXPECT_FALSE(env.check_mismatch);
   EXPECT_TRUE(read({{"TORCH_OVERLAP_CHECK_MISMATCH", "yes"}}).check_mismatch);
   EXPECT_EQ(env.timeout, std::chrono::seconds(600));
+  EXPECT_EQ(env.health_check_wait, std::chrono::milliseconds(0));
+  EXPECT_EQ(read({{"TORCHCOMM_HEALTH_CHECK_WAIT_MS", "15000"}}).health_check_wait,
+            std::chrono::seconds(15));
   EXPECT_FALSE(env.rank || env.size || env.local_rank || env.master_addr);
   EXPECT_EQ(env.master_port, 29500);
   EXPECT_EQ(env.restart_count, "0");

@@ -7,7 +7,17 @@ import torch
 
 from torch_overlap import InvalidTypeError, RedOpType, ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import COMPLEX, DTYPES, FLOATS, INTEGERS, assert_equal, assert_reduced, is_legal, poisoned, rank_input
+from torch_overlap.testing.reference import (
+    COMPLEX,
+    DTYPES,
+    FLOATS,
+    INTEGERS,
+    assert_equal,
+    assert_reduced,
+    is_legal,
+    poisoned,
+    rank_input,
+)
 
 SIZES = {"gloo": (2, 3), "local": (2, 3, 8), "fake": (1, 2, 3, 4, 8), "nccl": (2, 4)}
 TRIPLES = [

@@ -206,6 +206,7 @@ def test_deregistering_waits_for_what_is_under_way(comm, ring):
 
 def test_memory_of_a_pool_at_any_offset(comm, ring, seed):
     rank, right, left = ring
+    assert comm.mem_allocator is comm.get_mem_allocator()
     pool = torch.cuda.MemPool(comm.get_mem_allocator())
     with torch.cuda.use_mem_pool(pool):
         padding = torch.zeros(1000 * (rank + 1), device="cuda")  # so that offsets differ by rank

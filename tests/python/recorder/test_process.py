@@ -91,6 +91,47 @@ def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+# The failed rank's health is asked for after its abort hooks, when without a wait the process is as good as gone.
+POLLED = TIMEOUT.replace('lambda: print("abort hook", flush=True)', "hooks_ran.set").replace(
+    "threads = [",
+    """
+hooks_ran = threading.Event()
+def poll():
+    hooks_ran.wait()
+    while to.health()["healthy"]: pass
+    print(*sorted(f"{c['rank']}: {c['state']}" for c in to.health()["communicators"]), flush=True)
+threading.Thread(target=poll, daemon=True).start()
+threads = [""",
+    1,
+)
+
+
+def test_a_process_stays_for_its_health_check_before_it_ends() -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHCOMM_HEALTH_CHECK_WAIT_MS": "600000"}
+    command = [sys.executable, "-c", POLLED]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "0: failed 1: active\n"
+            for line in process.stderr:
+                assert "Aborting process" not in line
+                if "waiting 600000 ms for a health check" in line:
+                    break
+            else:
+                pytest.fail("it did not wait")
+        finally:
+            process.kill()
+
+
+def test_the_wait_for_a_health_check_ends() -> None:
+    result = run(TIMEOUT, TORCHCOMM_HEALTH_CHECK_WAIT_MS="100")
+    assert result.returncode == -signal.SIGABRT
+    waiting, ending = (result.stderr.index(text) for text in ("waiting 100 ms", "Aborting process due to timeout"))
+    assert waiting < ending
+    assert "waiting" not in run(TIMEOUT).stderr
+
+
 def test_size_zero_switches_it_off() -> None:
     result = run(
         HEAD + "comm.barrier(False); print(to.flight_recorder.dump_json())\n"
@@ -118,6 +159,7 @@ def test_size_is_of_the_environment() -> None:
     [
         ("TORCHCOMM_FR_BUFFER_SIZE", "many", "expected an integer, got 'many'"),
         ("TORCHCOMM_FR_BUFFER_SIZE", "-1", "expected a number in [0, "),
+        ("TORCHCOMM_HEALTH_CHECK_WAIT_MS", "-1", "expected a number in [0, "),
         ("TORCHCOMM_FR_DUMP_SIGNAL", "SIGKILL", "expected an integer"),
         ("TORCHCOMM_FR_DUMP_SIGNAL", "9", "signal that can be caught, got 9"),
         ("TORCHCOMM_FR_CPP_STACK", "perhaps", "expected true or false, got 'perhaps'"),

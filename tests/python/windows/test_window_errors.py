@@ -50,6 +50,8 @@ def run_mistakes(comm: TorchComm) -> None:
          lambda: to.symmetric_empty([2**40, 2**40], None, comm)),
         (to.UnsupportedError, r"get_mem_allocator: .* use torch_overlap.symmetric_empty",
          lambda: comm.get_mem_allocator()),
+        (to.UnsupportedError, r"get_mem_allocator: .* use torch_overlap.symmetric_empty",
+         lambda: comm.mem_allocator),
     ]  # fmt: skip
     for error, message, call in mistakes:
         with pytest.raises(error, match=message):
