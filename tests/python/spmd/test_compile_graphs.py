@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_overlap.mesh import P, all_reduce, choosing, connect, shard
+from torch_overlap.mesh import P, all_gather, all_reduce, choosing, connect, shard
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -116,6 +116,37 @@ def test_an_argument_is_not_changed():
             assert x._copies is None
 
     run_ranks(rank, 2, backend="fake")
+
+
+def undeclared_rank(comm, move):
+    """Traces what needs a communicator along an axis that nobody declared, and then with it."""
+    torch._dynamo.reset()
+    with closing(connect("x=2,y=2", comm, sets=["x"])) as mesh:
+        x = shard(torch.arange(64.0).reshape(8, 8), mesh, P("y"))
+        split = []
+        comm.register_pre_hook(lambda name, *_: split.append(name.name))
+        compiled = torch.compile(MOVES[move], backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match=r"expected a communicator over \[y\], got none.*call prepare\(\"y\"\)"):
+            compiled(x)
+        assert not split
+        mesh.prepare("y")
+        assert split == ["split"]
+        torch._dynamo.reset()
+        y = compiled(x)
+        assert split == ["split"]
+        torch.testing.assert_close(y.full(), MOVES[move](x).full())
+
+
+MOVES = {
+    "reshard": lambda x: x.reshard(None) * 2,
+    "function": lambda x: all_gather(x, 0) + 1,
+    "operator": lambda x: torch.softmax(x, 0) @ x.T,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_no_communicator_is_made_in_a_trace(move):
+    run_ranks(undeclared_rank, 4, move, backend="gloo", timeout=240)
 
 
 # --- Guards ---------------------------------------------------------------------------------------------
