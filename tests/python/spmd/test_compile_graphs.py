@@ -98,6 +98,27 @@ def _plainly(function, *args):
         return function(*args)
 
 
+def test_tuples_among_arguments():
+    """Of Sharded values and of plain tensors, as arguments and as constants of the trace."""
+
+    def rank(comm):
+        torch._dynamo.reset()
+        with closing(connect({"tp": 2}, comm)) as mesh:
+            pair = tuple(weights(mesh, P("tp"), P("tp")))
+            plain = torch.randn(2, 3), torch.randn(2, 3)
+
+            def function(pair, plain):
+                return torch.cat(pair, 1) * 2, torch.stack((*plain, plain[0]))
+
+            got, whole = torch.compile(function, backend="aot_eager", fullgraph=True)(pair, plain)
+            want, expected = function(pair, plain)
+            assert got.spec is want.spec
+            assert torch.equal(got.local, want.local)
+            assert torch.equal(whole, expected)
+
+    run_ranks(rank, 2, backend="fake")
+
+
 def test_a_communication_that_nobody_uses_stays():
     def function(x):
         all_reduce(x, "sum", "tp")
