@@ -149,10 +149,13 @@ sanitize-gpu: build
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
 
-# The long forms of the random tests (marked stress): TEST_SEED repeats a run, TORCH_OVERLAP_STRESS scales it. The tests
-# have time limits of their own, which grow with it; pytest's is for those that do not.
+# The long forms of the random tests (marked stress; the planner's in C++): TEST_SEED repeats a run, in C++
+# TORCH_OVERLAP_TEST_SEED; TORCH_OVERLAP_STRESS scales it. The tests have time limits of their own, which grow with it;
+# pytest's is for those that do not.
 stress: export TORCH_OVERLAP_STRESS ?= 20
 stress: build
+	$(CMAKE) --build $(CURRENT) --target torch_overlap_std_tests
+	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_std_tests ]; then $(CURRENT)/tests/cpp/torch_overlap_std_tests --gtest_brief=1; fi
 	$(PY) -m pytest tests/python -m 'stress and not gpu' --timeout 7200 $(PYTEST_ARGS)
 
 # ---- the text

@@ -186,7 +186,10 @@ def _teach_tuples() -> None:
     from torch._dynamo.variables import torch_function
     from torch._dynamo.variables.lists import TupleVariable
 
-    flatten = torch_function._flatten_vts
+    module: Any = torch_function
+    flatten = getattr(module, "_flatten_vts", None)
+    if flatten is None:  # another torch's Dynamo
+        return
 
     def flatten_tuples(values: Iterable[Any]) -> list[Any]:
         found = []
@@ -195,7 +198,7 @@ def _teach_tuples() -> None:
             found += flatten_tuples(value.items) if is_tuple else [value]
         return found
 
-    torch_function._flatten_vts = flatten_tuples
+    module._flatten_vts = flatten_tuples
 
 
 _teach_matmul()

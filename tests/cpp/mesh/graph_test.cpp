@@ -61,6 +61,7 @@ TEST(Graph, ChainsPassAxesOnBothWays) {
   }
 }
 
+// T51: what is closed holds back nothing but itself.
 TEST(Graph, DisagreementKeepsTheCommonBeginning) {
   const Mesh mesh = Mesh::parse("x=2,y=2,z=2");
   Graph graph(mesh);

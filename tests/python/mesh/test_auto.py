@@ -35,8 +35,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def meta(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def test_a_function_is_split_by_rows() -> None:  # T46
@@ -48,13 +48,32 @@ def test_a_function_is_split_by_rows() -> None:  # T46
     assert found.explain().startswith("chosen: search 1, Mesh(d=4): 0 collectives")
 
 
-def test_a_flat_product_is_split_by_k() -> None:  # T47
+@pytest.mark.parametrize(
+    ("dtype", "layouts"),
+    [(torch.float32, {}), (torch.float32, {"b": "[d],[]"}), (torch.bfloat16, {"b": "[d],[]"})],
+    ids=["free", "weight by rows", "weight by rows, bf16"],
+)
+def test_a_flat_product_is_split_by_k(dtype: torch.dtype, layouts: dict[str, str]) -> None:  # T47
     mesh = Mesh({"d": 4})
-    args = (meta(3, 4096), meta(4096, 1024))
-    found = auto_shard(lambda a, b: a @ b, mesh, args, layouts={"b": "[d],[]"}, out_layouts=[P()])
-    assert str(found.layouts["a"]) == "[],[d]"
+    args = (meta(3, 4096, dtype=dtype), meta(4096, 1024, dtype=dtype))
+    found = auto_shard(lambda a, b: a @ b, mesh, args, layouts=layouts, out_layouts=[P()])
+    assert {name: str(x) for name, x in found.layouts.items()} == {"a": "[],[d]", "b": "[d],[]"}
     assert [step.kind for _, step in found.collectives] == ["all_reduce"]
     assert found.out_layouts == [Layout.replicated(mesh, 2)]
+
+
+def test_a_product_shorter_than_a_reduction_is_not_split() -> None:  # T47
+    found = auto_shard(lambda a, b: a @ b, Mesh({"d": 4}), (meta(3, 4096), meta(4096, 1024)), out_layouts=[P()])
+    assert {name: str(x) for name, x in found.layouts.items()} == {"a": "[],[]", "b": "[],[]"}
+    assert found.collectives == []
+
+
+def test_a_closed_dimension_holds_back_nothing_else() -> None:  # T51
+    args, layouts = (meta(8, 4), meta(8, 4)), {"a": "[x,y],[]", "b": "[x],[]"}
+    found = auto_shard(lambda a, b: a + b, Mesh({"x": 2, "y": 2}), args, layouts=layouts)
+    assert {name: str(x) for name, x in found.layouts.items()} == layouts
+    assert str(found.out_layouts[0]) == "[x,y],[]"
+    assert found.collectives == []
 
 
 def test_a_fixed_result_reaches_back() -> None:  # T48

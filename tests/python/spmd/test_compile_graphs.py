@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_overlap.mesh import P, all_reduce, choosing, connect, shard
+from torch_overlap.mesh import P, all_gather, all_reduce, choosing, connect, shard
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -98,6 +98,27 @@ def _plainly(function, *args):
         return function(*args)
 
 
+def test_tuples_among_arguments():
+    """Of Sharded values and of plain tensors, as arguments and as constants of the trace."""
+
+    def rank(comm):
+        torch._dynamo.reset()
+        with closing(connect({"tp": 2}, comm)) as mesh:
+            pair = tuple(weights(mesh, P("tp"), P("tp")))
+            plain = torch.randn(2, 3), torch.randn(2, 3)
+
+            def function(pair, plain):
+                return torch.cat(pair, 1) * 2, torch.stack((*plain, plain[0]))
+
+            got, whole = torch.compile(function, backend="aot_eager", fullgraph=True)(pair, plain)
+            want, expected = function(pair, plain)
+            assert got.spec is want.spec
+            assert torch.equal(got.local, want.local)
+            assert torch.equal(whole, expected)
+
+    run_ranks(rank, 2, backend="fake")
+
+
 def test_a_communication_that_nobody_uses_stays():
     def function(x):
         all_reduce(x, "sum", "tp")
@@ -116,6 +137,37 @@ def test_an_argument_is_not_changed():
             assert x._copies is None
 
     run_ranks(rank, 2, backend="fake")
+
+
+def undeclared_rank(comm, move):
+    """Traces what needs a communicator along an axis that nobody declared, and then with it."""
+    torch._dynamo.reset()
+    with closing(connect("x=2,y=2", comm, sets=["x"])) as mesh:
+        x = shard(torch.arange(64.0).reshape(8, 8), mesh, P("y"))
+        split = []
+        comm.register_pre_hook(lambda name, *_: split.append(name.name))
+        compiled = torch.compile(MOVES[move], backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match=r"expected a communicator over \[y\], got none.*call prepare\(\"y\"\)"):
+            compiled(x)
+        assert not split
+        mesh.prepare("y")
+        assert split == ["split"]
+        torch._dynamo.reset()
+        y = compiled(x)
+        assert split == ["split"]
+        torch.testing.assert_close(y.full(), MOVES[move](x).full())
+
+
+MOVES = {
+    "reshard": lambda x: x.reshard(None) * 2,
+    "function": lambda x: all_gather(x, 0) + 1,
+    "operator": lambda x: torch.softmax(x, 0) @ x.T,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_no_communicator_is_made_in_a_trace(move):
+    run_ranks(undeclared_rank, 4, move, backend="gloo", timeout=240)
 
 
 # --- Guards ---------------------------------------------------------------------------------------------
