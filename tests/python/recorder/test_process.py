@@ -19,8 +19,9 @@ from datetime import timedelta
 import torch, torch_overlap as to
 comm = to.new_comm("fake", torch.device("cpu"), name="c", rank=0, size=1)
 """
+HOOK = 'lambda: print("abort hook sees", sorted(glob.glob(where + "*")), file=sys.stderr)'
 # Two ranks as threads, of which one never calls: the other one's timeout ends the process.
-TIMEOUT = """
+TIMEOUT = f"""
 import glob, os, sys, threading
 from datetime import timedelta
 import torch, torch_overlap as to
@@ -33,7 +34,7 @@ def rank(me):
     if me == 0:
         comm.set_timeout(timedelta(seconds=0.5))
         where = os.environ["TORCHCOMM_FR_DUMP_TEMP_FILE"]
-        comm.register_abort_hook(lambda: print("abort hook sees", sorted(glob.glob(where + "*")), file=sys.stderr))
+        comm.register_abort_hook({HOOK})
         comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)
     threading.Event().wait(100)
 
@@ -92,7 +93,7 @@ def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -
 
 
 # The failed rank's health is asked for after its abort hooks, when without a wait the process is as good as gone.
-POLLED = TIMEOUT.replace('lambda: print("abort hook", flush=True)', "hooks_ran.set").replace(
+POLLED = TIMEOUT.replace(HOOK, "hooks_ran.set").replace(
     "threads = [",
     """
 hooks_ran = threading.Event()
@@ -106,8 +107,9 @@ threads = [""",
 )
 
 
-def test_a_process_stays_for_its_health_check_before_it_ends() -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHCOMM_HEALTH_CHECK_WAIT_MS": "600000"}
+def test_a_process_stays_for_its_health_check_before_it_ends(tmp_path: Path) -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHCOMM_HEALTH_CHECK_WAIT_MS": "600000",
+                        "TORCHCOMM_FR_DUMP_TEMP_FILE": str(tmp_path / "t_")}  # fmt: skip
     command = [sys.executable, "-c", POLLED]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -124,12 +126,12 @@ def test_a_process_stays_for_its_health_check_before_it_ends() -> None:
             process.kill()
 
 
-def test_the_wait_for_a_health_check_ends() -> None:
-    result = run(TIMEOUT, TORCHCOMM_HEALTH_CHECK_WAIT_MS="100")
+def test_the_wait_for_a_health_check_ends(tmp_path: Path) -> None:
+    result = run(TIMEOUT, TORCHCOMM_HEALTH_CHECK_WAIT_MS="100", TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.returncode == -signal.SIGABRT
     waiting, ending = (result.stderr.index(text) for text in ("waiting 100 ms", "Aborting process due to timeout"))
     assert waiting < ending
-    assert "waiting" not in run(TIMEOUT).stderr
+    assert "waiting" not in run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "u_")).stderr
 
 
 def test_size_zero_switches_it_off() -> None:
