@@ -72,8 +72,10 @@ def collectives(rank, size, store, eager, async_op):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "device_id"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_collectives(eager, async_op):
-    run_ranks(collectives, 2, eager, async_op, comm=False, timeout=120)
+@pytest.mark.parametrize("direct", ["auto", "off"])  # kernels of ours, or NCCL's
+def test_collectives(eager, async_op, direct):
+    env = {"TORCH_OVERLAP_DIRECT_COLLECTIVES": direct}
+    run_ranks(collectives, 2, eager, async_op, comm=False, timeout=120, env=env)
 
 
 def messages(rank, size, store, eager):
