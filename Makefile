@@ -134,9 +134,10 @@ sanitize-quick: build
 	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
-# Tests of our kernels (windows, direct collectives, fused and plain products) on two GPUs, each process under compute-sanitizer (of the CUDA toolkit), which runs one kernel at a
-# time: a test whose kernels wait for later ones of the same rank cannot pass. NCCL's own probing calls are not errors.
-# TOOL=racecheck or synccheck looks for other mistakes.
+# Tests of our kernels (windows, direct collectives, fused and plain products) on two GPUs, each process under
+# compute-sanitizer (of the CUDA toolkit), which runs one kernel at a time: a test whose kernels wait for later ones of
+# the same rank cannot pass. NCCL's own probing calls are not errors. TOOL=racecheck or synccheck looks for other
+# mistakes.
 TOOL ?= memcheck
 SANITIZED_WINDOWS = values_of_every_size or ring_a_hundred_times or everyone_writes or others_as_tensors or of_a_pool
 SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits

@@ -53,9 +53,9 @@ def make_trainer(axes: dict[str, int], model: Transformer, comm: to.TorchComm, a
     return trainer
 
 
-def mesh_axes(text: str) -> dict[str, int]:
-    """ "dp=2:tp=2" as sizes by name."""
-    return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(":"))}
+def mesh_of(name: str) -> Mesh:
+    """ "dp=2:tp=2": a comma stands between meshes."""
+    return Mesh.parse(name.replace(":", ","))
 
 
 def main() -> None:
@@ -74,13 +74,13 @@ def main() -> None:
     watch = dataclasses.replace(ranks.captured, lead_cycles=LEAD_CYCLES)
     # One for each: a mesh has the name of its communicator.
     comms = {name: ranks.comm.split(list(range(ranks.size)), f"train_{i}") for i, name in enumerate(meshes)}
-    trainers = {name: make_trainer(mesh_axes(name), model, comm, args.algorithm) for name, comm in comms.items()}
+    trainers = {name: make_trainer(mesh_of(name).axes, model, comm, args.algorithm) for name, comm in comms.items()}
     samplers = {name: watch.sampler(partial(trainer.run_step, EAGER_STEPS + 1)) for name, trainer in trainers.items()}
     samples = slowest_rank(interleave(samplers, args.rounds), ranks.comm)
     rows: list[dict[str, Any]] = []
     for name in meshes:
         us, iqr = spread_of(samples[name])
-        predicted = 1e6 * predict(model, Mesh(mesh_axes(name)), batch=BATCH).seconds
+        predicted = 1e6 * predict(model, mesh_of(name), batch=BATCH).seconds
         rows.append({"op": "train_step", "name": name, "algorithm": args.algorithm, "us": us, "iqr_us": iqr,
                      "predicted_us": predicted, "peers": {}})  # fmt: skip
         tokens = BATCH * model.sequence / us

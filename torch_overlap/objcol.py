@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_overlap import _C
-from torch_overlap._C import InvalidValueError, StateError, TorchComm
+from torch_overlap._C import InvalidValueError, TorchComm
 
 
 def _uses_pickle() -> bool:
@@ -46,13 +46,6 @@ def _from_bytes(tensor: torch.Tensor, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), weights_only=weights_only)
 
 
-def _refuse_capture(op: str, comm: TorchComm) -> None:
-    if comm.get_device().type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise StateError(
-            f"{op}: expected a stream that is not capturing, got one that is; call it outside of graph captures"
-        )
-
-
 def _check_root(op: str, comm: TorchComm, root: int) -> None:
     if not 0 <= root < comm.get_size():
         raise InvalidValueError(f"{op}: expected a rank in [0, {comm.get_size()}), got {root}")
@@ -75,7 +68,7 @@ def all_gather_object(
     comm: TorchComm, object_list: list[Any], obj: Any, timeout: timedelta | None = None, weights_only: bool = True
 ) -> None:
     """object_list[r] becomes the `obj` of rank r. The list has one place for each rank."""
-    _refuse_capture("all_gather_object", comm)
+    _C._refuse_capture("all_gather_object", comm)
     _check_length("all_gather_object", "object_list", len(object_list), comm.get_size())
     mine = _to_bytes(obj, comm.get_device())
     parts = [mine.new_empty(size) for size in _sizes(comm, mine.numel(), timeout)]
@@ -92,7 +85,7 @@ def gather_object(
     weights_only: bool = True,
 ) -> None:
     """object_gather_list[r] of rank `root` becomes the `obj` of rank r. Elsewhere the list is not looked at."""
-    _refuse_capture("gather_object", comm)
+    _C._refuse_capture("gather_object", comm)
     _check_root("gather_object", comm, root)
     at_root = comm.get_rank() == root
     if at_root:
@@ -112,7 +105,7 @@ def gather_object(
 
 def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout: timedelta | None = None) -> None:
     """Sends the objects to rank `dst`, whose recv_object_list has as many."""
-    _refuse_capture("send_object_list", comm)
+    _C._refuse_capture("send_object_list", comm)
     _check_root("send_object_list", comm, dst)
     parts = [_to_bytes(obj, comm.get_device()) for obj in object_list]
     sizes = torch.tensor([len(parts), *(part.numel() for part in parts)], dtype=torch.int64, device=comm.get_device())
@@ -130,7 +123,7 @@ def recv_object_list(
     weights_only: bool = True,
 ) -> None:
     """The list becomes the objects that rank `src` sends; it has as many places."""
-    _refuse_capture("recv_object_list", comm)
+    _C._refuse_capture("recv_object_list", comm)
     _check_root("recv_object_list", comm, src)
     count = torch.empty(1, dtype=torch.int64, device=comm.get_device())
     comm.recv(count, src, False, timeout=timeout).wait()
@@ -149,7 +142,7 @@ def broadcast_object_list(
     comm: TorchComm, object_list: list[Any], root: int, timeout: timedelta | None = None, weights_only: bool = True
 ) -> None:
     """Every rank's list becomes that of `root`. All lists have the same length."""
-    _refuse_capture("broadcast_object_list", comm)
+    _C._refuse_capture("broadcast_object_list", comm)
     _check_root("broadcast_object_list", comm, root)
     device = comm.get_device()
     at_root = comm.get_rank() == root
@@ -177,7 +170,7 @@ def scatter_object_list(
     weights_only: bool = True,
 ) -> None:
     """scatter_object_output_list[0] becomes the object of rank `root`'s input list that has this rank's number."""
-    _refuse_capture("scatter_object_list", comm)
+    _C._refuse_capture("scatter_object_list", comm)
     _check_root("scatter_object_list", comm, root)
     if not scatter_object_output_list:
         raise InvalidValueError(

@@ -151,6 +151,8 @@ void register_comm(py::module_& module) {
 
   module.def("_new_comm", &new_comm, py::arg("backend"), py::arg("device"), py::arg("name"),
              py::arg("options"), py::arg("rank"), py::arg("size"));
+  module.def("_refuse_capture",
+             [](std::string_view op, const TorchComm& comm) { refuse_capture(op, comm.device()); });
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
   module.def("get_comm", &get_comm, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
              "The live communicator of that name in this process.");

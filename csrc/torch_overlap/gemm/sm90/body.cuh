@@ -202,7 +202,7 @@ struct Rounded {
   uint32_t pairs[16];
 };
 
-// The epilogue, then rounding, of a warpgroup's part of a tile, whose first column is `column`.
+// The epilogue on a warpgroup's part of a tile, whose first column is `column`.
 template <typename Config>
 __device__ __forceinline__ void apply_epilogue_to(
     const GemmParams& p, float (&sums)[Config::kRepeats][Config::kAccumulators], int column) {

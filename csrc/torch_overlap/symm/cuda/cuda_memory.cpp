@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/capture.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/cuda/stream.h"
@@ -50,9 +51,7 @@ std::string uuid_of(c10::DeviceIndex device) {
 class CudaAllocator final : public SymmetricAllocator {
  public:
   void refuse_capture(std::string_view op) const override {
-    TORCH_OVERLAP_CHECK(!cuda::capture_of(c10::cuda::getCurrentCUDAStream().stream()), kState, op,
-                        ": expected a stream that is not capturing, got one that is; make and "
-                        "register memory before the capture");
+    torch_overlap::refuse_capture(op, {c10::kCUDA, c10::cuda::current_device()});
   }
 
   at::Tensor allocate(int64_t bytes, c10::Device device) override {
