@@ -55,6 +55,13 @@ class AllReducePreHookArgs:
 
 
 @dataclass(frozen=True)
+class AllReduceRmsNormPreHookArgs:
+    tensor: Tensor
+    op: ReduceOp
+    async_op: bool
+
+
+@dataclass(frozen=True)
 class ReducePreHookArgs:
     tensor: Tensor
     root: int
@@ -239,6 +246,7 @@ PreHookArgs: TypeAlias = (
     | RecvPreHookArgs
     | BroadcastPreHookArgs
     | AllReducePreHookArgs
+    | AllReduceRmsNormPreHookArgs
     | ReducePreHookArgs
     | AllGatherPreHookArgs
     | AllGatherVPreHookArgs

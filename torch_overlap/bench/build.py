@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch_overlap.bench.cases import COLLECTIVES, Case
 from torch_overlap.bench.collectives import collective
-from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_rs
+from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_ar_norm, gemm_rs
 from torch_overlap.bench.libraries import NO_CUDA, Libraries
 from torch_overlap.bench.problem import Problem
 from torch_overlap.bench.ranks import Ranks
@@ -15,6 +15,7 @@ BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] 
     "ag_gemm": ag_gemm,
     "gemm_rs": gemm_rs,
     "gemm_ar": gemm_ar,
+    "gemm_ar_norm": gemm_ar_norm,
     "gemm": gemm_alone,
     **dict.fromkeys(COLLECTIVES, collective),
 }

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm")
+GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm", "gemm")
+ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything twice
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OPS = (*GEMM_OPS, *COLLECTIVES)
 DTYPES = ("bf16", "fp16", "fp8")
@@ -61,8 +62,7 @@ class Case:
         else:
             m, n, k = self.shape
             whole = m * k * self.element_size() if self.op == "ag_gemm" else m * n * 2
-        twice = self.op in ("all_reduce", "gemm_ar")
-        return (2 if twice else 1) * whole * (tp - 1) // tp
+        return (2 if self.op in ALL_REDUCED else 1) * whole * (tp - 1) // tp
 
     def set_bytes(self, tp: int) -> int:
         """Bytes of one rank's inputs."""
@@ -101,7 +101,7 @@ class Case:
         """Raises ValueError where tp ranks cannot share the shape."""
         if self.is_gemm:
             m, n, k = self.shape
-            shared = {"ag_gemm": (m, n), "gemm_rs": (m, k), "gemm_ar": (k,), "gemm": ()}[self.op]
+            shared = {"ag_gemm": (m, n), "gemm_rs": (m, k), "gemm_ar": (k,), "gemm_ar_norm": (k,), "gemm": ()}[self.op]
             fits = all(size % tp == 0 for size in shared)
         else:
             fits = self.shape[0] % (2 * tp) == 0
@@ -143,13 +143,15 @@ LAYERS = {
     "ag_gemm": GATHERS,
     "gemm_rs": SCATTERS,
     "gemm_ar": {**{name: SCATTERS[name] for name in ("70b-o", "8b-down")}, **DECODE},
+    "gemm_ar_norm": {},  # for decoding alone
     # One rank's products of the layers above at tp 4.
     "gemm": {
         **{name: (m, n // 4, k) for name, (m, n, k) in GATHERS.items() if name != "small"},
         **{name: (m, n, k // 4) for name, (m, n, k) in SCATTERS.items()},
     },
 }
-TINY = {"ag_gemm": (64, 96, 32), "gemm_rs": (64, 48, 64), "gemm_ar": (64, 48, 64), "gemm": (64, 48, 32)}
+TINY = {"ag_gemm": (64, 96, 32), "gemm_rs": (64, 48, 64), "gemm_ar": (64, 48, 64), "gemm_ar_norm": (64, 48, 64),
+        "gemm": (64, 48, 32)}  # fmt: skip
 SETS = ("bf16", "fp16", "fp8", "decode", "tiny")
 
 
@@ -163,7 +165,7 @@ def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
     if name == "tiny":
         return [Case(op, TINY[op], kind, "tiny")]
     if name == "decode":
-        return [Case(op, shape, kind, layer) for layer, shape in DECODE.items()] if op == "gemm_ar" else []
+        return [Case(op, shape, kind, layer) for layer, shape in DECODE.items()] if op in ALL_REDUCED else []
     return [Case(op, shape, kind, layer) for layer, shape in LAYERS[op].items()]
 
 

@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.bench.cases import Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
-from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, having
+from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, call_named, having
 from torch_overlap.bench.ranks import Ranks
+
+NORM_EPS = 1e-6
 
 
 def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
@@ -134,7 +137,7 @@ def gemm_rs(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
     return problem
 
 
-def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+def _gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> tuple[Problem, Any]:
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "all_reduce")
     comm, sets = ranks.comm, len(xs)
     if made.is_fp8:
@@ -151,6 +154,39 @@ def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
         return (lambda i: made.multiply(xs[i % sets], ws[i % sets], sums)), None
 
     add_torch_all_reduces(problem, libraries, 2 * m * n, source)
+    return problem, (xs, ws)
+
+
+def gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    return _gemm_ar(case, ranks, libraries, wanted)[0]
+
+
+def gemm_ar_norm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    """The ways of gemm_ar, each with torch's addition of a residual and its rms_norm behind it ("apart": ours), and
+    our one operator for all of it."""
+    problem, (xs, ws) = _gemm_ar(case, ranks, libraries, ("auto",))
+    made, comm, sets = Operands(case.dtype, ranks.device), ranks.comm, len(xs)
+    m, n, _ = case.local(ranks.size)
+    # Replicated: the same on all ranks.
+    residual, gain = (torch.full(shape, 0.5, dtype=made.out_dtype, device=ranks.device) for shape in ((m, n), (n,)))
+
+    def then_norm(call: Call, i: int) -> Tensor:
+        return F.rms_norm(residual + call(i), (n,), gain, NORM_EPS)
+
+    for variant in problem.variants:
+        if variant.role in ("ours", "peer"):
+            variant.call = partial(then_norm, variant.call)
+        if variant.role == "ours":
+            variant.name = "apart"
+
+    def ours(i: int, algorithm: str) -> Tensor:
+        return to.ops.matmul_all_reduce_rms_norm(
+            xs[i % sets], ws[i % sets], residual, gain, comm, eps=NORM_EPS, algorithm=algorithm
+        )[0]
+
+    if not made.is_fp8:
+        for name in wanted or ("auto",):
+            problem.add(name, "ours", partial(call_named, ours, name))
     return problem
 
 

@@ -124,10 +124,10 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
         if chosen and name != "auto" and chosen != name:
             continue  # it stands for another one in a forward pass
         choose = explain if chosen and name == "auto" else None
-        problem.add(name, "ours", partial(_call_named, call, name), choose=choose)
+        problem.add(name, "ours", partial(call_named, call, name), choose=choose)
 
 
-def _call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:
+def call_named(call: Callable[[int, str], Tensor], name: str, i: int) -> Tensor:
     return call(i, name)
 
 

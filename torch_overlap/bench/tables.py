@@ -13,6 +13,7 @@ TITLES = {
     "ag_gemm": "All-gather, then product",
     "gemm_rs": "Product, then reduce-scatter",
     "gemm_ar": "Product, then all-reduce",
+    "gemm_ar_norm": "Product, then all-reduce, residual and RMSNorm",
     "gemm": "Product alone",
     "all_reduce": "All-reduce",
     "all_gather": "All-gather",

@@ -22,6 +22,8 @@ _COMMUNICATING = (
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "_matmul_all_reduce_backward",
+    "all_reduce_rms_norm",
+    "matmul_all_reduce_rms_norm",
     "all_to_all_matmul",
     "_all_to_all_matmul_backward",
     "matmul_all_to_all",

@@ -91,6 +91,23 @@ def _register_reductions(ops: Any, rule: Any) -> None:
         return ops.matmul_all_reduce(_in_front(x, in_dims[0]), *args), 0
 
 
+def _register_norms(ops: Any, rule: Any) -> None:
+    def in_front(t: Tensor, bdim: int | None, batch: int) -> Tensor:
+        return t.expand(batch, *t.shape) if bdim is None else t.movedim(bdim, 0)
+
+    @rule("matmul_all_reduce_rms_norm")
+    def _(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Any, residual: Tensor, *args: Any) -> Rule:
+        _require_batch_of("matmul_all_reduce_rms_norm", "x and residual", in_dims, (0, 3))
+        x, residual = (in_front(t, in_dims[i], info.batch_size) for t, i in ((x, 0), (residual, 3)))
+        return ops.matmul_all_reduce_rms_norm(x, weight, bias, residual, *args), (0, 0)
+
+    @rule("all_reduce_rms_norm")
+    def _(info: Any, in_dims: Any, x: Tensor, residual: Tensor, *args: Any) -> Rule:
+        _require_batch_of("all_reduce_rms_norm", "x and residual", in_dims, (0, 1))
+        x, residual = (in_front(t, in_dims[i], info.batch_size) for t, i in ((x, 0), (residual, 1)))
+        return ops.all_reduce_rms_norm(x, residual, *args), (0, 0)
+
+
 def _register_exchanges(ops: Any, rule: Any) -> None:
     @rule("all_to_all_matmul")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
@@ -126,4 +143,5 @@ def register() -> None:
 
     _register_gathers(ops, rule)
     _register_reductions(ops, rule)
+    _register_norms(ops, rule)
     _register_exchanges(ops, rule)

@@ -96,6 +96,9 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // has to wait for the device.
   virtual void prepare_windows() {}
 
+  // Whether launch() takes calls with a `norm`.
+  virtual bool has_rms_norm() const { return false; }
+
   // Local. The tensor's memory will be in many operations: a library that gains from knowing
   // prepares it. TorchComm sees to it that a range is registered once, and deregistered.
   virtual void register_memory(const at::Tensor& tensor) {}

@@ -11,6 +11,7 @@ constexpr std::array<std::string_view, kOpNames> kNames{"send",
                                                         "recv",
                                                         "broadcast",
                                                         "all_reduce",
+                                                        "all_reduce_rms_norm",
                                                         "reduce",
                                                         "all_gather",
                                                         "all_gather_v",
@@ -75,6 +76,11 @@ Call::Tensors Call::tensors() const {
   add_blocks(in);
   add_blocks(out);
   for (const auto& op : p2p) add(op.tensor);
+  if (norm) {
+    for (const auto* one : {&norm->residual, &norm->residual_out, &norm->weight, &norm->bias}) {
+      add(*one);
+    }
+  }
   if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) add(*factor);
   return kept;
 }

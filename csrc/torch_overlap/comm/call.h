@@ -22,6 +22,7 @@ enum class OpName : uint8_t {
   recv,
   broadcast,
   all_reduce,
+  all_reduce_rms_norm,
   reduce,
   all_gather,
   all_gather_v,
@@ -94,6 +95,17 @@ enum class Primitive : uint8_t {
 // As errors name it: "send/recv" for p2p.
 TORCH_OVERLAP_API std::string_view to_string(Primitive primitive);
 
+// What comes with the sum of an all_reduce_rms_norm, row by row of the tensor, that is, along its
+// last dimension: residual_out = residual + sum + bias, rounded once where the backend can, and the
+// tensor becomes residual_out divided by its root mean square, times weight.
+struct RmsNorm {
+  at::Tensor residual;      // of the tensor's shape
+  at::Tensor residual_out;  // the same; may be `residual` itself
+  at::Tensor weight;        // one for each element of a row
+  at::Tensor bias;          // the same, or undefined
+  double eps = 0;           // added to the mean of squares
+};
+
 // One validated operation: the whole problem in one value. Tensors are contiguous (a flat one, or
 // each part), on the communicator's device, and of one dtype; sizes fit; ranks are in range.
 struct Call {
@@ -104,6 +116,7 @@ struct Call {
   Blocks out;
   std::vector<P2POp> p2p;
   ReduceOp reduce_op;
+  std::shared_ptr<const RmsNorm> norm;  // of an all_reduce whose backend has_rms_norm()
   int root = -1;
   std::shared_ptr<SymmetricMemory> window;  // lives until the operation is done
   int64_t offset = 0;

@@ -52,6 +52,9 @@ const Limits* limits_of(Primitive primitive, int size) {
   return found == std::end(kLimits) ? nullptr : found;
 }
 
+// Of an all_reduce with an RMSNorm in the same kernel.
+constexpr size_t kMostOfNorm = kMi;
+
 // Lines or vectors, before another block helps: many small blocks hide each other's waits.
 constexpr size_t kUnitsOfBlock = 128;
 
@@ -79,6 +82,42 @@ DirectPlan plan_two_shot(const DirectProblem& problem) {
   const size_t slice = divide_up(divide_up(problem.bytes, problem.size), G::kVectorBytes);
   return share_out(DirectProtocol::two_shot, slice, kUnitsOfBlock, most_push_blocks(problem.size),
                    G::kVectors / 2);
+}
+
+// Rows, a cluster of blocks each, of which every block has one chunk. Empty where they do not fit.
+DirectPlan share_out_rows(DirectProtocol protocol, size_t rows, size_t units, bool is_even,
+                          int most_blocks, int most_units) {
+  size_t row_blocks = divide_up(units, most_units);
+  while (is_even && row_blocks <= G::kMostRowBlocks && units % row_blocks != 0) ++row_blocks;
+  if (row_blocks > G::kMostRowBlocks) return {};
+  const auto clusters = std::min<size_t>(rows, most_blocks / row_blocks);
+  return {protocol, static_cast<int>(clusters * row_blocks),
+          static_cast<uint32_t>(divide_up(units, row_blocks)), static_cast<int>(row_blocks)};
+}
+
+// As lines a row ends with one that is not full. Vectors lie in a row: it has whole chunks.
+DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
+  const size_t rows = problem.bytes / problem.row_bytes;
+  if (protocol == DirectProtocol::ll) {
+    return share_out_rows(protocol, rows, divide_up(problem.row_bytes, problem.line_data), false,
+                          G::kMostBlocks, G::kLines);
+  }
+  if (problem.row_bytes % G::kVectorBytes != 0) return {};
+  return share_out_rows(protocol, rows, problem.row_bytes / G::kVectorBytes, true,
+                        most_push_blocks(problem.size), G::kVectors);
+}
+
+// Up to where a norm in the kernel is quicker than one behind it.
+DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, size_t most_ll) {
+  if (problem.line_data != 12) return {};
+  if (mode == DirectMode::ll) return plan_rows(problem, DirectProtocol::ll);
+  if (mode == DirectMode::push) return plan_rows(problem, DirectProtocol::push);
+  const bool is_chosen = mode == DirectMode::automatic || mode == DirectMode::always;
+  if (!is_chosen || problem.bytes > kMostOfNorm) return {};
+  const auto lines = plan_rows(problem, DirectProtocol::ll);
+  if (lines && problem.bytes <= most_ll) return lines;
+  const auto vectors = plan_rows(problem, DirectProtocol::push);
+  return vectors ? vectors : lines;
 }
 
 // The most that two ranks say to each other is unknown: all blocks, whole chunks.
@@ -129,6 +168,9 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (problem.size < 2 || limits == nullptr) return {};
   if (!problem.is_uniform) return plan_unequal(problem, mode);
   if (problem.bytes == 0) return {};
+  if (problem.row_bytes > 0) {
+    if (const auto plan = plan_norm(problem, mode, limits->ll)) return plan;
+  }
   const bool has_two_shots = problem.primitive == Primitive::all_reduce;
   switch (mode) {
     case DirectMode::off:

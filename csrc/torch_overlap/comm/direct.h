@@ -27,7 +27,8 @@ struct DirectProblem {
   Primitive primitive;
   int size;      // of the group
   size_t bytes;  // all_reduce, broadcast: of the tensor; else: what goes from one rank to another
-  size_t line_data;  // 8 for a reduction of elements of 8 bytes, else 12
+  size_t line_data;      // 8 for a reduction of elements of 8 bytes, else 12
+  size_t row_bytes = 0;  // an all_reduce with an RMSNorm behind it: of a row; else 0
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
 };
@@ -37,6 +38,8 @@ struct DirectPlan {
   DirectProtocol protocol = DirectProtocol::none;
   int blocks = 0;
   uint32_t chunk = 0;
+  // An RMSNorm in the same kernel: so many blocks, a cluster, have a row, a chunk each. 0: none is.
+  int row_blocks = 0;
 
   explicit operator bool() const { return protocol != DirectProtocol::none; }
 };

@@ -16,6 +16,7 @@ struct DirectGeometry {
   static constexpr int kVectorSlots = 4;     // rounds of push
   static constexpr int kFlagBytes = 128;     // one flag a line of the cache
   static constexpr int kPushBlocksOf8 = 64;  // kernels that push, of more than four ranks
+  static constexpr int kMostRowBlocks = 8;   // a cluster that any GPU with clusters can hold
 };
 
 }  // namespace torch_overlap

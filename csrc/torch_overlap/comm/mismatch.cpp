@@ -104,6 +104,10 @@ Facts facts_of(const Call& call, int rank, int size) {
     facts.common += concat(" ", to_string(call.reduce_op.type()));
     facts.shown += concat(", ", to_string(call.reduce_op.type()));
   }
+  if (call.norm) {
+    facts.common += concat(" rows of ", call.norm->weight.numel());
+    facts.shown += concat(", rows of ", call.norm->weight.numel());
+  }
   if (has_root) {
     facts.common += concat(" ", call.root);
     facts.shown += concat(", root ", call.root);

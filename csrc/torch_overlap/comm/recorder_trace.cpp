@@ -31,6 +31,8 @@ std::string_view analyzer_word(OpName op) {
     case OpName::scatter:
     case OpName::gather:
       return to_string(op);
+    case OpName::all_reduce_rms_norm:
+      return "all_reduce";
     case OpName::gather_single:
       return "gather";
     case OpName::all_gather_single:

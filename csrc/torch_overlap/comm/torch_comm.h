@@ -139,6 +139,11 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // ranks first tell each other how many elements they have.
   WorkPtr all_reduce(const Tensor& tensor, const ReduceOp& op, bool async_op,
                      const OpOptions& options = {});
+  // The sum of all ranks' tensors, then a residual and RMSNorm, in one operation (see RmsNorm), on
+  // the current stream. Small messages over NCCL: one kernel; every rank gets the same bits if all
+  // have the same residual. The tensor and residual_out share no memory with anything else.
+  WorkPtr all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm,
+                              const OpOptions& options = {});
   // The root's tensor becomes the result; the other ranks' stay as they are.
   WorkPtr reduce(const Tensor& tensor, int root, const ReduceOp& op, bool async_op,
                  const OpOptions& options = {});

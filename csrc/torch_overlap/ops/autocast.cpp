@@ -60,6 +60,16 @@ Tensor matmul_all_reduce_autocast(const Tensor& x, const Tensor& weight,
 }
 
 template <c10::DeviceType kDevice>
+std::tuple<Tensor, Tensor> matmul_all_reduce_rms_norm_autocast(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const Tensor& residual, const Tensor& norm_weight, std::string_view comm, int64_t group_size,
+    double eps, std::string_view algorithm) {
+  const Autocast<kDevice> cast;
+  return ops::matmul_all_reduce_rms_norm(cast(x), cast(weight), cast(bias), cast(residual),
+                                         cast(norm_weight), comm, group_size, eps, algorithm);
+}
+
+template <c10::DeviceType kDevice>
 Tensor all_to_all_matmul_autocast(const Tensor& x, const Tensor& weight,
                                   const std::optional<Tensor>& bias, std::string_view comm,
                                   int64_t group_size, std::string_view algorithm) {
@@ -93,6 +103,7 @@ void register_autocast(Kernels m) {
   m.impl("all_gather_matmul", all_gather_matmul_autocast<kDevice>);
   m.impl("matmul_reduce_scatter", matmul_reduce_scatter_autocast<kDevice>);
   m.impl("matmul_all_reduce", matmul_all_reduce_autocast<kDevice>);
+  m.impl("matmul_all_reduce_rms_norm", matmul_all_reduce_rms_norm_autocast<kDevice>);
   m.impl("all_to_all_matmul", all_to_all_matmul_autocast<kDevice>);
   m.impl("matmul_all_to_all", matmul_all_to_all_autocast<kDevice>);
   m.impl("bulk_overlap_matmul", bulk_overlap_matmul_autocast<kDevice>);

@@ -2,9 +2,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
+
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
+#include "torch_overlap/overlap/execute_parts.h"
 
 namespace torch_overlap::ops {
 namespace {
@@ -21,30 +24,81 @@ OverlapProblem all_reduce_problem(const TorchComm& comm, const Tensor& rows, int
           .chunk_rows = rows.size(0) / kAllReduceChunks,
           .gather_bytes = rows.size(0) * features * rows.element_size(),
           .scatter_bytes = scatter_bytes(comm, rows.size(0), features, rows.scalar_type()),
+          .local_n = features,
+          .local_k = rows.size(1),
           .prefers_channels = false};
 }
 
-// The rows' sums at their owners, then all of them everywhere. Of reductions of 8- and 16-bit
-// floats this is the one that accumulates in fp32, in rank order.
-void ring_multiply_all_reduce(const std::shared_ptr<TorchComm>& comm, const Tensor& inputs,
-                              const Tensor& weight, const std::optional<Tensor>& bias, bool mean,
-                              const Tensor& out) {
-  const RowShare rows{inputs.size(0), comm->size()};
-  const auto own = at::empty({rows.length(comm->rank()), weight.size(0)}, out.options());
-  ring_multiply_scatter(kMatmulAllReduce, comm,
-                        {.inputs = {inputs},
-                         .weights = {weight.t()},
-                         .sum = {.start = {}, .bias = {}, .mean = mean, .out = own}});
-  ChannelGather gather(kMatmulAllReduce, comm, own, rows.rows);
-  gather.finish();
-  // Every rank adds its own bias, as in the other algorithms.
-  if (bias) {
-    Tensor target = out;
-    at::add_out(target, gather.rows(), *bias);
-  } else {
-    out.copy_(gather.rows());
+// Blocks of rows: the sums of each at their owners, then all of them everywhere beside the products
+// of the next block. Of reductions of 8- and 16-bit floats this is the one that accumulates in
+// fp32, in rank order.
+class BlockwiseAllReduce {
+ public:
+  BlockwiseAllReduce(std::shared_ptr<TorchComm> comm, Tensor out, std::optional<Tensor> bias)
+      : comm_(std::move(comm)), out_(std::move(out)), bias_(std::move(bias)) {}
+
+  // out = the sum (or mean) of all ranks' inputs weight^T, plus bias.
+  void run(const Tensor& inputs, const Tensor& weight, bool mean, bool fused) {
+    for (const RowRange& block : row_chunks(out_.size(0), blocks())) {
+      const auto rows = out_.narrow(0, block.begin, block.length);
+      const RowShare share{block.length, comm_->size()};
+      const auto own = rows_of_rank(rows, share, comm_->rank());
+      ring_multiply_scatter(
+          kMatmulAllReduce, comm_,
+          {.inputs = {inputs.narrow(0, block.begin, block.length)},
+           .weights = {weight.t()},
+           .sum = {.start = {}, .bias = {}, .mean = mean, .out = own, .fused = fused}});
+      take();
+      under_way_ = Block{rows, share};
+      gather_.emplace(kMatmulAllReduce, comm_, own, share, /*with_own=*/false);
+    }
+    take();
   }
-}
+
+ private:
+  struct Block {
+    Tensor rows;
+    RowShare share;
+  };
+
+  // Of some waves of tiles each, and few: a product pays for each block.
+  int64_t blocks() const {
+    constexpr int64_t kElements = int64_t{1} << 24;
+    constexpr int64_t kMost = 4;
+    return std::clamp<int64_t>(out_.numel() / kElements, 1, kMost);
+  }
+
+  // What was gathered goes where it belongs.
+  void take() {
+    if (!gather_) return;
+    gather_->finish();
+    const auto& [rows, share] = under_way_;
+    const int rank = comm_->rank();
+    const int64_t begin = share.begin(rank);
+    const int64_t end = begin + share.length(rank);
+    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, share.rows)}) {
+      if (last > first)
+        put(rows.narrow(0, first, last - first), gather_->rows().narrow(0, first, last - first));
+    }
+    // Every rank adds its own bias, as in the other algorithms: to its rows when all have got them.
+    if (bias_) rows_of_rank(rows, share, rank).add_(*bias_);
+    gather_.reset();
+  }
+
+  void put(Tensor to, const Tensor& from) const {
+    if (bias_) {
+      at::add_out(to, from, *bias_);
+    } else {
+      to.copy_(from);
+    }
+  }
+
+  const std::shared_ptr<TorchComm> comm_;
+  const Tensor out_;  // [rows, features], contiguous
+  const std::optional<Tensor> bias_;
+  Block under_way_;
+  std::optional<ChannelGather> gather_;
+};
 
 // The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.
 Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
@@ -72,11 +126,10 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto inputs = to_rows(x, 0);
   const auto rows = out.flatten(0, -2);
   const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
-  const auto chosen = choose_algorithm(all_reduce_problem(*communicator, inputs, weight.size(0)),
-                                       forward_algorithm(algorithm), communicator)
-                          .algorithm;
-  if (chosen == Algorithm::ring) {
-    ring_multiply_all_reduce(communicator, inputs, weight, bias, op == "avg", rows);
+  const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
+    BlockwiseAllReduce(communicator, rows, bias)
+        .run(inputs, weight, op == "avg", chosen == Algorithm::fused);
     return out;
   }
   if (chosen == Algorithm::sequential) {
@@ -119,7 +172,8 @@ Tensor matmul_all_reduce_meta(const Tensor& x, const Tensor& weight,
 bool gradient_goes_chunked(const std::shared_ptr<TorchComm>& comm, const Tensor& sum,
                            std::string_view algorithm) {
   // What is summed is there before the product: nothing for channels.
-  const auto without_channels = algorithm == "ring" ? "chunked" : forward_algorithm(algorithm);
+  const bool is_channels = algorithm == "ring" || algorithm == "fused";
+  const auto without_channels = is_channels ? "chunked" : forward_algorithm(algorithm);
   return choose_algorithm({.op = kMatmulAllReduce,
                            .dtype = sum.scalar_type(),
                            .chunk_rows = sum.size(0) / kAllReduceChunks,
@@ -236,6 +290,12 @@ Tensor matmul_all_reduce_autograd(const Tensor& x, const Tensor& weight,
 }
 
 }  // namespace
+
+Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
+                                      int64_t features, std::string_view asked) {
+  return choose_algorithm(all_reduce_problem(*comm, rows, features), forward_algorithm(asked), comm)
+      .algorithm;
+}
 
 Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                          std::string_view comm, int64_t group_size, std::string_view op,

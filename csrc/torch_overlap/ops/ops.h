@@ -55,6 +55,14 @@ TORCH_OVERLAP_API Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight
                                            const std::optional<Tensor>& bias, std::string_view comm,
                                            int64_t group_size, std::string_view op = "sum",
                                            std::string_view algorithm = "auto");
+TORCH_OVERLAP_API std::tuple<Tensor, Tensor> all_reduce_rms_norm(
+    const Tensor& x, const Tensor& residual, const Tensor& weight,
+    const std::optional<Tensor>& bias, std::string_view comm, int64_t group_size,
+    double eps = 1e-6);
+TORCH_OVERLAP_API std::tuple<Tensor, Tensor> matmul_all_reduce_rms_norm(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const Tensor& residual, const Tensor& norm_weight, std::string_view comm, int64_t group_size,
+    double eps = 1e-6, std::string_view algorithm = "auto");
 TORCH_OVERLAP_API Tensor all_to_all_matmul(const Tensor& x, const Tensor& weight,
                                            const std::optional<Tensor>& bias, std::string_view comm,
                                            int64_t group_size, std::string_view algorithm = "auto");

@@ -143,13 +143,12 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
 }
 
 ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                             const at::Tensor& own, int64_t all_rows) {
-  const RowShare rows{all_rows > 0 ? all_rows : own.size(0) * comm->size(), comm->size()};
+                             const at::Tensor& own, const RowShare& share, bool with_own) {
   channel_ = operator_channel(op, comm, OperatorChannel::gather,
-                              rows.rows * own.size(1) * element(own.scalar_type()));
+                              share.rows * own.size(1) * element(own.scalar_type()));
   use_.emplace(*channel_);
-  rows_ = channel_->data(0, {rows.rows, own.size(1)}, own.scalar_type());
-  gather_.emplace(op, *channel_, rows, own, rows_);
+  rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
+  gather_.emplace(op, *channel_, share, own, rows_, with_own);
 }
 
 void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,

@@ -75,12 +75,19 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside);
 
+// How a matmul_all_reduce of these `rows` goes.
+Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm,
+                                      const at::Tensor& rows, int64_t features,
+                                      std::string_view asked);
+
 // All ranks' rows, gathered in the background.
 class ChannelGather {
  public:
-  // `all_rows`: of all ranks, each with its part of them; 0: all have as many as this one.
+  ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own)
+      : ChannelGather(op, comm, own, {own.size(0) * comm->size(), comm->size()}, true) {}
+  // `share`: which of all rows each rank has. Without `with_own` rows() has only those of others.
   ChannelGather(std::string_view op, const std::shared_ptr<TorchComm>& comm, const at::Tensor& own,
-                int64_t all_rows = 0);
+                const RowShare& share, bool with_own);
   // Valid after finish(), as long as this lives.
   const at::Tensor& rows() const { return rows_; }
   void finish() { gather_->finish(); }

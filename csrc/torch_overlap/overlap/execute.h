@@ -62,9 +62,10 @@ TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& cha
 // there after finish(). Uses flags 0 .. size - 1.
 class TORCH_OVERLAP_API BackgroundGather {
  public:
-  // `own` [length, k] to `gathered` [rows, k], where the channel's data begins.
+  // `own` [length, k] to `gathered` [rows, k], where the channel's data begins; `with_own`: also
+  // on this rank.
   BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
-                   const at::Tensor& own, const at::Tensor& gathered);
+                   const at::Tensor& own, const at::Tensor& gathered, bool with_own);
   // `gathered` is valid on the caller's stream.
   void finish();
 

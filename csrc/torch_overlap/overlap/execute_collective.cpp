@@ -92,16 +92,18 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
-                                   const at::Tensor& gathered)
+                                   const at::Tensor& gathered, bool with_own)
     : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(op, channel, OverlapCall{.rows = rows.rows});
   auto& session = operation_->session();
   const int comm = session.lanes.comm();
   try {
     put_all_gather(channel, session, comm, rows, own, gathered);
-    session.lanes.run(
-        comm, "copy",
-        [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
+    if (with_own) {
+      session.lanes.run(
+          comm, "copy",
+          [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
+    }
   } catch (...) {
     operation_->fail();
     throw;

@@ -37,6 +37,7 @@ Arguments arguments_of(const Call& call, int size) {
       break;
     case OpName::broadcast:
     case OpName::all_reduce:
+    case OpName::all_reduce_rms_norm:
     case OpName::reduce:
       add("tensor", py::cast(call.tensor));
       break;

@@ -156,5 +156,56 @@ TEST(Direct, AnOperationsHintIsTaken) {
   EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
 }
 
+// --- With an RMSNorm of rows ---------------------------------------------------------------------
+
+DirectPlan norm_plan(int size, size_t rows, size_t row_bytes, DirectMode mode) {
+  auto problem = problem_of(Primitive::all_reduce, size, rows * row_bytes);
+  problem.row_bytes = row_bytes;
+  return plan_direct(problem, mode);
+}
+
+TEST(DirectNorm, ClustersHaveWholeRows) {
+  for (int size = 2; size <= G::kMostRanks; ++size) {
+    for (const size_t rows : {1, 3, 16, 64, 500}) {
+      for (const size_t row_bytes : {2, 254, 2000, 8208, 10240, 16384, 24576, 65536}) {
+        for (const DirectMode mode : {DirectMode::automatic, DirectMode::ll, DirectMode::push}) {
+          const auto plan = norm_plan(size, rows, row_bytes, mode);
+          if (plan.row_blocks == 0) continue;
+          const bool has_lines = plan.protocol == DirectProtocol::ll;
+          const size_t unit = has_lines ? 12 : G::kVectorBytes;
+          const size_t room = plan.row_blocks * plan.chunk * unit;
+          EXPECT_LE(plan.row_blocks, G::kMostRowBlocks);
+          EXPECT_EQ(plan.blocks % plan.row_blocks, 0);
+          EXPECT_LE(plan.blocks, has_lines ? G::kMostBlocks : most_push_blocks(size));
+          EXPECT_LE(plan.blocks, static_cast<int>(rows) * plan.row_blocks);
+          EXPECT_LE(plan.chunk, static_cast<uint32_t>(has_lines ? G::kLines : G::kVectors));
+          if (has_lines) {
+            EXPECT_GE(room, row_bytes);
+            EXPECT_LT(room - row_bytes, plan.row_blocks * unit + unit);
+          } else {
+            EXPECT_EQ(room, row_bytes);  // chunks follow each other without a gap
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DirectNorm, SmallMessagesAloneAndWhatFits) {
+  EXPECT_EQ(norm_plan(4, 16, 16384, DirectMode::automatic).protocol, DirectProtocol::ll);
+  EXPECT_EQ(norm_plan(4, 16, 16384, DirectMode::automatic).row_blocks, 6);
+  EXPECT_EQ(norm_plan(4, 64, 16384, DirectMode::automatic).protocol, DirectProtocol::push);
+  EXPECT_EQ(norm_plan(4, 64, 16384, DirectMode::automatic).row_blocks, 2);
+  // The sum alone: too large for a norm in the kernel, rows that no cluster holds, other modes.
+  EXPECT_EQ(norm_plan(4, 65, 16384, DirectMode::automatic).row_blocks, 0);
+  EXPECT_EQ(norm_plan(4, 65, 16384, DirectMode::automatic).protocol, DirectProtocol::two_shot);
+  EXPECT_EQ(norm_plan(2, 1, 80000, DirectMode::ll).row_blocks, 0);
+  EXPECT_EQ(norm_plan(2, 3, 16384, DirectMode::two_shot).row_blocks, 0);
+  EXPECT_FALSE(norm_plan(2, 3, 16384, DirectMode::off));
+  // Vectors that do not fill rows go as lines.
+  EXPECT_EQ(norm_plan(2, 100, 8200, DirectMode::automatic).protocol, DirectProtocol::ll);
+  EXPECT_EQ(norm_plan(2, 100, 8200, DirectMode::push).row_blocks, 0);
+}
+
 }  // namespace
 }  // namespace torch_overlap

@@ -52,6 +52,13 @@ def vmap_rank(comm, algorithm, batch_dim):
             batch_dim,
         )
     compare(lambda x: ops.matmul_all_reduce(x, w, comm, bias, algorithm=algorithm), draw(4, 8), batch_dim)
+    residual, gain = torch.randn(4, 6), torch.randn(6)
+    compare(
+        lambda x: ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm, bias, algorithm=algorithm),
+        draw(4, 8),
+        batch_dim,
+    )
+    compare(lambda x: ops.all_reduce_rms_norm(residual, x, gain, comm, bias), draw(4, 6), batch_dim)
     compare(lambda x: ops.all_to_all_matmul(x, torch.ones(3, 8 * size), comm, algorithm=algorithm),
             draw(2 * size, 8), batch_dim)  # fmt: skip
     compare(lambda x: ops.matmul_all_to_all(x, [v, v], comm, algorithm=algorithm), draw(4, 8), batch_dim)

@@ -279,6 +279,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     } else {
       primitives.run(call);
     }
+    if (call.norm && plan.row_blocks == 0) launch_rms_norm(call, stream.stream());
     record(work.end(), stream);
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);

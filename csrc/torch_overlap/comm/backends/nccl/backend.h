@@ -62,6 +62,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }
+  bool has_rms_norm() const override { return true; }
   void prepare_windows() override;
   // Of this communicator's windows, and of whatever else waits on the device for its ranks: a wait
   // that expires is the communicator's failure.

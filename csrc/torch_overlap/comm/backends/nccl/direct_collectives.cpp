@@ -12,6 +12,7 @@
 #include "torch_overlap/comm/backends/nccl/reduction.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/rms_norm.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -23,6 +24,7 @@ using cuda::DirectLayout;
 using cuda::DirectOp;
 using cuda::DirectParams;
 using cuda::DirectType;
+using cuda::NormParams;
 
 constexpr int kChannels = 2;  // of eager and of captured operations
 
@@ -87,11 +89,13 @@ std::optional<DirectProblem> problem_of(const Call& call, int size) {
   DirectProblem problem{.primitive = call.primitive, .size = size, .bytes = 0, .line_data = 12};
   switch (call.name) {
     case OpName::all_reduce:
+    case OpName::all_reduce_rms_norm:
     case OpName::reduce_scatter:
     case OpName::reduce_scatter_single: {
       const auto reduction = direct_reduction(call.tensor.scalar_type(), call.reduce_op);
       if (!reduction) return std::nullopt;
       problem.line_data = line_data(reduction->type);
+      if (call.norm) problem.row_bytes = call.norm->weight.nbytes();
       problem.bytes = call.tensor.nbytes();
       return problem;
     }
@@ -191,6 +195,19 @@ void set_parts(DirectParams& params, const Call& call) {
   }
 }
 
+NormParams norm_params(const RmsNorm& norm) {
+  const auto read = [](const at::Tensor& tensor) {
+    return tensor.defined() ? static_cast<const char*>(tensor.const_data_ptr()) : nullptr;
+  };
+  return {.residual = read(norm.residual),
+          .residual_out = static_cast<char*>(norm.residual_out.mutable_data_ptr()),
+          .weight = read(norm.weight),
+          .bias = read(norm.bias),
+          .eps = static_cast<float>(norm.eps),
+          .row_bytes = norm.weight.nbytes(),
+          .row_blocks = 1};
+}
+
 uint32_t chunks_of(size_t bytes, size_t unit, uint32_t chunk) {
   const size_t units = (bytes + unit - 1) / unit;
   return static_cast<uint32_t>((units + chunk - 1) / chunk);
@@ -274,18 +291,20 @@ void DirectCollectives::load() {
   TORCH_OVERLAP_CHECK(properties->major >= 8, kUnsupported, kDirectHint,
                       ": expected a GPU of compute capability 8.0 or more, got ", properties->major,
                       ".", properties->minor);
-  has_dependent_launch_ = properties->major >= 9;
+  is_hopper_ = properties->major >= 9;
   cuda::check(cuda::load_line_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
+  cuda::check(cuda::load_norm_kernels(), "direct collectives: loading kernels");
   runtime_->waits();
 }
 
 DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   if (call.direct == DirectMode::off || state_ == State::refused) return {};
   if (!is_direct_possible(call.primitive, context_.size)) return {};
-  const auto problem = problem_of(call, context_.size);
+  auto problem = problem_of(call, context_.size);
   if (!problem) return {};
+  if (!is_hopper_) problem->row_bytes = 0;  // no clusters
   const DirectPlan plan = plan_direct(*problem, call.direct);
   if (!plan) return {};
   if (state_ == State::untried && !is_capturing) prepare();
@@ -301,7 +320,7 @@ void DirectCollectives::prepare() {
       .op = kDirectHint,
       .name = concat("direct collectives of '", context_.name, "'"),
       .tensor = {},
-      .digest = concat("channels of ", memory->channel_bytes, " bytes"),
+      .digest = concat("channels of ", memory->channel_bytes, " bytes, clusters: ", is_hopper_),
       .fault = fault_};
   try {
     if (!fault_) load();
@@ -347,8 +366,9 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
 
   const cuda::DirectLaunch launch{.blocks = static_cast<unsigned int>(plan.blocks),
                                   .threads = threads_of(plan.chunk),
-                                  .dependent = has_dependent_launch_,
-                                  .stream = stream};
+                                  .dependent = is_hopper_,
+                                  .stream = stream,
+                                  .cluster = static_cast<unsigned int>(plan.row_blocks)};
   const bool has_lines = plan.protocol == DirectProtocol::ll;
   DirectReduction reduction{};
   size_t unit = has_lines ? 12 : DirectGeometry::kVectorBytes;
@@ -360,7 +380,14 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
   set_chunks(params, call, plan.protocol, unit);
 
   cudaError_t status = cudaSuccess;
-  if (!is_reduction(call.primitive)) {
+  if (plan.row_blocks > 0) {
+    NormParams norm = norm_params(*call.norm);
+    norm.row_blocks = plan.row_blocks;
+    params.most_chunks = call.tensor.nbytes() / norm.row_bytes * norm.row_blocks;
+    std::fill_n(params.chunks, params.size, params.most_chunks);
+    status = has_lines ? launch_line_norm(reduction.type, params, norm, launch)
+                       : launch_push_norm(reduction.type, params, norm, launch);
+  } else if (!is_reduction(call.primitive)) {
     status = has_lines ? launch_line_copy(params, launch) : launch_push_copy(params, launch);
   } else if (plan.protocol == DirectProtocol::two_shot) {
     status = launch_two_shot(reduction.type, params, launch);
@@ -369,6 +396,19 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
                        : launch_push_reduce(reduction.type, params, launch);
   }
   cuda::check(status, call.describe());
+}
+
+void launch_rms_norm(const Call& call, cudaStream_t stream) {
+  const RmsNorm& norm = *call.norm;
+  if (call.tensor.numel() == 0) return;
+  const NormParams params = norm_params(norm);
+  const auto reduction = direct_reduction(call.tensor.scalar_type(), call.reduce_op);
+  auto* rows = static_cast<char*>(call.tensor.mutable_data_ptr());
+  if (!reduction || !cuda::is_norm_possible(reduction->type, params.row_bytes, rows, params)) {
+    return add_rms_norm(call.tensor, norm);
+  }
+  const auto count = static_cast<uint32_t>(call.tensor.numel() / norm.weight.numel());
+  cuda::check(cuda::launch_norm(reduction->type, rows, count, params, stream), call.describe());
 }
 
 }  // namespace torch_overlap

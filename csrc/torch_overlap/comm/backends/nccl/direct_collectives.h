@@ -58,9 +58,12 @@ class DirectCollectives {
   const BackendContext& context_;
   const std::shared_ptr<CommRuntime> runtime_;
   State state_ = State::untried;
-  Fault fault_;  // why this rank cannot take part
-  bool has_dependent_launch_ = false;
+  Fault fault_;             // why this rank cannot take part
+  bool is_hopper_ = false;  // or newer: dependent launches, clusters
   std::shared_ptr<Memory> memory_;
 };
+
+// The norm of a call whose sum is there, on `stream`, which is the current one.
+void launch_rms_norm(const Call& call, cudaStream_t stream);
 
 }  // namespace torch_overlap

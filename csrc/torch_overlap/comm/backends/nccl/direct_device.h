@@ -222,25 +222,38 @@ __device__ __forceinline__ int rank_before(const DirectParams& p, int k) {
   return p.rank >= k ? p.rank - k : p.rank - k + size_of<Case>(p);
 }
 
-// The reduction of this rank's `own` and of what the others have staged, staged(rank), in the order
-// of ranks.
-template <typename T, typename Case, typename Staged>
-__device__ __forceinline__ Words<4> reduce_vectors(const DirectParams& p, const Words<4>& own,
-                                                   const Staged& staged) {
-  Words<4> seen[Case::kMostRanks];
+// seen[r]: this rank's `own`, or what rank r has staged, staged(r).
+template <typename Case, typename Staged>
+__device__ __forceinline__ void load_vectors(const DirectParams& p, const Words<4>& own,
+                                             Words<4> (&seen)[Case::kMostRanks],
+                                             const Staged& staged) {
 #pragma unroll
   for (int source = 0; source < Case::kMostRanks; ++source) {
     if (source >= size_of<Case>(p)) continue;
     seen[source] = own;
     if (source != p.rank) seen[source] = load_staged(staged(source));
   }
+}
+
+// In the order of ranks.
+template <typename T, typename Case>
+__device__ __forceinline__ Accumulator<Case, T, 4> accumulate(
+    const DirectParams& p, const Words<4> (&seen)[Case::kMostRanks]) {
   Accumulator<Case, T, 4> sum;
   sum.start(seen[0]);
 #pragma unroll
   for (int source = 1; source < Case::kMostRanks; ++source) {
     if (source < size_of<Case>(p)) sum.add(p.op, seen[source]);
   }
-  return sum.result(p.op, size_of<Case>(p));
+  return sum;
+}
+
+template <typename T, typename Case, typename Staged>
+__device__ __forceinline__ Words<4> reduce_vectors(const DirectParams& p, const Words<4>& own,
+                                                   const Staged& staged) {
+  Words<4> seen[Case::kMostRanks];
+  load_vectors<Case>(p, own, seen, staged);
+  return accumulate<T, Case>(p, seen).result(p.op, size_of<Case>(p));
 }
 
 // Whether this thread is the one that speaks with a peer, of its own number, in a round.
@@ -280,18 +293,25 @@ __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockSt
 
 // --- Launching -----------------------------------------------------------------------------------
 
-template <typename Kernel>
-cudaError_t launch_direct(Kernel kernel, const DirectParams& params, const DirectLaunch& launch) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+template <typename Kernel, typename... Params>
+cudaError_t launch_direct(Kernel kernel, const DirectLaunch& launch, const Params&... params) {
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned int count = 0;
+  if (launch.dependent) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {launch.cluster, 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
   config.stream = launch.stream;
-  config.attrs = &attribute;
-  config.numAttrs = launch.dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 inline constexpr DirectType kDirectTypes[] = {DirectType::i32,  DirectType::i64, DirectType::f16,

@@ -68,6 +68,18 @@ struct DirectLaunch {
   unsigned int threads;
   bool dependent;  // programmatic dependent launch: sm_90 and newer
   cudaStream_t stream;
+  unsigned int cluster = 1;  // blocks of a cluster: sm_90 and newer
+};
+
+// RMSNorm (comm/call.h) of rows of `row_bytes`, in the kernel of an all_reduce or behind it.
+struct NormParams {
+  const char* residual;
+  char* residual_out;
+  const char* weight;
+  const char* bias;  // or null
+  float eps;
+  uint64_t row_bytes;
+  uint32_t row_blocks;  // DirectPlan's
 };
 
 // send[r] to rank r, recv[r] from rank r, own part included where the two differ.
@@ -82,10 +94,23 @@ cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch);
 
+// launch_line_reduce and launch_push_reduce of an all_reduce, with an RMSNorm of what comes out:
+// f16, bf16 and f32. Clusters of `row_blocks` have a row.
+cudaError_t launch_line_norm(DirectType type, const DirectParams& params, const NormParams& norm,
+                             const DirectLaunch& launch);
+cudaError_t launch_push_norm(DirectType type, const DirectParams& params, const NormParams& norm,
+                             const DirectLaunch& launch);
+// The same of `rows` rows of sums, with nobody else. Of rows and types that is_norm_possible().
+bool is_norm_possible(DirectType type, uint64_t row_bytes, const char* rows,
+                      const NormParams& norm);
+cudaError_t launch_norm(DirectType type, char* rows, uint32_t count, const NormParams& norm,
+                        cudaStream_t stream);
+
 // Loads the code of all kernels onto the current device: a load later may wait for a kernel that
 // waits for this rank.
 cudaError_t load_line_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
+cudaError_t load_norm_kernels();
 
 }  // namespace torch_overlap::cuda

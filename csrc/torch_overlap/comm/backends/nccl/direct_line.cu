@@ -1,143 +1,8 @@
-// Exchanges by lines: 16 bytes that are stored and read as one, 12 of data and the epoch of their
-// round. A line that carries the epoch is there as a whole, so no flag, no fence and no barrier
-// stands between its data and its reader. It costs a third more bytes.
-#include "torch_overlap/comm/backends/nccl/direct_device.h"
+// Exchanges by lines.
+#include "torch_overlap/comm/backends/nccl/direct_line_device.h"
 
 namespace torch_overlap::cuda {
 namespace {
-
-// Elements of 8 bytes go one a line; the word beside them is not used.
-template <typename T>
-constexpr int kLineWords = sizeof(T) == 8 ? 2 : 3;
-
-struct LineView {
-  Words<3> data;
-  uint32_t epoch;
-};
-
-__device__ __forceinline__ void store_line(char* to, const LineView& line) {
-  const uint64_t low = line.data.at[0] | static_cast<uint64_t>(line.data.at[1]) << 32;
-  const uint64_t high = line.data.at[2] | static_cast<uint64_t>(line.epoch) << 32;
-  asm volatile(
-      "{\n"
-      ".reg .b128 line;\n"
-      "mov.b128 line, {%1, %2};\n"
-      "st.relaxed.sys.global.b128 [%0], line;\n"
-      "}" ::"l"(to),
-      "l"(low), "l"(high)
-      : "memory");
-}
-
-__device__ __forceinline__ LineView load_line(const char* from) {
-  uint64_t low;
-  uint64_t high;
-  asm volatile(
-      "{\n"
-      ".reg .b128 line;\n"
-      "ld.relaxed.sys.global.b128 line, [%2];\n"
-      "mov.b128 {%0, %1}, line;\n"
-      "}"
-      : "=l"(low), "=l"(high)
-      : "l"(from)
-      : "memory");
-  return {
-      {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)}},
-      static_cast<uint32_t>(high >> 32)};
-}
-
-// The lines that `source` writes to `owner` in the round that makes the epoch `epoch`.
-template <typename Case>
-__device__ __forceinline__ char* lines_of(const DirectParams& p, int owner, int source,
-                                          uint32_t epoch) {
-  const size_t slot =
-      (size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots) * size_of<Case>(p);
-  return p.base[owner] + DirectLayout::kLines + (slot + source) * DirectLayout::lines_of_one_rank();
-}
-
-template <int kWords>
-__device__ __forceinline__ LineView line_of(const Words<kWords>& words, uint32_t epoch) {
-  LineView line{};
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) line.data.at[i] = words.at[i];
-  line.epoch = epoch;
-  return line;
-}
-
-template <int kWords>
-__device__ __forceinline__ Words<kWords> words_of(const LineView& line) {
-  Words<kWords> words;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words.at[i] = line.data.at[i];
-  return words;
-}
-
-// `line` becomes that of `epoch`. True if it never did. All rounds before have been there, though
-// the slot still has the line of the one before the last.
-__device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line, const char* from,
-                                           int source, uint32_t epoch) {
-  const uint32_t* const word = reinterpret_cast<const uint32_t*>(from) + 3;
-  for (int looks = 1; line.epoch != epoch; ++looks) {
-    if (looks % kLooks == 0 && !wait_long(p, word, source, epoch, 1)) return true;
-    line = load_line(from);
-  }
-  return false;
-}
-
-// What a thread knows of its block when a kernel begins. Each reads the epochs for itself.
-struct LineState {
-  uint32_t epoch[G::kMostRanks];  // rounds that were done before this kernel
-  Entry entry;
-};
-
-// Asks; nothing waits for the answers here.
-template <typename Case>
-__device__ __forceinline__ LineState begin_lines(const DirectParams& p) {
-  begin_kernel(p);
-  LineState state{};
-  const uint32_t* const epochs = epoch_of(p, 0);
-#pragma unroll
-  for (int i = 0; i < Case::kMostRanks; i += 4) {
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(state.epoch[i]), "=r"(state.epoch[i + 1]), "=r"(state.epoch[i + 2]),
-                   "=r"(state.epoch[i + 3])
-                 : "l"(epochs + i)
-                 : "memory");
-  }
-  state.entry = enter_block(p);
-  return state;
-}
-
-template <typename Case>
-__device__ __forceinline__ void end_lines(const DirectParams& p, const LineState& state) {
-  __syncthreads();
-  const auto thread = static_cast<int>(threadIdx.x);
-  uint32_t epoch = 0;
-#pragma unroll
-  for (int r = 0; r < Case::kMostRanks; ++r) {
-    if (thread == r) epoch = state.epoch[r];
-  }
-  if (thread < size_of<Case>(p) && thread != p.rank) {
-    *epoch_of(p, thread) = epoch + rounds_with(p, thread);
-  }
-  if (thread < kWarp) leave_block(p, state.entry.is_taken != 0);
-}
-
-// send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
-// with a barrier where others follow: the slot of the one after the next is free when all threads
-// of the peer are past this one.
-template <typename Case, typename Send, typename Take>
-__device__ __forceinline__ void exchange_lines(const DirectParams& p, const LineState& state,
-                                               const Send& send, const Take& take) {
-  const bool has_rounds = p.most_chunks > gridDim.x;
-  bool failed = !may_send(p, state.entry);
-  uint32_t round = 0;
-  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && !failed; chunk += gridDim.x, ++round) {
-    send(chunk, round);
-    failed = take(chunk, round);
-    if (has_rounds) failed = __syncthreads_or(failed) != 0;
-  }
-  end_lines<Case>(p, state);
-}
 
 template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
@@ -272,14 +137,14 @@ constexpr size_t kWordBytes = 4;
 
 cudaError_t launch_line_copy(const DirectParams& params, const DirectLaunch& launch) {
   return for_case(params, is_whole(params, kWordBytes), [&](auto which) {
-    return launch_direct(line_copy_kernel<decltype(which)>, params, launch);
+    return launch_direct(line_copy_kernel<decltype(which)>, launch, params);
   });
 }
 
 cudaError_t launch_line_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch) {
   return for_reduction(type, params, kWordBytes, [&](auto zero, auto which) {
-    return launch_direct(line_reduce_kernel<decltype(zero), decltype(which)>, params, launch);
+    return launch_direct(line_reduce_kernel<decltype(zero), decltype(which)>, launch, params);
   });
 }
 

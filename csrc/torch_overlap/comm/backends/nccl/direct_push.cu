@@ -1,66 +1,14 @@
-// Exchanges by push: the data as it is, in 16-byte stores to the other ranks, then one flag for
-// each block and peer. While a round is waited for, the next one is on its way.
-#include "torch_overlap/comm/backends/nccl/direct_device.h"
+// Exchanges by push.
+#include "torch_overlap/comm/backends/nccl/direct_push_device.h"
 
 namespace torch_overlap::cuda {
 namespace {
 
-constexpr int kVector = G::kVectorBytes;
-
-// Stores this block's chunk of every part to the peer that it is for.
-template <typename Case>
-__device__ __forceinline__ void push_chunk(const DirectParams& p, const BlockState& state,
-                                           uint32_t chunk, uint32_t round) {
-  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-    const uint64_t at = (first + i) * kVector;
-    Words<4> data[Case::kMostRanks];
-#pragma unroll
-    for (int k = 1; k < Case::kMostRanks; ++k) {
-      const int peer = rank_after<Case>(p, k);
-      if (k >= size_of<Case>(p) || at >= p.send_bytes[peer]) continue;
-      data[k] = k > 1 && p.one_source
-                    ? data[1]
-                    : load_words<Case, 4>(p.send[peer] + at, p.send_bytes[peer] - at);
-    }
-#pragma unroll
-    for (int k = 1; k < Case::kMostRanks; ++k) {
-      const int peer = rank_after<Case>(p, k);
-      if (k >= size_of<Case>(p) || at >= p.send_bytes[peer]) continue;
-      const uint32_t epoch = state.epoch[peer] + 1 + round;
-      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + i * kVector, data[k]);
-    }
-  }
-}
-
-// Every round: the next is sent, this one awaited and taken by `take(state, chunk, round)`, and
-// only then the next is announced: the flag waits for all stores before it, most of which have
-// arrived by then.
-template <typename Case, typename Take>
-__device__ __forceinline__ void exchange(const DirectParams& p, const Take& take) {
-  __shared__ BlockState state;
-  bool is_good = begin_block(p, state);
-  if (is_good && blockIdx.x < p.most_chunks) {
-    push_chunk<Case>(p, state, blockIdx.x, 0);
-    __syncthreads();
-    raise_flag(p, state, 0, 0);
-  }
-  uint32_t round = 0;
-  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
-    const uint32_t next = chunk + gridDim.x;
-    if (next < p.most_chunks) push_chunk<Case>(p, state, next, round + 1);
-    is_good = await_flags(p, state, 0, round);
-    if (!is_good) break;
-    take(state, chunk, round);
-    if (next < p.most_chunks) raise_flag(p, state, 0, round + 1);
-  }
-  end_block(p, state);
-}
-
 template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     push_reduce_kernel(const __grid_constant__ DirectParams p) {
-  exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
+  exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
+    if (!is_good) return false;
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
     const uint64_t bytes = p.send_bytes[0];
     for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
@@ -73,13 +21,15 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
       const auto own = load_words<Case, 4>(p.send[p.rank] + at, bytes - at);
       store_words<Case>(p.recv[0] + at, reduce_vectors<T, Case>(p, own, staged), bytes - at);
     }
+    return true;
   });
 }
 
 template <typename Case>
 __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
     push_copy_kernel(const __grid_constant__ DirectParams p) {
-  exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round) {
+  exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
+    if (!is_good) return false;
     const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
     for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
       const uint64_t at = (first + i) * kVector;
@@ -106,6 +56,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
         store_words<Case>(p.recv[source] + at, data[k], p.recv_bytes[source] - at);
       }
     }
+    return true;
   });
 }
 
@@ -113,14 +64,14 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
 
 cudaError_t launch_push_copy(const DirectParams& params, const DirectLaunch& launch) {
   return for_case(params, is_whole(params, kVector), [&](auto which) {
-    return launch_direct(push_copy_kernel<decltype(which)>, params, launch);
+    return launch_direct(push_copy_kernel<decltype(which)>, launch, params);
   });
 }
 
 cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch) {
   return for_reduction(type, params, kVector, [&](auto zero, auto which) {
-    return launch_direct(push_reduce_kernel<decltype(zero), decltype(which)>, params, launch);
+    return launch_direct(push_reduce_kernel<decltype(zero), decltype(which)>, launch, params);
   });
 }
 

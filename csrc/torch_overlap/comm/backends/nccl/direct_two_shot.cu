@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch) {
   return for_reduction(type, params, kVector, [&](auto zero, auto which) {
-    return launch_direct(two_shot_kernel<decltype(zero), decltype(which)>, params, launch);
+    return launch_direct(two_shot_kernel<decltype(zero), decltype(which)>, launch, params);
   });
 }
 

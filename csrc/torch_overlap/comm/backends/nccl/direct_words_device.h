@@ -222,6 +222,7 @@ class Accumulator {
       value_[i] = combine<Case>(op, value_[i], widen(element(words, i)));
     }
   }
+  __device__ __forceinline__ Wide value(int i) const { return value_[i]; }
   __device__ __forceinline__ Words<kWords> result(DirectOp op, int ranks) {
     Words<kWords> out;
     T elements[kElements];

@@ -1,0 +1,259 @@
+"""all_reduce with a residual and an RMSNorm: in one kernel, by lines or push, and behind other collectives."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import torch_overlap as to
+from torch_overlap import ops
+
+pytestmark = pytest.mark.gpu(2)
+EPS = 1e-5
+MODES = ["auto", "ll", "push", "two_shot", "off"]
+# Rows and their length: one block, clusters, rounds, whole and broken lines and vectors, too long for a cluster.
+SHAPES = [(1, 8), (3, 127), (5, 1000), (16, 2048), (300, 1024), (7, 5120), (16, 8192), (64, 8192), (3, 12288),
+          (2, 20000), (1, 40000), (130, 4104), (33, 7168), (700, 8192)]  # fmt: skip
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def draw(generator, *shape, dtype):
+    return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
+
+
+class Problem:
+    """All ranks' inputs, which every rank can draw."""
+
+    def __init__(self, comm, seed, shape, dtype, has_bias=True):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.comm, self.dtype = comm, dtype
+        self.every = [draw(generator, *shape, dtype=dtype) for _ in range(comm.get_size())]
+        self.x = self.every[comm.get_rank()]
+        self.residual = draw(generator, *shape, dtype=dtype)
+        self.weight = draw(generator, shape[-1], dtype=dtype)
+        self.bias = draw(generator, shape[-1], dtype=dtype) if has_bias else None
+
+    def run(self):
+        return ops.all_reduce_rms_norm(self.x, self.residual, self.weight, self.comm, self.bias, eps=EPS)
+
+    def check(self, results):
+        """h, rounded once or, behind a sum of its own, twice; and the norm as that of the h that came."""
+        out, hidden = results
+        sums = [x.double() for x in self.every]
+        exact = self.residual.double() + sum(sums)
+        scale = self.residual.double().abs() + sum(s.abs() for s in sums)
+        if self.bias is not None:
+            exact, scale = exact + self.bias.double(), scale + self.bias.double().abs()
+        eps = torch.finfo(self.dtype).eps
+        assert ((hidden.double() - exact).abs() <= 2 * len(sums) * eps * scale).all()
+        wide = hidden.double()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight.double()
+        of_sums = 4e-6 if self.dtype != torch.float64 else 0
+        least = torch.finfo(self.dtype).smallest_normal * eps
+        assert ((out.double() - normed).abs() <= (eps + of_sums) * normed.abs() + least).all()
+
+
+def same_everywhere(comm, tensors):
+    for t in tensors:
+        bits = t.contiguous().view(torch.uint8).flatten()
+        every = torch.empty(comm.get_size(), bits.numel(), dtype=torch.uint8, device="cuda")
+        comm.all_gather_single(every, bits, async_op=False, hints={"direct_collectives": "off"})
+        assert (every == every[0]).all()
+
+
+@pytest.fixture(scope="module")
+def by_mode(make_comm):
+    return {mode: make_comm(f"norm_{mode}", hints={"direct_collectives": mode}) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_shape(by_mode, seed, dtype, mode):
+    for i, shape in enumerate(SHAPES):
+        problem = Problem(by_mode[mode], seed + i, shape, dtype, has_bias=i % 2 == 0)
+        results = problem.run()
+        problem.check(results)
+        same_everywhere(by_mode[mode], results)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ll", "push"])
+def test_rounded_once(by_mode, seed, mode):
+    """In the kernel the sum stays in fp32 until h is stored."""
+    problem = Problem(by_mode[mode], seed, (16, 8192), torch.bfloat16)
+    _, hidden = problem.run()
+    total = problem.every[0].float()
+    for x in problem.every[1:]:
+        total += x.float()
+    total = total + problem.residual.float() + problem.bias.float()
+    assert torch.equal(hidden, total.bfloat16())
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["ll", "push", "off"])
+def test_any_alignment_on_one_rank(by_mode, seed, mode, offset):
+    comm = by_mode[mode]
+    problem = Problem(comm, seed, (12, 1000), torch.bfloat16)
+    if comm.get_rank() == 0:
+        for name in ("x", "residual", "weight", "bias"):
+            whole = torch.empty(getattr(problem, name).numel() + offset, dtype=torch.bfloat16, device="cuda")
+            inside = whole[offset:].view(getattr(problem, name).shape)
+            setattr(problem, name, inside.copy_(getattr(problem, name)))
+    problem.check(problem.run())
+
+
+class Product:
+    """matmul_all_reduce_rms_norm with inputs that change."""
+
+    def __init__(self, comm, seed, rows, algorithm="sequential", k=256, n=2048):
+        self.comm, self.algorithm, size = comm, algorithm, comm.get_size()
+        self.generator = torch.Generator("cuda").manual_seed(seed)
+        self.every_x = [self.draw(rows, k) for _ in range(size)]
+        self.every_w = [self.draw(n, k) for _ in range(size)]
+        self.residual, self.gain, self.bias = self.draw(rows, n), self.draw(n), self.draw(n)
+
+    def draw(self, *shape):
+        return draw(self.generator, *shape, dtype=torch.bfloat16)
+
+    def fill(self):
+        for t in (*self.every_x, *self.every_w, self.residual, self.gain, self.bias):
+            t.copy_(self.draw(*t.shape))
+
+    def run(self):
+        rank = self.comm.get_rank()
+        return ops.matmul_all_reduce_rms_norm(
+            self.every_x[rank], self.every_w[rank], self.residual, self.gain, self.comm, self.bias, eps=EPS,
+            algorithm=self.algorithm,
+        )  # fmt: skip
+
+    def check(self, results):
+        out, hidden = results
+        exact = self.residual.double() + self.bias.double()
+        for x, w in zip(self.every_x, self.every_w, strict=True):
+            exact = exact + x.double() @ w.double().t()
+        size = exact.square().mean().sqrt()
+        wrong = ((hidden.double() - exact).abs() > 0.02 * (exact.abs() + size)).sum()
+        wide = hidden.double()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.gain.double()
+        # Other ways than one kernel compute with 16 bits in between.
+        wrong = wrong + ((out.double() - normed).abs() > 0.02 * normed.abs() + 1e-6).sum()
+        self.comm.all_reduce(wrong, to.ReduceOp.SUM, async_op=False, hints={"direct_collectives": "off"})
+        assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "auto"])
+@pytest.mark.parametrize("rows", [1, 16, 100, 1024])
+def test_products_eager_and_captured(comm, seed, rows, algorithm):
+    product = Product(comm, seed, rows, algorithm)
+    for _ in range(2):
+        product.fill()
+        product.check(product.run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = product.run()
+    for replay in range(4):
+        product.fill()
+        for t in results:
+            t.fill_(float("nan"))
+        if comm.get_rank() == replay % comm.get_size():
+            torch.cuda._sleep(5_000_000)
+        graph.replay()
+        product.check(results)
+
+
+class Replay:
+    """Inputs of small integers, the operation and its comparison in one graph: sums are exact."""
+
+    def __init__(self, comm, rows, n):
+        size, rank = comm.get_size(), comm.get_rank()
+        self.step = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        at = torch.arange(rows * n, device="cuda").view(rows, n)
+        gain = torch.randn(n, device="cuda").bfloat16()
+        comm.broadcast(gain, 0, async_op=False)
+
+        def once():
+            self.step.add_(1).remainder_(61)
+            every = [((at * 7 + at // 13 + 3 * r + 5 * self.step) % 13 - 6).bfloat16() for r in range(size)]
+            residual = ((at * 3 + self.step) % 11 - 5).bfloat16()
+            out, hidden = ops.all_reduce_rms_norm(every[rank], residual, gain, comm, eps=EPS)
+            want = torch.stack([residual, *every]).float().sum(0)
+            normed = want * (want.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.float()
+            self.wrong += (hidden.float() != want).sum()
+            self.wrong += ((out.float() - normed).abs() > 0.01 * normed.abs()).sum()
+
+        once()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            once()
+
+
+SOAKS = pytest.mark.parametrize(("mode", "rows", "n"), [("ll", 2, 8192), ("ll", 40, 4096), ("push", 64, 8192),
+                                                        ("push", 200, 2048)])  # fmt: skip
+
+
+@pytest.mark.slow
+@SOAKS
+def test_ten_thousand_replays(by_mode, mode, rows, n):
+    replay = Replay(by_mode[mode], rows, n)
+    for i in range(10_000):
+        replay.graph.replay()
+        if i % 1000 == 999:
+            assert replay.wrong.item() == 0, i
+
+
+@pytest.mark.slow
+@SOAKS
+def test_two_hundred_replays_with_a_late_rank(by_mode, seed, mode, rows, n):
+    comm = by_mode[mode]
+    replay = Replay(comm, rows, n)
+    choose = random.Random(seed)
+    for _ in range(200):
+        late, delay = choose.randrange(comm.get_size()), choose.uniform(1e-3, 10e-3)
+        if comm.get_rank() == late:
+            time.sleep(delay)
+        replay.graph.replay()
+    assert replay.wrong.item() == 0
+
+
+def run_until_an_error(problem):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        problem.run()
+        torch.cuda.synchronize()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("mode", ["ll", "push"])
+def test_a_rank_that_stays_away(comm, make_comm, seed, mode):
+    """Blocks of a cluster give up together, and the device goes on."""
+    lonely = make_comm(f"norm_away_{mode}", timeout=timedelta(seconds=2), hints={"direct_collectives": mode})
+    problem = Problem(lonely, seed, (40, 8192), torch.bfloat16)
+    problem.check(problem.run())
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    last = comm.get_size() - 1
+    if comm.get_rank() == last:
+        time.sleep(5)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(to.Error, match="all_reduce_rms_norm"):
+            run_until_an_error(problem)
+        assert time.monotonic() - begin < 5
+    lonely.abort()
+    torch.cuda.synchronize()
+    x = torch.ones(100, device="cuda")
+    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert (x == comm.get_size()).all()
+
+
+def test_the_recorder_and_hooks_name_it(by_mode, seed):
+    comm = by_mode["auto"]
+    seen = []
+    hook = comm.register_pre_hook(lambda name, op_id, args: seen.append(name))
+    Problem(comm, seed, (4, 64), torch.bfloat16).run()
+    hook.remove()
+    assert seen == [to.OpName.all_reduce_rms_norm]
