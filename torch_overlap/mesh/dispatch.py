@@ -203,11 +203,20 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             if type(value) in (list, tuple):
                 return type(value)(cast(item) for item in value)
             is_cast = isinstance(value, Sharded) and value.dtype.is_floating_point
-            return call(Tensor.to, (value, to), {}) if is_cast and value.dtype not in (to, torch.float64) else value
+            return _cast(value, to) if is_cast and value.dtype not in (to, torch.float64) else value
 
         if to is not None:
             args, kwargs = [cast(a) for a in args], {name: cast(value) for name, value in kwargs.items()}
         return call(func, args, kwargs)
+
+
+def _cast(value: Sharded, to: torch.dtype) -> Sharded:
+    """A result keeps what it was cast to, as it keeps what it was moved to: so that is moved once for all that take it."""
+    made: Sharded | None = value._copy(str(to))
+    if made is None:
+        made = call(Tensor.to, (value, to), {})
+        value._remember(str(to), made)
+    return made
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
@@ -308,8 +317,11 @@ def _plan(
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call_, rule, strategy.inputs, strategy.outputs, mesh.rank, device)
+    # What is a cast or a view of an anchored value, or as large, stays as well.
+    stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
-        spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
+        spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())
+        for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
     ]
     made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
     if is_product(call_):
