@@ -199,19 +199,19 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     with torch.autocast(device, enabled=False):
         to = None if autocast is None else argument_dtype(func, autocast)
 
-        def cast(value: Any) -> Any:
+        def cast(value: Any, to: torch.dtype) -> Any:
             if type(value) in (list, tuple):
-                return type(value)(cast(item) for item in value)
+                return type(value)(cast(item, to) for item in value)
             is_cast = isinstance(value, Sharded) and value.dtype.is_floating_point
             return _cast(value, to) if is_cast and value.dtype not in (to, torch.float64) else value
 
         if to is not None:
-            args, kwargs = [cast(a) for a in args], {name: cast(value) for name, value in kwargs.items()}
+            args, kwargs = [cast(a, to) for a in args], {name: cast(v, to) for name, v in kwargs.items()}
         return call(func, args, kwargs)
 
 
 def _cast(value: Sharded, to: torch.dtype) -> Sharded:
-    """A result keeps what it was cast to, as it keeps what it was moved to: so that is moved once for all that take it."""
+    """A result keeps what it was cast to, as what it was moved to: so that is moved once for all that take it."""
     made: Sharded | None = value._copy(str(to))
     if made is None:
         made = call(Tensor.to, (value, to), {})

@@ -166,8 +166,8 @@ class Sharded:
         return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
     def anchor(self) -> Sharded:
-        """The same value, which stays where it lies, and so do its casts and views: an operator moves its other operands,
-        also where it would be cheaper to move this one, unless there is no other way. For tensor-parallel weights."""
+        """The same value, which stays where it lies, and so do its casts and views: an operator moves its other
+        operands, also where it would be cheaper to move this one, unless there is no other way. For split weights."""
         return Sharded(self.local, asked(_anchored, self.spec))
 
     def _reshard(self, layout: Layout) -> Sharded:
@@ -186,7 +186,7 @@ class Sharded:
         spec = self.spec
         if target.text == spec.text:
             return self.local
-        moved = self._copy(target.text)
+        moved: Tensor | None = self._copy(target.text)
         if moved is not None:
             return moved
         grad = torch.is_grad_enabled()
