@@ -187,8 +187,8 @@ def test_maximum_of_a_pending_sum(seed):
     ],
 )
 def test_softmax(layout, along_rows, along_columns, seed):
-    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end: what is pending is reduced
-    once, then the maximum and the sum where the dimension is sharded."""
+    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end: what is pending is
+    reduced once, then the maximum and the sum where the dimension is sharded."""
 
     def body(r):
         for function in (
