@@ -89,7 +89,7 @@ RAN_OTHERWISE = {("3e7679a", "dp=2:tp=2")}
 @pytest.mark.parametrize(("commit", "row"), list(training_steps()))
 def test_training_step(commit, row):
     """The whole step of examples/train_gpt.py, by hand (tp) and sharded (with a dp), from bytes that are counted and
-    one rate, that of one rank: within 15 %; and what docs/planner.md says of it."""
+    one rate, that of one rank: within 15 %; and as docs/planner.md says."""
     mesh = Mesh.parse(row["name"].replace(":", ","))
     by_hand = "dp" not in mesh.axes
     model = PRESETS["train_gpt" if by_hand else "train_gpt_mesh"]
