@@ -31,7 +31,8 @@ from torch_overlap.bench.async_tp import Products, use_async_tp
 from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
 from torch_overlap.bench.timing import Samples, in_graph, interleave, ratio_of, slowest_rank, spread_of
 from torch_overlap.mesh import Mesh
-from torch_overlap.mesh.transformer import PRESETS, Transformer, predict_layer
+from torch_overlap.mesh.models import PRESETS, Transformer
+from torch_overlap.mesh.transformer import predict_layer
 
 LEAD_CYCLES = 1_000_000
 ALGORITHMS = "auto,ring,sequential"
@@ -133,10 +134,6 @@ def measure(ways: Ways, rounds: int) -> Samples:
 def rows_of(model: Transformer, ways: Ways, samples: Samples, batch: int) -> list[dict[str, Any]]:
     size = ways.ranks.size
     peers = [name for name in ("nccl", *TORCH_FUSED) if name in samples]
-    predicted = {
-        overlap: 1e6 * predict_layer(model, Mesh({"tp": size}), batch=batch, overlap=overlap)
-        for overlap in (True, False)
-    }
     common = {
         "op": "layer", "name": model.name, "shape": [model.sequence * batch, model.ffn, model.hidden],
         "dtype": str(ways.layers["nccl"].x.dtype).removeprefix("torch."), "tp": size,
@@ -147,17 +144,19 @@ def rows_of(model: Transformer, ways: Ways, samples: Samples, batch: int) -> lis
     for name in (name for name in samples if name not in peers):
         us, iqr = spread_of(samples[name])
         over = {f"over_{peer}": ratio_of(samples, name, peer).median for peer in peers}
-        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, **over,
-                              "predicted_us": predicted[name != "sequential"]})  # fmt: skip
+        rows.append(common | {"algorithm": name, "us": us, "iqr_us": iqr, **over})
     return rows
 
 
-def report(rows: list[dict[str, Any]], missing: dict[str, str]) -> str:
+def report(model: Transformer, batch: int, rows: list[dict[str, Any]], missing: dict[str, str]) -> str:
+    """Beside them what the planner says; that is no result, and not in the file."""
     lines = []
     for row in rows:
+        mesh, overlap = Mesh({"tp": row["tp"]}), row["algorithm"] != "sequential"
+        predicted = 1e6 * predict_layer(model, mesh, batch=batch, overlap=overlap)
         over = "".join(f"  {row['over_' + peer]:.3f} x {peer}" for peer in row["peers"])
         lines.append(f"{row['name']:12s} {row['algorithm']:20s}{row['us']:10.1f} us +- {row['iqr_us']:.1f}{over}"
-                     f"  predicted {row['predicted_us']:.1f}")  # fmt: skip
+                     f"  predicted {predicted:.1f}")  # fmt: skip
     lines += [f"{rows[0]['name']:12s} {peer:20s}{us:10.1f} us" for peer, us in rows[0]["peers"].items()]
     return "\n".join(lines + [f"  not run: {name}: {why}" for name, why in missing.items()])
 
@@ -180,7 +179,7 @@ def main() -> None:
             model = dataclasses.replace(model, hidden=64, heads=8, kv_heads=4, ffn=96, sequence=32)
         ways = Ways(model, ranks, nccl, args)
         of_model = rows_of(model, ways, measure(ways, args.rounds), args.batch)
-        ranks.say(report(of_model, ways.missing))
+        ranks.say(report(model, args.batch, of_model, ways.missing))
         rows += of_model
         missing[name] = ways.missing
         del ways  # and its memory, before the next model's

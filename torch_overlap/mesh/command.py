@@ -12,7 +12,8 @@ from typing import Any
 
 from torch_overlap.mesh._core import CostModel, Mesh
 from torch_overlap.mesh.cost import load_cost_model
-from torch_overlap.mesh.transformer import PRESETS, Prediction, Transformer, best, predict
+from torch_overlap.mesh.models import PRESETS, Transformer
+from torch_overlap.mesh.transformer import Prediction, best, predict
 
 __all__ = ["add_arguments", "run"]
 

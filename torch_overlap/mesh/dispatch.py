@@ -9,6 +9,7 @@ on all ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,9 @@ class Recipe:
     def __init__(self, program: Program, steps: list[Executed], constants: dict[int, Sharded]) -> None:
         self.steps = steps
         self._program, self._constants = program, tuple(constants.items())
+        # Operands that several operators take.
+        uses = Counter(number for step in steps for number, _ in step.inputs)
+        self._shared = tuple(number for number, count in uses.items() if count > 1)
         # One operator that gives the result, as most functions are.
         self._only = steps[0] if len(steps) == 1 and not constants and not steps[0].call.is_sequence else None
         if self._only is not None and program.result != Ref(self._only.numbers[0]):
@@ -111,6 +115,9 @@ class Recipe:
         if self._only is not None:
             return Executed.run(self._only, operands)[0]
         values = dict(enumerate(operands))
+        for number in self._shared:
+            if number < len(operands):  # moved once for all of them, also what its maker may change after the call
+                values[number] = _as_result(operands[number])
         for number, value in self._constants:
             values[number] = value
         for step in self.steps:
@@ -199,15 +206,24 @@ def _under_autocast(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     with torch.autocast(device, enabled=False):
         to = None if autocast is None else argument_dtype(func, autocast)
 
-        def cast(value: Any) -> Any:
+        def cast(value: Any, to: torch.dtype) -> Any:
             if type(value) in (list, tuple):
-                return type(value)(cast(item) for item in value)
+                return type(value)(cast(item, to) for item in value)
             is_cast = isinstance(value, Sharded) and value.dtype.is_floating_point
-            return call(Tensor.to, (value, to), {}) if is_cast and value.dtype not in (to, torch.float64) else value
+            return _cast(value, to) if is_cast and value.dtype not in (to, torch.float64) else value
 
         if to is not None:
-            args, kwargs = [cast(a) for a in args], {name: cast(value) for name, value in kwargs.items()}
+            args, kwargs = [cast(a, to) for a in args], {name: cast(v, to) for name, v in kwargs.items()}
         return call(func, args, kwargs)
+
+
+def _cast(value: Sharded, to: torch.dtype) -> Sharded:
+    """A result keeps what it was cast to, as what it was moved to: so that is moved once for all that take it."""
+    made: Sharded | None = value._copy(str(to))
+    if made is None:
+        made = call(Tensor.to, (value, to), {})
+        value._remember(str(to), made)
+    return made
 
 
 def recipe_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Recipe:
@@ -257,13 +273,22 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         )
     constants = {number: _constant(value, mesh, device) for number, value in program.constants.items()}
     specs = {i: x.spec for i, x in enumerate(operands)} | {i: x.spec for i, x in constants.items()}
+    reduced: dict[int, Spec] = {}  # what an operator had reduced is there for the next ones
     steps = []
     for recorded in program.steps:
-        step = _plan(recorded.call, recorded.inputs, [specs[i] for i in recorded.inputs], mesh, device)
+        lies = specs if is_product(recorded.call) else specs | reduced  # products gather values as they are
+        step = _plan(recorded.call, recorded.inputs, [lies[i] for i in recorded.inputs], mesh, device)
         step.numbers = recorded.outputs
         specs.update(zip(recorded.outputs, step.outputs, strict=True))
+        for number, to in step.inputs:
+            if to.is_whole and not specs[number].is_whole:
+                reduced.setdefault(number, to)
         steps.append(step)
     return Recipe(program, steps, constants)
+
+
+def _as_result(x: Sharded) -> Sharded:
+    return Sharded(x.local, x.spec, None, maker_of(x.spec)) if x._maker == 0 else x
 
 
 def _constant(value: Tensor, mesh: MeshComms, device: torch.device) -> Sharded:
@@ -308,8 +333,11 @@ def _plan(
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call_, rule, strategy.inputs, strategy.outputs, mesh.rank, device)
+    # What is a cast or a view of an anchored value, or as large, stays as well.
+    stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
-        spec_of(mesh, layout, o.shape, o.dtype) for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
+        spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())
+        for layout, o in zip(strategy.outputs, call_.outputs, strict=True)
     ]
     made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
     if is_product(call_):

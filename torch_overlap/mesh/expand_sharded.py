@@ -58,8 +58,9 @@ def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> T
 
 
 def _highest(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """The maximum, as a number. Of x itself: where that is pending, it is reduced for what comes next as well."""
     limits = torch.finfo(x.dtype)
-    return x.detach().amax(list(dims), True).clamp(limits.min, limits.max)
+    return x.amax(list(dims), True).detach().clamp(limits.min, limits.max)
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -172,7 +172,7 @@ class GatherProduct(Named):
 
     def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
         """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
-        if x._copy(self._target) is not None or any(map(is_batchedtensor, (x.local, *rest))):
+        if x._copy(self._target.text) is not None or any(map(is_batchedtensor, (x.local, *rest))):
             return None
         group = asked(GatherProduct.group, self, _algorithm())
         if group is None:
@@ -185,7 +185,7 @@ class GatherProduct(Named):
         if keeps:
             if not is_dynamo_compiling() and torch.is_grad_enabled() and x.local.requires_grad:
                 gathered = _Gathered.apply(x.local, gathered.detach(), *group, self._dim)  # type: ignore[no-untyped-call]
-            x._remember(self._target, gathered)
+            x._remember(self._target.text, gathered)
         result: Tensor = out
         return result
 

@@ -63,7 +63,7 @@ class Sharded:
 
     def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None, maker: int = 0) -> None:
         self._local, self.spec, self._product, self._maker = local, spec, product, maker
-        self._copies: dict[tuple[str, bool, bool], Tensor] | None = None
+        self._copies: dict[tuple[str, bool, bool], Any] | None = None
         self._ended: tuple[Tensor, Spec, bool] | None = None
 
     # --- What it is
@@ -166,8 +166,8 @@ class Sharded:
         return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
     def anchor(self) -> Sharded:
-        """The same value, which stays where it lies: an operator moves its other operands, also where it would be
-        cheaper to move this one, unless there is no other way. For weights of tensor-parallel layers."""
+        """The same value, which stays where it lies, and so do its casts and views: an operator moves its other
+        operands, also where it would be cheaper to move this one, unless there is no other way. For split weights."""
         return Sharded(self.local, asked(_anchored, self.spec))
 
     def _reshard(self, layout: Layout) -> Sharded:
@@ -186,7 +186,7 @@ class Sharded:
         spec = self.spec
         if target.text == spec.text:
             return self.local
-        moved = self._copy(target)
+        moved: Tensor | None = self._copy(target.text)
         if moved is not None:
             return moved
         grad = torch.is_grad_enabled()
@@ -196,7 +196,7 @@ class Sharded:
             moved = self._product.ended(spec, target)
         if moved is None:
             moved = _moved(self.local, spec, target)
-        if self._remember(target, moved) and self._ended is None and target.is_whole and not spec.is_whole:
+        if self._remember(target.text, moved) and self._ended is None and target.is_whole and not spec.is_whole:
             self._ended = moved, target, grad
         return moved
 
@@ -218,18 +218,18 @@ class Sharded:
             return not is_argument(self)  # what it was moved to before guards no compiled function
         return self._maker != 0 and self._maker == maker_of(self.spec)
 
-    def _copy(self, target: Spec) -> Tensor | None:
-        """The local tensor under another layout, if it was brought there before."""
+    def _copy(self, what: str) -> Any:
+        """What it became before: the local tensor under a layout, or a Sharded of a dtype."""
         if self._copies is None or not self._keeps():
             return None
-        return self._copies.get((target.text, torch.is_grad_enabled(), _is_inference()))
+        return self._copies.get((what, torch.is_grad_enabled(), _is_inference()))
 
-    def _remember(self, target: Spec, moved: Tensor) -> bool:
+    def _remember(self, what: str, made: Any) -> bool:
         if not self._keeps():
             return False
         if self._copies is None:
             self._copies = {}
-        self._copies[target.text, torch.is_grad_enabled(), _is_inference()] = moved
+        self._copies[what, torch.is_grad_enabled(), _is_inference()] = made
         return True
 
     def full(self) -> Tensor:

@@ -10,67 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch_overlap.mesh._core import CostModel, Graph, GraphPlan, Layout, Mesh, OpRule, Plan, wire_bytes
+from torch_overlap.mesh.models import Transformer
 
-__all__ = ["PRESETS", "Prediction", "Transformer", "best", "meshes_for", "predict", "predict_layer"]
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """Shapes of the whole model.
-
-    `gated`: two products up and one down (SwiGLU), else one and one. `residual_size`: bytes of an element of the
-    residual stream and the norms. `eager_bytes`: what the elementwise kernels of a layer move for each token and hidden
-    unit, forward and backward, beyond its norms, activation and sums: rotations, casts, copies. As bytes that take as
-    long at the rate of memory: to be measured on one rank.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    gated: bool = True
-    sequence: int = 8192
-    residual_size: int = 2
-    eager_bytes: float = 0
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Transformer: expected {name} of at least 1, got {getattr(self, name)}")
-        if self.eager_bytes < 0:
-            raise ValueError(f"Transformer: expected eager_bytes of at least 0, got {self.eager_bytes}")
-        if self.hidden % self.heads != 0 or self.heads % self.kv_heads != 0:
-            raise ValueError(
-                f"Transformer: expected kv_heads that divide heads, and heads that divide hidden, got {self.kv_heads}, "
-                f"{self.heads} and {self.hidden}"
-            )
-
-    @property
-    def layer_parameters(self) -> int:
-        head = self.hidden // self.heads
-        attention = self.hidden * head * (2 * self.heads + 2 * self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden + self.hidden
-
-
-PRESETS = {
-    model.name: model
-    for model in (
-        # eager_bytes: benchmarks/train_step.py on one H200
-        Transformer(
-            "train_gpt", 8, 1024, 16, 16, 4096, 256, gated=False, sequence=1024, residual_size=4, eager_bytes=310
-        ),
-        Transformer("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
-        Transformer("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
-        Transformer("gpt3-175b", 96, 12288, 96, 96, 49152, 50257, gated=False, sequence=2048),
-    )
-}
+__all__ = ["Prediction", "best", "meshes_for", "predict", "predict_layer"]
 
 
 @dataclass
@@ -135,15 +77,14 @@ def predict(
     out = Prediction(model, mesh, batch, micro_batches)
     layer = _Layer(model, mesh, batch // micro_batches)
     plan = layer.graph.plan(cost)
-    compute, exposed = plan.compute, _exposed(layer, plan, cost, overlap)
+    exposed = _exposed(layer, plan, cost, overlap)
     out.collectives = [
         (op, f"{step.kind} over {','.join(step.axes)}", step.wire_bytes, step.seconds)
         for op, step in layer.graph.collectives(plan)
     ]
     head = _head_seconds(model, batch // dp // micro_batches, tp, cost)
     stage = model.layers / pp
-    # Backward: two products for each of forward's, and every collective's counterpart.
-    one_compute = 3 * (stage * compute + head) + stage * layer.eager_seconds(cost)
+    one_compute = stage * layer.seconds(plan, cost) + 3 * head
     one_moving = 2 * stage * exposed
     out.compute, out.moving = micro_batches * one_compute, micro_batches * one_moving
     for _, step in layer.graph.collectives(plan):
@@ -153,7 +94,8 @@ def predict(
     _pipeline(out, cost, one_compute + one_moving)
     _gradients(out, cost, backward=2 / 3 * micro_batches * one_compute)
     own = _own_parameters(model, tp, pp)
-    out.optimizer = cost.elementwise(own * 34)  # AdamW in fp32: gradient, weight, two moments; a 16-bit copy
+    # AdamW in fp32: gradient, weight, two moments; a 16-bit copy.
+    out.optimizer = cost.elementwise(own * (model.eager.parameter if model.eager else 34))
     activations = 34 * model.sequence * (batch // dp // micro_batches) * model.hidden / tp
     out.memory = own * 18 + activations * stage * min(pp, micro_batches)
     return out
@@ -171,7 +113,7 @@ def predict_layer(
     _check(model, mesh, batch)
     layer = _Layer(model, mesh, batch)
     plan = layer.graph.plan(cost)
-    return 3 * plan.compute + layer.eager_seconds(cost) + 2 * _exposed(layer, plan, cost, overlap)
+    return layer.seconds(plan, cost) + 2 * _exposed(layer, plan, cost, overlap)
 
 
 def meshes_for(model: Transformer, ranks: int, batch: int, ranks_per_host: int) -> Iterator[Mesh]:
@@ -207,7 +149,7 @@ class _Layer:
     def __init__(self, model: Transformer, mesh: Mesh, batch: int) -> None:
         self.graph, self.mesh = Graph(mesh), mesh
         dp, tp = (mesh.axes.get(name, 1) for name in ("dp", "tp"))
-        self.eager_bytes = model.eager_bytes * model.sequence * batch / dp / tp * model.hidden
+        self.eager, self.elements = model.eager, model.sequence * batch / dp / tp * model.hidden
         self.ops: list[str] = []  # of each node
         self.gathered: dict[int, list[int]] = {}  # a value -> the products that take it
         s, d, h, kv, e = model.sequence, model.hidden, model.heads, model.kv_heads, model.hidden // model.heads
@@ -228,9 +170,14 @@ class _Layer:
         g = self._node(OpRule.elementwise("activation", [wide] * len(up)), up, "activation")
         self._add(x, self._row("down", g, wide, d), rows, whole)
 
-    def eager_seconds(self, cost: CostModel) -> float:
-        """Forward and backward. A rank has its share of rows or of heads."""
-        return cost.elementwise(self.eager_bytes)
+    def seconds(self, plan: GraphPlan, cost: CostModel) -> float:
+        """Forward and backward, which has two products for each of forward's, without what is sent."""
+        if self.eager is None:
+            return 3 * plan.compute
+        # A rank has its share of rows or of heads.
+        rest = cost.elementwise(self.eager.layer * self.elements / self.eager.rate)
+        steps = zip(self.ops, plan.strategies, strict=True)
+        return 3 * sum(strategy.compute for op, strategy in steps if op in ("linear", "attention")) + rest
 
     def _layout(self, *dims: str | None) -> Layout:
         return Layout(self.mesh, [d if d in self.mesh.axes else None for d in dims])
@@ -293,9 +240,11 @@ def _exposed(layer: _Layer, plan: GraphPlan, cost: CostModel, overlaps: bool) ->
 
 
 def _head_seconds(model: Transformer, sequences: int, tp: int, cost: CostModel) -> float:
-    """Embedding and head on a rank's own rows; the last stage has them, and it is the slowest."""
+    """Embedding, last norm and head on a rank's own rows; the last stage has them, and it is the slowest."""
     rows = sequences * model.sequence / tp
-    return cost.matmul(rows, model.vocabulary, model.hidden, 2) + 2 * cost.elementwise(rows * model.vocabulary * 4)
+    norm = cost.elementwise(rows * model.hidden * (2 * model.residual_size + 2))
+    logits = cost.elementwise(rows * model.vocabulary * 4)
+    return norm + cost.matmul(rows, model.vocabulary, model.hidden, 2) + 2 * logits
 
 
 def _own_parameters(model: Transformer, tp: int, pp: int) -> float:
@@ -316,14 +265,18 @@ def _pipeline(out: Prediction, cost: CostModel, one: float) -> None:
 
 
 def _gradients(out: Prediction, cost: CostModel, *, backward: float) -> None:
-    """Gradients in fp32: over dp while the backward pass runs, but for the last bucket; replicated ones over tp."""
+    """Gradients in fp32: over dp while the backward pass runs, but for the last bucket, or after it; replicated ones
+    over tp."""
     model = out.model
     dp, tp, pp = (out.mesh.axes.get(name, 1) for name in ("dp", "tp", "pp"))
     if dp > 1:
         size = 4 * _own_parameters(model, tp, pp)
         whole = cost.collective("all_reduce", out.mesh.links("dp"), size)
-        last = cost.collective("all_reduce", out.mesh.links("dp"), size / max(model.layers // pp, 1))
-        out.gradients += max(last, whole - backward)
+        if model.eager:
+            out.gradients += whole + cost.elementwise(size / 4 * model.eager.reduced)
+        else:
+            last = cost.collective("all_reduce", out.mesh.links("dp"), size / max(model.layers // pp, 1))
+            out.gradients += max(last, whole - backward)
         out.traffic["dp"] = wire_bytes("all_reduce", dp, size)
     if tp > 1:
         size = 4 * (2 * model.vocabulary * model.hidden + model.layers / pp * 2 * model.hidden)

@@ -50,7 +50,8 @@ def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
     assert {(row["name"], row["algorithm"]) for row in found["rows"]} == expected
     for row in found["rows"]:
         assert set(row["peers"]) == {"nccl"}
-        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"], row["predicted_us"]) > 0
+        assert min(row["us"], row["peers"]["nccl"], row["over_nccl"]) > 0
+        assert "predicted_us" not in row  # it would be old as soon as the planner learns
     why = {"torch fused": NO_CUDA, "torch fused joined": NO_CUDA}
     assert found["missing"] == {"llama3-8b": why, "llama3-70b": why}
     assert f"not run: torch fused: {NO_CUDA}" in told

@@ -12,6 +12,9 @@ import pytest
 from torch_overlap.bench import document, result
 from torch_overlap.bench.layers import layer_table
 from torch_overlap.bench.tables import groups_of, table
+from torch_overlap.mesh import Mesh
+from torch_overlap.mesh.models import PRESETS
+from torch_overlap.mesh.transformer import predict_layer
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -97,15 +100,15 @@ def test_tables() -> None:
 
 def layer_row(name: str, algorithm: str, us: float, peers: dict[str, float]) -> dict[str, Any]:
     return {"op": "layer", "name": name, "shape": [8192, 14336, 4096], "dtype": "bfloat16", "tp": 4, "mode": "graph",
-            "algorithm": algorithm, "us": us, "iqr_us": 1.0, "peers": peers, "predicted_us": 1600.0,
+            "algorithm": algorithm, "us": us, "iqr_us": 1.0, "peers": peers,
             **{f"over_{peer}": us / other for peer, other in peers.items()}}  # fmt: skip
 
 
 LAYERS = [
-    layer_row("one", "auto", 2000.0, {"nccl": 3200.0, "torch fused": 2500.0}),
-    layer_row("one", "ring", 2100.0, {"nccl": 3200.0, "torch fused": 2500.0}),
-    layer_row("two", "auto", 4000.0, {"nccl": 5000.0}),
-    layer_row("two", "ring", 3900.0, {"nccl": 5000.0}),
+    layer_row("llama3-8b", "auto", 2000.0, {"nccl": 3200.0, "torch fused": 2500.0}),
+    layer_row("llama3-8b", "ring", 2100.0, {"nccl": 3200.0, "torch fused": 2500.0}),
+    layer_row("llama3-70b", "auto", 4000.0, {"nccl": 5000.0}),
+    layer_row("llama3-70b", "ring", 3900.0, {"nccl": 5000.0}),
 ]
 
 
@@ -113,9 +116,11 @@ def test_a_table_of_layers() -> None:
     lines = layer_table(LAYERS).splitlines()
     assert lines[0] == ("| layer (M, ffn, hidden) | ours, us: auto | ring | nccl | torch fused | predicted "
                         "| auto / nccl | auto / torch fused | auto / predicted |")  # fmt: skip
+    small, large = (1e6 * predict_layer(PRESETS[f"llama3-{size}b"], Mesh({"tp": 4}), batch=1) for size in (8, 70))
     assert lines[2:] == [
-        "| one 8192, 14336, 4096 | 2000 | 2100 | 3200 | 2500 | 1600 | 0.625 | 0.800 | 1.250 |",
-        "| two 8192, 14336, 4096 | 4000 | 3900 | 5000 | - | 1600 | 0.800 | - | 2.500 |",
+        "| llama3-8b 8192, 14336, 4096 | 2000 | 2100 | 3200 | 2500 "
+        f"| {small:.0f} | 0.625 | 0.800 | {2000 / small:.3f} |",
+        f"| llama3-70b 8192, 14336, 4096 | 4000 | 3900 | 5000 | - | {large:.0f} | 0.800 | - | {4000 / large:.3f} |",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,5 +26,6 @@ def test_two_ranks_without_a_gpu(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert [row["name"] for row in rows] == ["tp=2", "dp=2:tp=1"]
     for row in rows:
-        assert min(row["us"], row["predicted_us"]) > 0
-        assert f"predicted {row['predicted_us']:.1f}" in done.stdout
+        assert row["us"] > 0
+        assert "predicted_us" not in row  # it would be old as soon as the planner learns
+    assert len(re.findall(r" Mtoken/s  predicted [0-9.]+ ", done.stdout)) == 2

@@ -71,7 +71,7 @@ def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, me
     assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
-def collectives_of_a_step(comm, mesh):
+def collectives_of_a_step(comm, mesh, dtype):
     """The names of a training step's collectives, and the losses."""
     sys.path.insert(0, str(TRAIN_GPT.parent))
     from gpt.model import Config
@@ -82,7 +82,7 @@ def collectives_of_a_step(comm, mesh):
     letters = torch.randint(256, (2, 5000), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
     kind = Trainer if mesh is None else MeshTrainer
     trainer = kind(Config(64, 2, 4, 32), comm, Text(*letters, 1), batch_size=4, steps=3, rate=1e-3, seed=0,
-                   dtype=torch.float32, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
+                   dtype=dtype, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
     trainer.train_step(0)
     log: list[str] = []
     comm.register_pre_hook(lambda name, *_: log.append(name.name))
@@ -92,13 +92,14 @@ def collectives_of_a_step(comm, mesh):
     return names, trainer.losses.tolist()
 
 
-def test_the_mesh_puts_in_the_collectives_that_a_hand_does_but_for_rows_it_kept():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_mesh_puts_in_the_collectives_that_a_hand_does_but_for_rows_it_kept(dtype, tolerance):
     """A block has 4 forwards and 4 backwards, a step one for all gradients. By hand, to save memory, the two gathered
     inputs of a block are gathered again for the gradients of the weights; values on a mesh keep what they were moved
     to, so each of these is one less. All the others are the same, in the same order."""
-    by_hand, losses = run_ranks(collectives_of_a_step, 2, None)[0]
-    on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2})[0]
-    assert mesh_losses == pytest.approx(losses, abs=1e-5)
+    by_hand, losses = run_ranks(collectives_of_a_step, 2, None, dtype)[0]
+    on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2}, dtype)[0]
+    assert mesh_losses == pytest.approx(losses, abs=tolerance)
     gather, scatter, blocks = "all_gather_single", "reduce_scatter_single", 2
     assert on_mesh == [*[gather, scatter] * 4 * blocks, "all_reduce"]
     assert by_hand == [*[gather, scatter] * 2 * blocks, *[gather, gather, scatter] * 2 * blocks, "all_reduce"]

@@ -13,7 +13,8 @@ import pytest
 
 from torch_overlap.mesh import CostModel, Mesh, save_cost_model
 from torch_overlap.mesh.command import draw
-from torch_overlap.mesh.transformer import PRESETS, Transformer, meshes_for, predict, predict_layer
+from torch_overlap.mesh.models import PRESETS, Eager, Transformer
+from torch_overlap.mesh.transformer import meshes_for, predict, predict_layer
 
 LLAMA = PRESETS["llama3-8b"]
 SMALL = Transformer("small", 4, 1024, 16, 8, 4096, 512, sequence=512)
@@ -98,8 +99,28 @@ def test_wrong_models_are_refused() -> None:
         Transformer("odd", 1, 64, 8, 3, 64, 64)
     with pytest.raises(ValueError, match="layers of at least 1, got 0"):
         Transformer("none", 0, 64, 8, 8, 64, 64)
+    with pytest.raises(ValueError, match="layer of at least 0 bytes, got -1"):
+        Eager(-1, 34)
+    with pytest.raises(ValueError, match="rate above 0, at most 1, got 2"):
+        Eager(1, 34, rate=2)
     with pytest.raises(ValueError, match="micro_batches that divide the 4 sequences"):
         predict(SMALL, Mesh({"dp": 2}), batch=8, micro_batches=3)
+
+
+def test_eager_models_move_what_they_say() -> None:
+    """Bytes at the rate of memory: of layers by their share of it, of parameters, and of gradients that are reduced."""
+    cost, mesh = CostModel.h200(), Mesh({"dp": 4})
+    rate = 1e12 / (cost.elementwise(2e12) - cost.elementwise(1e12))
+    first = predict(replace(SMALL, eager=Eager(100, 30, 8, 0.5)), mesh, batch=64)
+    second = predict(replace(SMALL, eager=Eager(140, 50, 24, 0.5)), mesh, batch=64)
+    tokens = SMALL.layers * 16 * SMALL.sequence * SMALL.hidden
+    assert second.compute - first.compute == pytest.approx(40 * tokens / 0.5 / rate)
+    parameters = first.traffic["dp"] / 4 / (2 * 3 / 4)
+    assert second.optimizer - first.optimizer == pytest.approx(20 * parameters / rate)
+    assert second.gradients - first.gradients == pytest.approx(16 * parameters / rate)
+    assert first.gradients > cost.collective("all_reduce", {"nvlink": 4}, 4 * parameters)
+    hidden = predict(SMALL, mesh, batch=64)
+    assert hidden.gradients < cost.collective("all_reduce", {"nvlink": 4}, 4 * parameters)
 
 
 def test_every_mesh_is_listed_once() -> None:

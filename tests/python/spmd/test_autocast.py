@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_overlap.mesh import P, connect, shard
+from torch_overlap.mesh import P, choosing, connect, shard
 from torch_overlap.testing import run_ranks
 
 
@@ -38,3 +38,34 @@ def check(comm, seed):
 
 def test_products_are_cast_down_and_sums_of_exponentials_up(seed):
     run_ranks(check, 4, seed, backend="local")
+
+
+def check_casts(comm, seed):
+    """A long weight and few rows: to gather the weight's cast would be cheaper than to gather the rows."""
+    mesh = connect({"tp": 2}, comm)
+    generator = torch.Generator().manual_seed(seed)
+    rows, weights = torch.randn(256, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
+    x = shard(rows, mesh, P("tp")).requires_grad_()
+    anchored = [shard(w, mesh, P("tp")).requires_grad_().anchor() for w in weights]
+    names = []
+    comm.register_pre_hook(lambda name, *_: names.append(name.name))
+    h = x * 1.0  # a function's result: it keeps what it becomes
+    with torch.autocast("cpu", torch.bfloat16), choosing("plain"):
+        outs = [F.linear(h, w) for w in anchored]
+        transposed = h @ anchored[0].T
+    # The rows were cast once, and gathered once; no weight was.
+    assert names == ["all_gather_single"]
+    expected = [rows.bfloat16() @ w.T.bfloat16() for w in weights]
+    for out, reference in zip([*outs, transposed], [*expected, expected[0]], strict=True):
+        assert (out.dtype, str(out.layout.with_invariant(None))) == (torch.bfloat16, "[],[tp]")
+        torch.testing.assert_close(out.full(), reference, rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        x.local.fill_(2)  # what was not made by a function is cast anew
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(F.linear(x, anchored[0]).full(), 2 * weights[0].sum(1).bfloat16().expand(256, 4),
+                                       rtol=2e-2, atol=5e-2)  # fmt: skip
+    mesh.close()
+
+
+def test_a_cast_keeps_its_anchor_and_is_made_once(seed):
+    run_ranks(check_casts, 2, seed, backend="local")

@@ -176,10 +176,19 @@ def test_maximum_of_a_pending_sum(seed):
 
 
 @pytest.mark.parametrize(
-    "layout", ["[x],[] I{y}", "[],[x] I{y}", "[x],[y]", "[],[x,y]", "[],[] P{x} I{y}", "[x],[] P{y}"]
+    ("layout", "along_rows", "along_columns"),
+    [
+        ("[x],[] I{y}", [], ["all_reduce x"] * 2),
+        ("[],[x] I{y}", ["all_reduce x"] * 2, []),
+        ("[x],[y]", ["all_reduce y"] * 2, ["all_reduce x"] * 2),
+        ("[],[x,y]", ["all_reduce x,y"] * 2, []),
+        ("[],[] P{x} I{y}", ["all_reduce x"], ["all_reduce x"]),
+        ("[x],[] P{y}", ["all_reduce y"], ["all_reduce y"] + ["all_reduce x"] * 2),
+    ],
 )
-def test_softmax(layout, seed):
-    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end."""
+def test_softmax(layout, along_rows, along_columns, seed):
+    """B16: over whole rows, wherever they lie, by dimensions from the front and from the end: what is pending is
+    reduced once, then the maximum and the sum where the dimension is sharded."""
 
     def body(r):
         for function in (
@@ -191,14 +200,14 @@ def test_softmax(layout, seed):
             lambda x: F.layer_norm(x, (6,)),
         ):
             compare(r, function, [r.randn(8, 6)], [layout])
-        x = r.randn(8, 6)
-        operand = r.place(x, layout)
-        r.sent()
-        out = operand.softmax(-1)
-        sent = {s.split()[0] for s in r.sent()}
-        assert bool(sent) == ("],[]" not in layout or "P{" in layout)  # whole rows need nobody
-        assert sent <= {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
-        r.check(out, x.softmax(-1))
+        after = layout.replace(" P{x} I{y}", " I{x,y}").replace("P{y}", "I{y}")
+        for dim, sent in ((-1, along_rows), (1, along_rows), (0, along_columns), (-2, along_columns)):
+            for function in (torch.softmax, torch.log_softmax):
+                x = r.randn(8, 6)
+                operand = r.place(x, layout)
+                with r.sends(*sent):
+                    out = function(operand, dim)
+                r.check(out, function(x, dim), after)
 
     on_mesh("x=2,y=2", body, seed)
 

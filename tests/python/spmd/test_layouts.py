@@ -94,14 +94,18 @@ def test_uneven_parts(n, seed):
             total = r.check(y.sum(0), x.sum(0), "[] P{x}")
         with r.sends("all_reduce x"):
             r.check(total.reshard(None), x.sum(0), "[] I{x}")
-        r.check(y.mean(0), x.mean(0), "[] P{x}")
-        r.check(y.amax(0), x.amax(0), "[] P{x:max}")
-        assert y.amax().item() == x.max().item()
         columns = r.randn(3, n)
         z = trip(r, columns, P(None, "x"), "[],[x]")
-        r.check(z.reshard(P(None, None)), columns, "[],[] I{x}")
-        r.check(z.reshard(P("x", None)), columns, "[x],[]")
-        r.check(z @ y, columns @ x)
+        with r.sends():
+            r.check(y.mean(0), x.mean(0), "[] P{x}")
+            r.check(y.amax(0), x.amax(0), "[] P{x:max}")
+            r.check(z @ y, columns @ x, "[],[] P{x}")
+        with r.sends("all_reduce x"):
+            assert y.amax().item() == x.max().item()
+        with r.sends("all_gather x"):
+            r.check(z.reshard(P(None, None)), columns, "[],[] I{x}")
+        with r.sends("all_to_all x"):
+            r.check(z.reshard(P("x", None)), columns, "[x],[]")
         return tuple(y.local.shape)
 
     shapes = on_mesh("x=4", body, seed)
@@ -127,13 +131,21 @@ def test_smaller_than_the_mesh(seed):
 
     def body(r):
         a, b, one = r.randn(2, 2), r.randn(2, 2), r.randn(1, 1)
-        for left in (P("x"), P(None, "x"), P()):
-            for right in (P("x"), P(None, "x"), P()):
-                r.check(shard(a, r.mesh, left) @ shard(b, r.mesh, right), a @ b)
-        for spec in (P("x"), P(None, "x"), P()):
+        rows, columns, gather = P("x"), P(None, "x"), "all_gather x"
+        for left, right, sent, layout in (
+            (rows, rows, [gather], "[x],[]"), (rows, columns, [gather], "[x],[]"), (rows, P(), [], "[x],[]"),
+            (columns, rows, [], "[],[] P{x}"), (columns, columns, [gather], "[],[x]"),
+            (columns, P(), [], "[],[] P{x}"), (P(), rows, [], "[],[] P{x}"), (P(), columns, [], "[],[x]"),
+            (P(), P(), [], "[],[] I{x}"),
+        ):  # fmt: skip
+            with r.sends(*sent):
+                r.check(shard(a, r.mesh, left) @ shard(b, r.mesh, right), a @ b, layout)
+        for spec in (rows, columns, P()):
             y = trip(r, one, spec, str(shard(one, r.mesh, spec).layout))
-            r.check(y.exp(), one.exp())
-            r.check(y @ y, one @ one)
+            with r.sends():
+                r.check(y.exp(), one.exp(), str(y.layout))
+            with r.sends(*[gather] * 2 * bool(spec)):  # both operands: a caller's value may change between two
+                r.check(y @ y, one @ one, "[],[] I{x}")
             assert y.sum().item() == one.item()
 
     on_mesh("x=4", body, seed)

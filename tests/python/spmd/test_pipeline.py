@@ -56,12 +56,14 @@ def test_a_step_of_a_pipeline_under_vmap(seed):
         expected = torch.where(mask, made.roll(2, 0), leaves[0]).sum((0, 1))
         expected.backward(c)
         xs, ws, bs = (shard(v.clone(), r.mesh, P("stage")).requires_grad_() for v in (x, w, b))
-        y = type(xs)(torch.func.vmap(layer)(xs.local, ws.local, bs.local), xs.spec)
-        moved = ppermute(y, [(i, (i + 1) % 4) for i in range(4)])
-        out = torch.where(shard(mask, r.mesh, P("stage")), moved, xs).sum((0, 1))
-        r.check(out, expected)
-        out.backward(shard(c, r.mesh))
+        with r.sends("permute stage"):
+            y = type(xs)(torch.func.vmap(layer)(xs.local, ws.local, bs.local), xs.spec)
+            moved = ppermute(y, [(i, (i + 1) % 4) for i in range(4)])
+            out = torch.where(shard(mask, r.mesh, P("stage")), moved, xs).sum((0, 1))
+        r.check(out, expected, "[] P{stage}")
+        with r.sends("permute stage"):
+            out.backward(shard(c, r.mesh))
         for operand, leaf in zip((xs, ws, bs), leaves, strict=True):
-            r.check(operand.grad, leaf.grad)
+            r.check(operand.grad, leaf.grad, str(operand.layout))
 
     on_mesh("stage=4", body, seed)
