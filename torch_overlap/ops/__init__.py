@@ -44,9 +44,9 @@ from torch_overlap.ops.collectives import (
 )
 from torch_overlap.ops.fused import (
     all_gather_matmul,
+    all_reduce_rms_norm,
     all_to_all_matmul,
     bulk_overlap_matmul,
-    all_reduce_rms_norm,
     matmul_all_reduce,
     matmul_all_reduce_rms_norm,
     matmul_all_to_all,

@@ -9,7 +9,8 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
   gathering and the reduction run beside whole products. Both need ranks that reach each other's memory, else they
   raise UnsupportedError; operators that exchange instead of gathering or reducing have neither.
 - "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 in one kernel each, which waits
-  for rows, or sends and sums tiles, by itself. Gradients too, but for sums of several products, which go as "ring".
+  for rows, or sends and sums tiles, by itself; matmul_all_reduce as the latter by blocks of rows, each of which is
+  gathered beside the next. Gradients too, but for sums of several products, which go as "ring".
 - "auto": the quicker one by shape and by what the ranks can do. The same on all ranks.
 
 The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk" and "fused" after a

@@ -100,7 +100,21 @@ class Scatter:
         close(outs[0], total + (self.bias.double() if self.bias is not None else 0), self.k)
 
 
-KINDS = [Gather, Scatter]
+class AllReduce(Scatter):
+    """The fused product and reduce-scatter, in blocks of rows, each gathered beside the next."""
+
+    def run(self):
+        return [ops.matmul_all_reduce(self.x, self.weight, self.comm, self.bias, op=self.op, algorithm="fused")]
+
+    def check(self, outs):
+        xs, ws = everybodys(self.comm, self.x), everybodys(self.comm, self.weight)
+        total = sum(x @ w.t() for x, w in zip(xs, ws, strict=True))
+        if self.op == "avg":
+            total /= self.comm.get_size()
+        close(outs[0], total + (self.bias.double() if self.bias is not None else 0), self.k)
+
+
+KINDS = [Gather, Scatter, AllReduce]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
@@ -122,9 +136,10 @@ def test_full_shapes(comm, kind, shape):
     case.check(case.run())
 
 
+@pytest.mark.parametrize("kind", [Scatter, AllReduce], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("shape", [(200, 136, 264), LARGE], ids=str)
-def test_a_mean(comm, shape):
-    case = Scatter(comm, *shape, torch.bfloat16, op="avg")
+def test_a_mean(comm, shape, kind):
+    case = kind(comm, *shape, torch.bfloat16, op="avg")
     case.check(case.run())
 
 
@@ -157,7 +172,8 @@ def test_gradients(comm, kind):
         if kind is Gather:
             outs, _ = ops.all_gather_matmul(inputs[0], inputs[1:], comm, algorithm=algorithm)
         else:
-            outs = [ops.matmul_reduce_scatter(inputs[0], inputs[1], comm, algorithm=algorithm)]
+            reduce = ops.matmul_reduce_scatter if kind is Scatter else ops.matmul_all_reduce
+            outs = [reduce(inputs[0], inputs[1], comm, algorithm=algorithm)]
         torch.manual_seed(comm.get_rank())
         results[algorithm] = torch.autograd.grad(outs, inputs, [torch.randn_like(o) for o in outs])
     for got, want in zip(results["fused"], results["sequential"], strict=True):
@@ -170,8 +186,10 @@ def test_what_it_cannot_do_is_an_error(comm):
         ops.all_gather_matmul(x, [w], comm, algorithm="fused")
     with pytest.raises(to.UnsupportedError, match="multiples of 8"):
         ops.matmul_reduce_scatter(x[:, :12].bfloat16(), w[:, :12].bfloat16(), comm, algorithm="fused")
+    with pytest.raises(to.UnsupportedError, match="bfloat16 and float16"):
+        ops.matmul_all_reduce(x, w, comm, algorithm="fused")
     with pytest.raises(to.UnsupportedError, match="no fused kernel"):
-        ops.matmul_all_reduce(x.bfloat16(), w.bfloat16(), comm, algorithm="fused")
+        ops.bulk_overlap_matmul(x, w, x, comm, collective="all_gather", algorithm="fused")
     assert to.explain("all_gather_matmul", x.bfloat16(), [w.bfloat16()], comm, algorithm="fused").algorithm == "fused"
 
 

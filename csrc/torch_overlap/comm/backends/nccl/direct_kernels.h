@@ -111,6 +111,7 @@ cudaError_t launch_norm(DirectType type, char* rows, uint32_t count, const NormP
 cudaError_t load_line_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
-cudaError_t load_norm_kernels();
+cudaError_t load_norm_kernels();  // launch_norm's too
+cudaError_t load_norm_alone();
 
 }  // namespace torch_overlap::cuda
