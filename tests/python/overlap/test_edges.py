@@ -67,6 +67,24 @@ def test_rows_that_ranks_cannot_share_evenly(seed: int) -> None:
     run_ranks(run_uneven_rows, 3, seed)
 
 
+def run_blocks(comm: TorchComm, seed: int) -> None:
+    """So many elements that they go in blocks of rows, each gathered beside the next: small integers, so exact."""
+    rank, size = comm.get_rank(), comm.get_size()
+    rows, columns = 8191, 4200
+    xs = [torch.randint(-3, 4, (rows, 4), generator=torch.Generator().manual_seed(seed + r)) for r in range(size)]
+    w = torch.randint(-2, 3, (columns, 4), generator=torch.Generator().manual_seed(seed + 10)).bfloat16()
+    bias = torch.arange(columns) % 5 + rank
+    for op, with_bias in (("sum", True), ("avg", False)):
+        given = bias.bfloat16() if with_bias else None
+        y = to.ops.matmul_all_reduce(xs[rank].bfloat16(), w, comm, given, op=op, algorithm="ring")
+        expected = sum(xs[1:], xs[0]).bfloat16() @ w.T / (size if op == "avg" else 1)
+        assert torch.equal(y, expected + given if with_bias else expected)
+
+
+def test_an_all_reduce_in_blocks_of_rows(seed: int) -> None:
+    run_ranks(run_blocks, 2, seed)
+
+
 def run_logged(comm: TorchComm, relay: bool = False) -> str:
     size = comm.get_size()
     config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [2 * size, 8], torch.float64, size, relay_ag=relay)
