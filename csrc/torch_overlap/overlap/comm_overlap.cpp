@@ -149,13 +149,13 @@ at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
   return scale_inv_;
 }
 
-void CommOverlapCore::check_rs_output(std::string_view op, const Tensor& rs_output,
-                                      int64_t columns) const {
+void CommOverlapCore::check_rs_output(std::string_view op, std::string_view what,
+                                      const Tensor& rs_output, int64_t columns) const {
   const std::vector<int64_t> expected{rows().length(rank()), columns};
   TORCH_OVERLAP_CHECK(
       rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
           (rs_output.numel() == 0 || rs_output.stride(1) == 1),
-      kValue, op, ": GEMM->RS overlap output buffer is sized incorrectly: expected ",
+      kValue, op, ": ", what, " is sized incorrectly: expected ",
       list_string(expected), " with contiguous rows, got ",
       rs_output.defined() ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
                           : "no tensor");
@@ -267,7 +267,7 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
                       " tokens that are active, got ", m, " rows; call set_active_tokens() first");
   TORCH_OVERLAP_CHECK(n == config_.buffer_shape[1], kValue, op, ": expected a product of the ",
                       config_.buffer_shape[1], " features of the buffer, got ", n, " columns");
-  check_rs_output(op, rs_output, n);
+  check_rs_output(op, "GEMM->RS overlap output buffer", rs_output, n);
   check_bias_of_sum(op, epilogue.bias, rs_output);
   (void)scale_of_sum(op);
   check_gemm(op, product);

@@ -130,7 +130,9 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // The product of a reduce-scatter: checked, without what belongs behind the sum.
   GemmArgs partial_product(std::string_view op, const GemmArgs& args,
                            const Tensor& rs_output) const;
-  void check_rs_output(std::string_view op, const Tensor& rs_output, int64_t columns) const;
+  // `what` is sized incorrectly where it does not fit.
+  void check_rs_output(std::string_view op, std::string_view what, const Tensor& rs_output,
+                       int64_t columns) const;
   void check_bias_of_sum(std::string_view op, const Tensor& bias, const Tensor& rs_output) const;
   // Of sums of an 8-bit buffer; undefined for others.
   Tensor scale_of_sum(std::string_view op) const;

@@ -31,7 +31,9 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
   check_gemm(kOp, args);
   TORCH_OVERLAP_CHECK(gathers || config().buffer_dtype != at::kByte, kType, kOp,
                       ": expected a floating-point buffer for RS, got uint8, which has no sums");
-  if (!gathers && rs_output.defined()) check_rs_output(kOp, rs_output, config().buffer_shape[1]);
+  if (!gathers && rs_output.defined()) {
+    check_rs_output(kOp, "bulk RS overlap auxiliary output", rs_output, config().buffer_shape[1]);
+  }
   TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
                       ": expected rs_output for the sum of an 8-bit buffer, got none");
   TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,

@@ -120,6 +120,45 @@ def test_errors() -> None:
     run_ranks(wrong, 2)
 
 
+def wrong_bulk(comm: TorchComm) -> None:
+    size = comm.get_size()
+    id = to.create_comm_overlap_buffer(comm, Type.NONE, Method.BULK, (TOKENS, K), torch.float64)
+    x, w = torch.zeros(7, 5, dtype=torch.float64), torch.zeros(5, 3, dtype=torch.float64)
+
+    def call(comm_type, aux, **more):
+        return OP(x, None, w, None, aux_in=aux, comm_type=comm_type, comm_overlap_method=1, comm_overlap_id=id,
+                  rhs_axis_boundary=1, **more)  # fmt: skip
+
+    def rows(count, columns=K, dtype=torch.float64):
+        return torch.zeros(count, columns, dtype=dtype)
+
+    def incorrectly(kind, expected):
+        return f"^gemm: bulk {kind} overlap auxiliary output is sized incorrectly: expected {expected}"
+
+    own, fit = TOKENS // size, "aux_in of at most {} rows of 32 features of 8 bytes, as the buffer has, got "
+    for message, comm_type, aux in [
+        (incorrectly("AG", fit.format(own) + f"{own + 1} of 32 of 8"), 2, rows(own + 1)),
+        (incorrectly("AG", fit.format(own) + f"{own} of 31 of 8"), 2, rows(own, K - 1)),
+        (incorrectly("AG", fit.format(own) + f"{own} of 32 of 4"), 2, rows(own, dtype=torch.float32)),
+        (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS + size} of 32 of 8"), 1, rows(TOKENS + size)),
+        (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS} of 33 of 8"), 1, rows(TOKENS, K + 1)),
+        (incorrectly("RS", f"a first dimension of aux_in that {size} ranks can share, got {size + 1}"), 1,
+         rows(size + 1)),
+        ("^gemm: expected aux_in, which the collective of method BULK takes, got none", 2, None),
+    ]:  # fmt: skip
+        if comm.get_rank() == size - 1:  # by one rank alone: had it sent anything, the call below would be wrong
+            with pytest.raises(to.InvalidValueError, match=message):
+                call(comm_type, aux)
+        aux_out = call(1, rows(TOKENS) + comm.get_rank())[3]
+        assert (aux_out == sum(range(size))).all()
+    to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_errors_of_bulk(size: int) -> None:
+    run_ranks(wrong_bulk, size)
+
+
 def meta(comm: TorchComm) -> None:
     id = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), torch.float64)
     x = torch.empty(TOKENS // comm.get_size(), K, dtype=torch.float64, device="meta")
