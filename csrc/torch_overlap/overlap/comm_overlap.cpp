@@ -10,12 +10,24 @@ namespace {
 
 constexpr std::string_view kCreate = "CommOverlap";
 
-OverlapChannel::Request channel_request(const OverlapGroup& group,
-                                        const CommOverlapConfig& config) {
+// A wrong class is, like a wrong parameter, an error of all ranks.
+void check_class(const CommOverlapConfig& config, bool is_p2p) {
+  const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
+  TORCH_OVERLAP_CHECK(is_p2p || !is_ring, kValue,
+                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
+                      "CommOverlapP2PBase");
+  TORCH_OVERLAP_CHECK(!is_p2p || is_ring, kValue,
+                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
+                      to_string(config.method), "; use CommOverlapBase");
+}
+
+OverlapChannel::Request channel_request(const OverlapGroup& group, const CommOverlapConfig& config,
+                                        bool is_p2p) {
   OverlapChannel::Request request{
       .op = kCreate, .name = concat("overlap buffer"), .digest = config.text()};
   try {
     config.validate(kCreate);
+    check_class(config, is_p2p);
     TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,
                         ": expected tp_size to be the size of the group, ", group.size(), ", got ",
                         config.tp_size, "; split the communicator first");
@@ -49,11 +61,11 @@ std::shared_ptr<CommOverlapCore> CommOverlapCore::create(std::shared_ptr<Overlap
 }
 
 CommOverlapCore::CommOverlapCore(std::shared_ptr<OverlapGroup> group,
-                                 const CommOverlapConfig& config)
+                                 const CommOverlapConfig& config, bool is_p2p)
     : config_(config),
       comm_(group->comm()),
       tokens_(config.buffer_shape.empty() ? 0 : config.buffer_shape[0]) {
-  const auto request = channel_request(*group, config);
+  const auto request = channel_request(*group, config, is_p2p);
   channel_ = OverlapChannel::create(std::move(group), request);
   data_ = channel_->data(0, {config_.numel()}, config_.buffer_dtype);
 }

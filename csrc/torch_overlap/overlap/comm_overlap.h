@@ -110,7 +110,8 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   void atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor& rs_output);
 
  protected:
-  CommOverlapCore(std::shared_ptr<OverlapGroup> group, const CommOverlapConfig& config);
+  CommOverlapCore(std::shared_ptr<OverlapGroup> group, const CommOverlapConfig& config,
+                  bool is_p2p);
 
   // What a class has. Each is called only if the class and its configuration have it.
   virtual bool has_bulk() const { return false; }

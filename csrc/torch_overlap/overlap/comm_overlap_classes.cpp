@@ -15,11 +15,7 @@ constexpr int64_t kElementsOfMxScale = 32;
 
 CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
                                  const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method != CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
-                      "CommOverlapP2PBase");
-}
+    : CommOverlapCore(std::move(group), config, /*is_p2p=*/false) {}
 
 bool CommOverlapBase::has_split(CommOverlapType type) const {
   return type == CommOverlapType::RS && config().method == CommOverlapMethod::PIPELINE;
@@ -90,11 +86,7 @@ void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Ten
 
 CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
                                        const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method == CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
-                      to_string(config.method), "; use CommOverlapBase");
-}
+    : CommOverlapCore(std::move(group), config, /*is_p2p=*/true) {}
 
 GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const GemmOperand& lhs,
                                                  const Tensor& own) const {
