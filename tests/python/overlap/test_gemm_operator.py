@@ -9,9 +9,11 @@ import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
 from torch_overlap import CommOverlapType as Type
 from torch_overlap import TorchComm
+from torch_overlap.quantize import ScalingMode as Mode
 from torch_overlap.testing import run_ranks
 
 OP = torch.ops.torch_overlap.gemm
+E4M3 = torch.float8_e4m3fn
 TOKENS, K, N = 24, 32, 16
 
 
@@ -88,6 +90,69 @@ def test_scatter(size: int, method: Method, atomic: bool, seed: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bulk(size: int, seed: int) -> None:
     run_ranks(bulk, size, seed)
+
+
+MODES = [Mode.CURRENT_TENSOR_SCALING, Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+
+
+def scaled(comm: TorchComm, seed: int, mode: Mode) -> None:
+    """8-bit operands with the scales of each mode: gathered, summed, and beside a collective."""
+    rank, size, k, n, rows = comm.get_rank(), comm.get_size(), 256, 256, 8
+    of_rows = Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
+    ring, bulk = Method.RING_EXCHANGE, Method.BULK
+    ids = [to.create_comm_overlap_buffer(comm, kind, method, (rows * size, columns), dtype)
+           for kind, method, columns, dtype in ((Type.AG, ring, k, E4M3), (Type.RS, ring, n, torch.float32),
+                                                (Type.RS, Method.PIPELINE, n, torch.float32),
+                                                (Type.NONE, bulk, k, torch.float32))]  # fmt: skip
+
+    def quantized(x, mode):
+        if mode == Mode.CURRENT_TENSOR_SCALING:  # one factor, equal on all ranks
+            x = x.clamp(-8, 8)
+            return (x * 56).to(E4M3), torch.full((1,), 1 / 56)
+        return tuple(to.ops.quantize(x.float(), mode, E4M3)[:2])
+
+    def value(operand, mode):
+        return to.ops.dequantize(*operand, mode).double()
+
+    xs = [quantized(draw(rows, k, seed=seed + r), of_rows) for r in range(size)]
+    whole = [quantized(draw(rows * size, k, seed=seed + 50 + r), of_rows) for r in range(size)]
+    ws = [quantized(draw(n, k, seed=seed + 100 + r), mode) for r in range(size)]
+    total = sum(value(x, of_rows) @ value(w, mode).T for x, w in zip(whole, ws, strict=True))
+    gathered = torch.cat([value(x, of_rows) for x in xs])
+    common = {"scaling_mode": int(mode), "rhs_transposed": True, "out_dtype": torch.float32}
+
+    def call(x, id, kind, method, **more):
+        return to.ops.gemm(*x, *ws[rank], comm_type=int(kind), comm_overlap_method=int(method), comm_overlap_id=id,
+                           **common, **more)  # fmt: skip
+
+    y, _, _, aux = call(xs[rank], ids[0], Type.AG, ring)
+    torch.testing.assert_close(y.double(), gathered @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3)
+    assert torch.equal(aux.view(torch.uint8), torch.cat([x[0].view(torch.uint8) for x in xs]))
+    for id, method in ((ids[1], ring), (ids[2], Method.PIPELINE)):
+        y, *_ = call(whole[rank], id, Type.RS, method)
+        torch.testing.assert_close(y.double(), own(total, comm), rtol=1e-4, atol=1e-3)
+    others = [draw(rows, k, seed=seed + 200 + r).float() for r in range(size)]
+    y, _, _, aux = call(whole[rank], ids[3], Type.AG, bulk, aux_in=others[rank])
+    torch.testing.assert_close(
+        y.double(), value(whole[rank], of_rows) @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3
+    )
+    assert torch.equal(aux, torch.cat(others))
+    if mode == Mode.MXFP8_1D_SCALING:
+        buffer = torch.empty(128, 8, dtype=torch.uint8)
+        with pytest.raises(to.UnsupportedError, match=r"lhs whose scales have a row .*swizzled ones; use unswizzle"):
+            call(xs[rank], ids[0], Type.AG, ring, lhs_swizzle=buffer)
+        swizzle = torch.zeros(n, k // 32, dtype=torch.uint8)
+        y, *_ = call(xs[rank], ids[0], Type.AG, ring, rhs_swizzle=swizzle)  # the weight stays where it is
+        torch.testing.assert_close(y.double(), gathered @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3)
+        assert torch.equal(swizzle, to.ops.swizzle_scales(ws[rank][1]).view(torch.uint8))
+    for id in ids:
+        to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_8_bit_operands(mode: Mode, size: int, seed: int) -> None:
+    run_ranks(scaled, size, seed, mode)
 
 
 def wrong(comm: TorchComm) -> None:
