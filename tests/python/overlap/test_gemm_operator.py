@@ -171,7 +171,11 @@ def wrong(comm: TorchComm) -> None:
         ("no aux_in for AG", to.InvalidValueError, {"aux_in": x}),
         ("Operation not supported", to.UnsupportedError, {"comm_type": 1, "lhs": torch.zeros_like(x)}),
         ("at most the 24 tokens of the buffer", to.InvalidValueError, {"lhs": x.repeat(2, 1)}),
-    ]:
+        ("expected lhs of 32 features of 8 bytes, as the buffer has, got 31 of 8", to.InvalidValueError,
+         {"lhs": x[:, 1:]}),
+        ("expected lhs of 32 features of 8 bytes, as the buffer has, got 32 of 4", to.InvalidValueError,
+         {"lhs": x.float()}),
+    ]:  # fmt: skip
         with pytest.raises(kind, match=message):
             call(**arguments)
     y, *_ = call()  # nothing was sent: all ranks still fit together
@@ -179,6 +183,15 @@ def wrong(comm: TorchComm) -> None:
     to.destroy_comm_overlap_buffer(id)
     with pytest.raises(to.InvalidValueError, match="which was destroyed"):
         call()
+    id = to.create_comm_overlap_buffer(comm, Type.RS, Method.PIPELINE, (TOKENS, N), torch.float64)
+    for message, columns, rows in [
+        (r"^gemm: GEMM->RS overlap output buffer is sized incorrectly: expected a first dimension that 2 .*got 3", N, 3),
+        ("^gemm: expected an output of 16 features, as the buffer has, got 15", N - 1, 4),
+    ]:
+        with pytest.raises(to.InvalidValueError, match=message):
+            OP(torch.zeros(rows, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,
+               comm_overlap_id=id, rhs_transposed=True)  # fmt: skip
+    to.destroy_comm_overlap_buffer(id)
 
 
 def test_errors() -> None:
