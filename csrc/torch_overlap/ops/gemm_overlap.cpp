@@ -56,8 +56,8 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
       rows <= most && columns == config.buffer_shape[1] && aux.element_size() == bytes, kValue,
       kGemm, ": bulk ", to_string(type),
       " overlap auxiliary output is sized incorrectly: expected aux_in of at most ", most,
-      " rows of ", config.buffer_shape[1], " features of ", bytes, " bytes, as the buffer has, got ",
-      rows, " of ", columns, " of ", aux.element_size());
+      " rows of ", config.buffer_shape[1], " features of ", bytes,
+      " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size());
   const auto use = buffer->use();
   buffer->set_active_tokens(gathers ? rows * tp : rows);
   buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);

@@ -164,12 +164,12 @@ at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
 void CommOverlapCore::check_rs_output(std::string_view op, std::string_view what,
                                       const Tensor& rs_output, int64_t columns) const {
   const std::vector<int64_t> expected{rows().length(rank()), columns};
-  TORCH_OVERLAP_CHECK(
-      rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
-          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
-      kValue, op, ": ", what, " is sized incorrectly: expected ",
-      list_string(expected), " with contiguous rows, got ",
-      rs_output.defined() ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
+  TORCH_OVERLAP_CHECK(rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
+                          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
+                      kValue, op, ": ", what, " is sized incorrectly: expected ",
+                      list_string(expected), " with contiguous rows, got ",
+                      rs_output.defined()
+                          ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
                           : "no tensor");
   TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op, ": expected rs_output on ",
                       group().device(), ", got ", rs_output.device());
