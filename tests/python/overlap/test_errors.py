@@ -59,6 +59,13 @@ def test_what_a_class_does_not_have_says_so(backend: str) -> None:
     run_ranks(run_table, 2, backend=backend)
 
 
+def test_the_base_of_the_classes_is_not_made() -> None:
+    assert issubclass(to.CommOverlapBase, to.CommOverlapCore)
+    assert issubclass(to.CommOverlapP2PBase, to.CommOverlapCore)
+    with pytest.raises(TypeError, match="CommOverlapCore: No constructor defined"):
+        to.CommOverlapCore()
+
+
 # --- Parameters of a buffer -----------------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {"comm_type": RS, "method": PIPELINE, "buffer_shape": [8, 16], "buffer_dtype": torch.float32}
