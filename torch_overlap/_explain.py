@@ -7,14 +7,23 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
-_SCALED = ("auto", "sequential", "chunked", "ring")
-_ALL_REDUCE_CHUNKS = 4  # pieces of matmul_all_reduce
+_EXCHANGE = ("auto", "sequential", "chunked")
+# Of operators that do not have all.
+_ALGORITHMS = {
+    "scaled_all_gather_matmul": (*_EXCHANGE, "ring"),
+    "scaled_matmul_reduce_scatter": (*_EXCHANGE, "ring"),
+    "bulk_overlap_matmul": (*_EXCHANGE, "bulk"),
+    "all_to_all_matmul": _EXCHANGE,
+    "matmul_all_to_all": _EXCHANGE,
+}
+_PIECES = 4  # of matmul_all_reduce and all_to_all_matmul
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     are taken to reach each other's memory, and to have the same cache of measured algorithms.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "scaled_all_gather_matmul" or
-            "scaled_matmul_reduce_scatter".
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk_overlap_matmul",
+            "all_to_all_matmul", "matmul_all_to_all", "scaled_all_gather_matmul" or "scaled_matmul_reduce_scatter".
 
     Raises:
         InvalidValueError: `op` is another one, or does not know the algorithm.
@@ -53,14 +62,16 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     bound = inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if op.startswith("scaled_") and given["algorithm"] not in _SCALED:
-        known = " ".join(_SCALED)
-        raise _C.InvalidValueError(f"{op}: expected algorithm to be one of {known}, got {given['algorithm']!r}")
-    if given["algorithm"] == "bulk":
+    algorithm, known = given["algorithm"], _ALGORITHMS.get(op)
+    if known and algorithm not in known:
+        raise _C.InvalidValueError(f"{op}: expected algorithm to be one of {' '.join(known)}, got {algorithm!r}")
+    if op != "bulk_overlap_matmul" and algorithm == "bulk":
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
-    problem = _EXPLAINED[op](given)
-    return Explanation(op, *_C._explain_algorithm(op, given["algorithm"], given["comm"], **problem))
+    taken, why, by = _C._explain_algorithm(op, algorithm, given["comm"], **_EXPLAINED[op](given))
+    if op == "bulk_overlap_matmul" and taken == "ring":
+        taken = "bulk"  # its one way over shared memory
+    return Explanation(op, taken, why, by)
 
 
 def _rows(x: Tensor) -> int:
@@ -95,16 +106,41 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
-    problem = _scatter(given) | {"chunk_rows": _rows(given["x"]) // _ALL_REDUCE_CHUNKS, "prefers_channels": False}
+    problem = _scatter(given) | {"chunk_rows": _rows(given["x"]) // _PIECES, "prefers_channels": False}
     del problem["local_shape"]  # it has no fused kernel
     problem["gather_bytes"] = problem["scatter_bytes"] // 2
     return problem
 
 
+def _exchange(given: dict[str, Any]) -> dict[str, Any]:
+    """Of operators that always go through the communicator."""
+    x = given["x"]
+    rows = _rows(x) if "weights" in given else _rows(x) // given["comm"].get_size() // _PIECES
+    return {"dtype": x.dtype, "shape": (0, 0, 0), "chunk_rows": rows, "prefers_channels": False}
+
+
+def _bulk(given: dict[str, Any]) -> dict[str, Any]:
+    x, other, size = given["x"], given["other"], given["comm"].get_size()
+    problem = {"dtype": x.dtype, "shape": (0, 0, 0), "chunk_rows": _rows(x)}
+    if given["collective"] == "all_gather":
+        return problem | {"gather_bytes": other.nbytes * size}
+    is_summed = other.dtype in _SUMMED
+    if given["algorithm"] == "bulk" and not is_summed:
+        raise _C.UnsupportedError(
+            "bulk_overlap_matmul: expected other of dtype float64, float32, float16 or bfloat16 for algorithm 'bulk', "
+            f"got {other.dtype}; use 'chunked'"
+        )
+    return problem | {"scatter_bytes": other.nbytes, "prefers_channels": is_summed}
+
+
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # over shared memory
 _EXPLAINED = {
     "all_gather_matmul": _gather,
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _all_reduce,
+    "bulk_overlap_matmul": _bulk,
+    "all_to_all_matmul": _exchange,
+    "matmul_all_to_all": _exchange,
     "scaled_all_gather_matmul": _gather,
     "scaled_matmul_reduce_scatter": _scatter,
 }

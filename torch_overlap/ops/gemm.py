@@ -69,14 +69,17 @@ def gemm(
 
     Args:
         lhs, rhs: any number of dimensions; those before the axis boundary are rows, the others columns.
-        bias: n elements, given with fuse_bias; with grad only its dtype counts, and it may be left out.
+        bias: n elements, given with fuse_bias. With grad as many as bias_grad, which takes its dtype; it may be left
+            out.
         gelu_input: as many elements as the output, given with fuse_gelu and grad.
-        aux_in: for communication only.
+        aux_in: what the collective of a BULK buffer takes: this rank's rows to gather, or all rows to reduce.
         lhs_swizzle, rhs_swizzle: contiguous buffers that receive MXFP8 scales in the order of the tensor cores,
             float8_e8m0fnu or uint8 of the shape that swizzle_scales gives. Without them a buffer is made where one is
             needed. (Inductor refuses float8_e8m0fnu in a call that writes into its arguments: pass views as uint8.)
         workspace: bytes for the library to work in, instead of a cached buffer.
-        comm_type: NONE (0); other types are refused for now, with an UnsupportedError.
+        comm_overlap_id: of a buffer that create_comm_overlap_buffer made; comm_overlap_method is that of the buffer.
+        comm_type: NONE (0); RS (1): the output is this rank's rows of the sum of all ranks' products; AG (2): lhs is
+            this rank's rows, the product that of all. BULK leaves the product as it is.
         lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
         lhs_transposed, rhs_transposed: whether a collapsed operand is transposed: lhs [k, m], rhs [n, k].
         fuse_gelu: the tanh form of GELU.
@@ -89,8 +92,8 @@ def gemm(
 
     Returns: output, the rows' dimensions of op(lhs), then the columns' of op(rhs); bias_grad, with fuse_bias and grad:
         [n], the sum over rows of the output, if fuse_gelu, else [m], the sum of op(lhs) over k; pre_gelu_out, with
-        fuse_gelu and no grad: what GELU was applied to, of the output's shape; aux_out. Those that do not exist have
-        shape [0].
+        fuse_gelu and no grad: what GELU was applied to, of the output's shape; aux_out: the gathered lhs, or what BULK
+        made of aux_in. Those that do not exist have shape [0].
 
     Gradient: that of output, of unscaled operands without grad, of any order; it raises for others. torch.autocast
     casts unscaled operands, and bias and gelu_input.

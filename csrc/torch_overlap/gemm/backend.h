@@ -30,6 +30,9 @@ class TORCH_OVERLAP_API GemmBackend {
  public:
   virtual ~GemmBackend() = default;
 
+  // Throws kUnsupported for what this device does not multiply. A part of check_gemm(): callers
+  // that communicate have sent nothing by then.
+  virtual void check(const GemmProblem& problem) const {}
   // The device of the problem is current. On the current stream; no waiting on the host.
   virtual void run(const GemmProblem& problem) = 0;
   // Kernels of our own that take the problem, and running one of them.

@@ -42,6 +42,7 @@ GemmShape gemm_shape(const GemmArgs& args) {
 void gemm(std::string_view op, const GemmArgs& args) {
   const GemmProblem problem = checked_problem(op, args);
   GemmBackend& backend = gemm_backend(op, args.out.device().type());
+  backend.check(problem);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   if (finish_empty(problem)) return;
@@ -69,7 +70,10 @@ void run_own_gemm_kernel(std::string_view op, const GemmArgs& args, std::string_
   backend.run_own(problem, static_cast<size_t>(found - known.begin()));
 }
 
-void check_gemm(std::string_view op, const GemmArgs& args) { (void)checked_problem(op, args); }
+void check_gemm(std::string_view op, const GemmArgs& args) {
+  const GemmProblem problem = checked_problem(op, args);
+  gemm_backend(op, args.out.device().type()).check(problem);
+}
 
 void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
   if (group.empty()) return;
@@ -86,6 +90,7 @@ void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   std::vector<GemmProblem> products;
+  for (const auto& problem : problems) backend.check(problem);
   for (const auto& problem : problems) {
     if (finish_empty(problem)) continue;
     count(gemm_counters().calls);

@@ -21,6 +21,7 @@ Tensor all_to_all_matmul_out(const Tensor& x, const Tensor& weight,
   check_exchange_algorithm(kAllToAllMatmul, algorithm);
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kAllToAllMatmul,
                       ": expected x [tokens, ..., features], got shape ", x.sym_sizes());
+  check_unscaled(kAllToAllMatmul, x);
   check_divisible(kAllToAllMatmul, x, 0, group_size);
   TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, kAllToAllMatmul,
                       ": expected a weight [out_features, in_features], got shape ",

@@ -50,7 +50,16 @@ void check_dtype(std::string_view op, std::string_view what, const at::Tensor& e
                       "; move one of them");
 }
 
+void check_unscaled(std::string_view op, const at::Tensor& x) {
+  TORCH_OVERLAP_CHECK(
+      !c10::isFloat8Type(x.scalar_type()), kType, op,
+      ": expected x of numbers without scales, got ", x.scalar_type(),
+      "; use scaled_all_gather_matmul or scaled_matmul_reduce_scatter, which take a "
+      "scaling mode");
+}
+
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight) {
+  check_unscaled(op, x);
   TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op, ": expected a weight [out_features, ",
                       "in_features], got shape ", weight.sym_sizes());
   check_dtype(op, "a weight", x, weight);

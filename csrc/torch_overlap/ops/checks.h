@@ -25,6 +25,8 @@ void check_size(std::string_view op, std::string_view what, const c10::SymInt& e
 void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size);
 void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
                  const at::Tensor& got);
+// 8-bit floats are no operands where nobody gives their scales.
+void check_unscaled(std::string_view op, const at::Tensor& x);
 // The operands of a linear layer on x [..., k]: weight [n, k], bias [n].
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight);
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,

@@ -113,15 +113,23 @@ std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_p
 // to take.
 Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                   bool in_graph, Need need) {
+  std::string why_not;  // what was measured
+  std::string passed_over;
   for (const bool mode : {in_graph, !in_graph}) {
     const auto tuned = measured(problem, comm, mode, need);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
-    if (obstacle(*known, problem, comm, need).empty()) {
+    const auto why = obstacle(*known, problem, comm, need);
+    if (why.empty()) {
       return {*known, concat("measured as the quickest, ", tuned->source), tuned->source};
     }
+    if (!why_not.empty()) continue;
+    why_not = why;
+    passed_over = concat("; '", to_string(*known), "' of the ", tuned->source, " cannot be: ", why);
   }
-  return choose_by_rule(problem, comm, need);
+  Choice choice = choose_by_rule(problem, comm, need);
+  if (choice.why != why_not) choice.why += passed_over;
+  return choice;
 }
 
 Choice choose(const OverlapProblem& problem, std::string_view algorithm,

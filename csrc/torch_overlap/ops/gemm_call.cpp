@@ -57,8 +57,13 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
       operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device());
   TORCH_OVERLAP_CHECK(swizzle->is_contiguous(), kValue, op, ": expected ", what,
                       "_swizzle contiguous, got strides ", swizzle->sym_strides());
-  check_size(op, concat(what, "_swizzle of as many elements as the padded scales,"),
-             empty_swizzled(op, *scale_inv).sym_numel(), swizzle->sym_numel());
+  const auto padded = empty_swizzled(op, *scale_inv).sym_numel();
+  const auto is_there = swizzle->sym_numel().sym_ne(0).sym_or(padded.sym_eq(0));
+  TORCH_OVERLAP_CHECK(is_there.expect_true(__FILE__, __LINE__), kValue, op,
+                      ": Missing swizzled inverse scale buffer: expected ", what, "_swizzle of ",
+                      padded, " elements, got an empty one; leave it out, or pass one");
+  check_size(op, concat(what, "_swizzle of as many elements as the padded scales,"), padded,
+             swizzle->sym_numel());
 }
 
 void check_on(std::string_view op, std::string_view what, const OptionalTensor& tensor,
@@ -177,9 +182,14 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   if (call.fuse_bias && !call.grad) {
     check_size(op, "as many bias entries as columns of the output,", n, call.bias->sym_numel());
   }
+  if (call.fuse_bias && call.grad && call.bias) {
+    check_size(op, "as many bias entries as bias_grad has (Missing operand-output aliasing),",
+               call.fuse_gelu ? n : m, call.bias->sym_numel());
+  }
   if (call.gelu_input) {
-    check_size(op, "as many elements of gelu_input as of the output,", m * n,
-               call.gelu_input->sym_numel());
+    check_size(op,
+               "as many elements of gelu_input as of the output (Missing operand-output aliasing),",
+               m * n, call.gelu_input->sym_numel());
   }
 
   const auto kept = [](const Tensor& tensor, const CollapsedOperand& operand, bool leading) {

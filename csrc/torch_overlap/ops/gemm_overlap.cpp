@@ -35,7 +35,11 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   TORCH_OVERLAP_CHECK(matrix.boundary > 0, kValue, kGemm,
                       ": expected aux_axis_boundary to leave a dimension of rows, got ",
                       call.aux_axis_boundary, " for shape ", aux.sym_sizes());
-  if (!gathers) check_divisible(kGemm, aux, 0, tp);
+  TORCH_OVERLAP_CHECK(gathers || (aux.sym_size(0) % tp).sym_eq(0).expect_true(__FILE__, __LINE__),
+                      kValue, kGemm,
+                      ": bulk RS overlap auxiliary output is sized incorrectly: expected a first "
+                      "dimension of aux_in that ",
+                      tp, " ranks can share, got ", aux.sym_size(0));
   auto results = empty_gemm_results(call);
   auto& aux_out = std::get<3>(results);
   const bool widens = !gathers && aux.element_size() == 1;  // the sum of 8-bit values
@@ -45,6 +49,15 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   if (aux.is_meta()) return results;
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
+  const CommOverlapConfig& config = buffer->config();
+  const int64_t most = gathers ? config.buffer_shape[0] / tp : config.buffer_shape[0];
+  const auto bytes = static_cast<int64_t>(c10::elementSize(config.buffer_dtype));
+  TORCH_OVERLAP_CHECK(
+      rows <= most && columns == config.buffer_shape[1] && aux.element_size() == bytes, kValue,
+      kGemm, ": bulk ", to_string(type),
+      " overlap auxiliary output is sized incorrectly: expected aux_in of at most ", most,
+      " rows of ", config.buffer_shape[1], " features of ", bytes,
+      " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size());
   const auto use = buffer->use();
   buffer->set_active_tokens(gathers ? rows * tp : rows);
   buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);

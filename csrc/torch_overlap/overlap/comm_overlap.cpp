@@ -10,12 +10,24 @@ namespace {
 
 constexpr std::string_view kCreate = "CommOverlap";
 
-OverlapChannel::Request channel_request(const OverlapGroup& group,
-                                        const CommOverlapConfig& config) {
+// A wrong class is, like a wrong parameter, an error of all ranks.
+void check_class(const CommOverlapConfig& config, bool is_p2p) {
+  const bool is_ring = config.method == CommOverlapMethod::RING_EXCHANGE;
+  TORCH_OVERLAP_CHECK(is_p2p || !is_ring, kValue,
+                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
+                      "CommOverlapP2PBase");
+  TORCH_OVERLAP_CHECK(!is_p2p || is_ring, kValue,
+                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
+                      to_string(config.method), "; use CommOverlapBase");
+}
+
+OverlapChannel::Request channel_request(const OverlapGroup& group, const CommOverlapConfig& config,
+                                        bool is_p2p) {
   OverlapChannel::Request request{
       .op = kCreate, .name = concat("overlap buffer"), .digest = config.text()};
   try {
     config.validate(kCreate);
+    check_class(config, is_p2p);
     TORCH_OVERLAP_CHECK(config.tp_size == group.size(), kValue, kCreate,
                         ": expected tp_size to be the size of the group, ", group.size(), ", got ",
                         config.tp_size, "; split the communicator first");
@@ -49,11 +61,11 @@ std::shared_ptr<CommOverlapCore> CommOverlapCore::create(std::shared_ptr<Overlap
 }
 
 CommOverlapCore::CommOverlapCore(std::shared_ptr<OverlapGroup> group,
-                                 const CommOverlapConfig& config)
+                                 const CommOverlapConfig& config, bool is_p2p)
     : config_(config),
       comm_(group->comm()),
       tokens_(config.buffer_shape.empty() ? 0 : config.buffer_shape[0]) {
-  const auto request = channel_request(*group, config);
+  const auto request = channel_request(*group, config, is_p2p);
   channel_ = OverlapChannel::create(std::move(group), request);
   data_ = channel_->data(0, {config_.numel()}, config_.buffer_dtype);
 }
@@ -149,15 +161,15 @@ at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
   return scale_inv_;
 }
 
-void CommOverlapCore::check_rs_output(std::string_view op, const Tensor& rs_output,
-                                      int64_t columns) const {
+void CommOverlapCore::check_rs_output(std::string_view op, std::string_view what,
+                                      const Tensor& rs_output, int64_t columns) const {
   const std::vector<int64_t> expected{rows().length(rank()), columns};
-  TORCH_OVERLAP_CHECK(
-      rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
-          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
-      kValue, op, ": GEMM->RS overlap output buffer is sized incorrectly: expected ",
-      list_string(expected), " with contiguous rows, got ",
-      rs_output.defined() ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
+  TORCH_OVERLAP_CHECK(rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
+                          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
+                      kValue, op, ": ", what, " is sized incorrectly: expected ",
+                      list_string(expected), " with contiguous rows, got ",
+                      rs_output.defined()
+                          ? concat(rs_output.sizes(), " of strides ", rs_output.strides())
                           : "no tensor");
   TORCH_OVERLAP_CHECK(rs_output.device() == group().device(), kType, op, ": expected rs_output on ",
                       group().device(), ", got ", rs_output.device());
@@ -267,7 +279,7 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
                       " tokens that are active, got ", m, " rows; call set_active_tokens() first");
   TORCH_OVERLAP_CHECK(n == config_.buffer_shape[1], kValue, op, ": expected a product of the ",
                       config_.buffer_shape[1], " features of the buffer, got ", n, " columns");
-  check_rs_output(op, rs_output, n);
+  check_rs_output(op, "GEMM->RS overlap output buffer", rs_output, n);
   check_bias_of_sum(op, epilogue.bias, rs_output);
   (void)scale_of_sum(op);
   check_gemm(op, product);

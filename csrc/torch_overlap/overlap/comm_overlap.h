@@ -110,7 +110,8 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   void atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor& rs_output);
 
  protected:
-  CommOverlapCore(std::shared_ptr<OverlapGroup> group, const CommOverlapConfig& config);
+  CommOverlapCore(std::shared_ptr<OverlapGroup> group, const CommOverlapConfig& config,
+                  bool is_p2p);
 
   // What a class has. Each is called only if the class and its configuration have it.
   virtual bool has_bulk() const { return false; }
@@ -130,7 +131,9 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // The product of a reduce-scatter: checked, without what belongs behind the sum.
   GemmArgs partial_product(std::string_view op, const GemmArgs& args,
                            const Tensor& rs_output) const;
-  void check_rs_output(std::string_view op, const Tensor& rs_output, int64_t columns) const;
+  // `what` is sized incorrectly where it does not fit.
+  void check_rs_output(std::string_view op, std::string_view what, const Tensor& rs_output,
+                       int64_t columns) const;
   void check_bias_of_sum(std::string_view op, const Tensor& bias, const Tensor& rs_output) const;
   // Of sums of an 8-bit buffer; undefined for others.
   Tensor scale_of_sum(std::string_view op) const;

@@ -15,11 +15,7 @@ constexpr int64_t kElementsOfMxScale = 32;
 
 CommOverlapBase::CommOverlapBase(std::shared_ptr<OverlapGroup> group,
                                  const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method != CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use "
-                      "CommOverlapP2PBase");
-}
+    : CommOverlapCore(std::move(group), config, /*is_p2p=*/false) {}
 
 bool CommOverlapBase::has_split(CommOverlapType type) const {
   return type == CommOverlapType::RS && config().method == CommOverlapMethod::PIPELINE;
@@ -31,7 +27,9 @@ void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const 
   check_gemm(kOp, args);
   TORCH_OVERLAP_CHECK(gathers || config().buffer_dtype != at::kByte, kType, kOp,
                       ": expected a floating-point buffer for RS, got uint8, which has no sums");
-  if (!gathers && rs_output.defined()) check_rs_output(kOp, rs_output, config().buffer_shape[1]);
+  if (!gathers && rs_output.defined()) {
+    check_rs_output(kOp, "bulk RS overlap auxiliary output", rs_output, config().buffer_shape[1]);
+  }
   TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
                       ": expected rs_output for the sum of an 8-bit buffer, got none");
   TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,
@@ -69,30 +67,26 @@ void CommOverlapBase::do_external_ag(CommOverlapCore& lender) {
 
 void CommOverlapBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
   const GemmArgs product = partial_product(op, args, rs_output);
-  run_pipelined_gemm(op, channel(),
-                     {.gemm = product,
-                      .rows = rows(),
-                      .columns = config().buffer_shape[1],
-                      .dtype = config().buffer_dtype,
-                      .splits = config().num_splits,
-                      .overlap_first_gemm = config().rs_overlap_first_gemm,
-                      .out = rs_output,
-                      .scale_inv = scale_of_sum(op),
-                      .bias = args.epilogue.bias,
-                      .blocks = config().num_comm_sm,
-                      .cluster = config().comm_cga_size});
-  set_path(op, describe(op, config().num_splits));
+  const int products = run_pipelined_gemm(op, channel(),
+                                          {.gemm = product,
+                                           .rows = rows(),
+                                           .columns = config().buffer_shape[1],
+                                           .dtype = config().buffer_dtype,
+                                           .splits = config().num_splits,
+                                           .overlap_first_gemm = config().rs_overlap_first_gemm,
+                                           .out = rs_output,
+                                           .scale_inv = scale_of_sum(op),
+                                           .bias = args.epilogue.bias,
+                                           .blocks = config().num_comm_sm,
+                                           .cluster = config().comm_cga_size});
+  set_path(op, describe(op, products));
 }
 
 // --- Chunks from rank to rank -------------------------------------------------------------------
 
 CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
                                        const CommOverlapConfig& config)
-    : CommOverlapCore(std::move(group), config) {
-  TORCH_OVERLAP_CHECK(config.method == CommOverlapMethod::RING_EXCHANGE, kValue,
-                      "CommOverlapP2PBase: expected method RING_EXCHANGE, got ",
-                      to_string(config.method), "; use CommOverlapBase");
-}
+    : CommOverlapCore(std::move(group), config, /*is_p2p=*/true) {}
 
 GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const GemmOperand& lhs,
                                                  const Tensor& own) const {

@@ -90,9 +90,10 @@ struct PipelinedGemm {
   int blocks = 0;
   int cluster = 1;
 };
-// Uses flags 0 .. (splits + 1) * size - 1.
-TORCH_OVERLAP_API void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
-                                          const PipelinedGemm& problem);
+// Uses flags 0 .. (splits + 1) * size - 1. Returns the number of pieces: fewer than `splits` where
+// the columns, or the tiles that scales of the weight lie in, do not give as many.
+TORCH_OVERLAP_API int run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
+                                         const PipelinedGemm& problem);
 
 // A collective of the [rows, columns] where the channel's data begins, beside products that have
 // nothing to do with it.

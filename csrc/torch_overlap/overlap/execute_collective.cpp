@@ -73,6 +73,15 @@ at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t
                    at::TensorOptions().dtype(dtype).device(group.device()));
 }
 
+// What the columns of a piece are a multiple of: 16 bytes, for kernels that move as many at a time,
+// or the tiles that scales of the weight lie in.
+int64_t piece_multiple(const GemmArgs& args, int64_t element) {
+  constexpr int64_t kTile = 128;
+  const GemmOperand& weight = args.rhs;
+  const bool has_tiles = weight.swizzled || weight.scaling == ScalingMode::BLOCK_2D_SCALING;
+  return has_tiles ? kTile : 16 / std::min<int64_t>(element, 16);
+}
+
 }  // namespace
 
 void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
@@ -121,12 +130,10 @@ void BackgroundGather::finish() {
   operation_->finish();
 }
 
-void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
-                        const PipelinedGemm& problem) {
+int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const PipelinedGemm& problem) {
   const int size = channel.group().size();
-  // 16 bytes in a row of a piece, for kernels that move as many at a time.
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
-  const auto found = pieces(problem.columns, problem.splits, 16 / std::min<int64_t>(element, 16));
+  const auto found = pieces(problem.columns, problem.splits, piece_multiple(problem.gemm, element));
   const int count = static_cast<int>(found.size());
   const auto received =
       room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
@@ -183,6 +190,7 @@ void run_pipelined_gemm(std::string_view op, OverlapChannel& channel,
   };
   channel.operate(op, body, {.rows = problem.rows.rows});
   largest.finish();
+  return count;
 }
 
 void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm& problem) {

@@ -285,6 +285,19 @@ OF_8_BITS = [
 ]
 
 
+def counting(case):
+    """The case, which counts what is wrong on the device until agree() tells."""
+    case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    return case
+
+
+def agree(comm, case):
+    """Fails on all ranks alike: who stopped alone would leave the others waiting."""
+    total = case.wrong.clone()
+    comm.all_reduce(total, to.ReduceOp.SUM, async_op=False)
+    assert total.item() == 0, f"{case.name}: {case.wrong.item()} elements are wrong on rank {case.rank}"
+
+
 def capture(issue):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

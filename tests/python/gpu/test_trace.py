@@ -1,10 +1,8 @@
 """What a profile shows: transfers are on their way before the products that hide them end, forward and backward."""
 
-import json
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from trace_cases import tasks_of
 
 import torch_overlap as to
 
@@ -12,43 +10,6 @@ pytestmark = pytest.mark.gpu(2)
 
 # Of one rank. A product of one chunk takes some tenths of a millisecond, and its issue a few hundredths.
 ROWS, IN, OUT = 4096, 4096, 8192
-COMM = ("torch_overlap::exchange", "torch_overlap::chunk_comm")
-GEMM = ("torch_overlap::gemm", "torch_overlap::chunk_gemm")
-
-
-class Task:
-    """What one named stretch of the host put on the device: when it was issued, and when it ran there."""
-
-    def __init__(self, span, launches, on_device):
-        begin, end = span["ts"], span["ts"] + span["dur"]
-        inside = [one for one in launches if begin <= one["ts"] <= end]
-        ran = [on_device[c] for one in inside if (c := one["args"]["correlation"]) in on_device]
-        self.name = span["name"]
-        self.issued = max((one["ts"] for one in inside if one["args"]["correlation"] in on_device), default=None)
-        self.begin = min((one["ts"] for one in ran), default=None)
-        self.end = max((one["ts"] + one["dur"] for one in ran), default=None)
-        self.streams = {one["args"]["stream"] for one in ran}
-
-    def __repr__(self):
-        return f"{self.name} issued {self.issued}, on the device {self.begin} to {self.end}"
-
-
-def tasks_of(run, path):
-    """The transfers and the products of `run`, each in the order in which the host came to them."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        run()
-        torch.cuda.synchronize()
-    recorded.export_chrome_trace(str(path))
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    launches = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]]
-    on_device = {e["args"]["correlation"]: e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")}
-    spans = sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
-    found = [
-        [task for e in spans if e["name"].startswith(names) and (task := Task(e, launches, on_device)).streams]
-        for names in (COMM, GEMM)
-    ]
-    return found
 
 
 def check_gather(transfers, products, ring):

@@ -133,6 +133,28 @@ def test_scales_that_do_not_fit():
     run_ranks(errors_rank, 2, backend="local")
 
 
+def without_scales_rank(comm):
+    x, w, other = torch.ones(8, 32).to(E4M3), torch.ones(16, 32).to(E4M3), torch.ones(4, 4)
+    for op, arguments, more in (
+        ("all_gather_matmul", ([w], comm), {}),
+        ("matmul_reduce_scatter", (w, comm), {}),
+        ("matmul_all_reduce", (w, comm), {}),
+        ("bulk_overlap_matmul", (w, other, comm), {"collective": "all_gather"}),
+        ("matmul_all_to_all", ([w], comm), {}),
+        ("all_to_all_matmul", (torch.ones(16, 64).to(E4M3), comm), {}),
+    ):
+        for rows in (x, x.to("meta")):
+            given = [[a.to(rows.device) for a in v] if isinstance(v, list) else v for v in arguments]
+            given = [v.to(rows.device) if isinstance(v, torch.Tensor) else v for v in given]
+            message = rf"^{op}: expected x of numbers without scales, got Float8.*scaling mode"
+            with pytest.raises(TypeError, match=message):
+                getattr(ops, op)(rows, *given, **more)
+
+
+def test_8_bit_values_without_scales_are_no_numbers():
+    run_ranks(without_scales_rank, 2)
+
+
 def explain_rank(comm):
     def meta(*shape):
         return torch.empty(*shape, dtype=E4M3, device="meta")

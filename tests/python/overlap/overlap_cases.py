@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -121,6 +123,20 @@ def store_group(rank: int, size: int, store: Any, *, name: str = "outside", seco
 
     return to.OverlapGroup(all_gather, lambda: all_gather(b"here") and None, rank, size, torch.device("cpu"), name,
                            timedelta(seconds=seconds))  # fmt: skip
+
+
+def logged(call: Callable[[], Any]) -> str:
+    """What it writes to stderr."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            call()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return file.read().decode()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_cases import AG, RING, RS, Draw, interleaving, make, poison, share
+from overlap_cases import AG, BULK, PIPELINE, RING, RS, Draw, interleaving, make, poison, share
 
 import torch_overlap as to
 from torch_overlap.quantize import ScalingMode as Mode
@@ -106,6 +106,96 @@ def run_scatter(comm: to.TorchComm, seed: int, mode: Mode, part: int) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_reduce_scatter_in_parts_of_few_rows(mode: Mode, seed: int) -> None:
     run_ranks(run_scatter, 3, seed, mode, 8)
+
+
+def run_pipeline(comm: to.TorchComm, seed: int, mode: Mode, atomic: bool, direct: bool, options: Any) -> None:
+    """Pieces are of features: scales of rows stay whole, those of weights are cut with them."""
+    rank, size = comm.get_rank(), comm.get_size()
+    draw, part, features = Draw(seed), 8, 256
+    pretence = None if direct else to._C._PretendUnreachable()
+    buffer = make(
+        comm, RS, PIPELINE, (part * size, features), torch.float32, num_splits=4, atomic_gemm=atomic, **options
+    )
+    comm.barrier(async_op=False)
+    del pretence
+    xs = [quantized(rows_of(draw, part * size), of_rows(mode)) for _ in range(size)]
+    weights = [quantized(draw(features, K), mode) for _ in range(size)]
+    out, bias = poison((part, features), torch.float32), draw(features, dtype=torch.float32)
+    run = buffer.atomic_gemm_overlap_rs if atomic else buffer.split_overlap_rs
+    run(
+        weights[rank][0], True, xs[rank][0], False, None, bias, rs_output=out,
+        scaling_mode=mode, A_scale_inv=weights[rank][1], B_scale_inv=xs[rank][1],
+    )  # fmt: skip
+    # Weights of 128 x 128 are cut at their blocks.
+    assert f", {2 if mode == Mode.BLOCK_2D_SCALING else 4} products on " in buffer.last_path()
+    mine = slice(rank * part, (rank + 1) * part)
+    want = sum(x[2] @ w[2].T for x, w in zip(xs, weights, strict=True))[mine] + bias.double()
+    allowed = sum(x[2].abs() @ w[2].T.abs() for x, w in zip(xs, weights, strict=True))[mine] * 2.0**-18 + 1e-6
+    assert ((out.double() - want).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    ("atomic", "direct", "options"),
+    [(False, True, {}), (True, True, {"rs_overlap_first_gemm": True}), (False, False, {})],
+    ids=str,
+)
+def test_reduce_scatter_in_pieces_of_features(
+    mode: Mode, atomic: bool, direct: bool, options: dict[str, Any], seed: int
+) -> None:
+    run_ranks(run_pipeline, 3, seed, mode, atomic, direct, options)
+
+
+def run_bulk(comm: to.TorchComm, seed: int, mode: Mode) -> None:
+    """The product of a bulk overlap may have any scaling: the collective has nothing to do with it."""
+    rank, size = comm.get_rank(), comm.get_size()
+    draw = Draw(seed)
+    x, w = quantized(rows_of(draw, 16), of_rows(mode)), quantized(draw(N, K), mode)
+    want, allowed = x[2] @ w[2].T, (x[2].abs() @ w[2].T.abs()) * 2.0**-18
+    others = [draw(4 * size, 32, dtype=torch.float32) for _ in range(size)]
+    for kind in (AG, RS):
+        buffer = make(comm, kind, BULK, (4 * size, 32), torch.float32)
+        buffer.copy_into_buffer(others[0][4 * rank : 4 * rank + 4] if kind == AG else others[rank], kind == AG)
+        out = poison((16, N), torch.float32)
+        buffer.bulk_overlap(
+            w[0], True, x[0], False, out, comm_type=kind, scaling_mode=mode, A_scale_inv=w[1], B_scale_inv=x[1]
+        )
+        assert ((out.double() - want).abs() <= allowed).all()
+        if kind == AG:
+            assert torch.equal(buffer.get_buffer(), others[0])
+        else:
+            total = sum(o.double() for o in others)[4 * rank : 4 * rank + 4]
+            torch.testing.assert_close(buffer.get_buffer(True).double(), total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_products_beside_a_collective(mode: Mode, seed: int) -> None:
+    run_ranks(run_bulk, 2, seed, mode)
+
+
+def run_tiles(comm: to.TorchComm, seed: int) -> None:
+    """Scales in the order of tensor cores: a class takes those of rows, and says so."""
+    size, mode = comm.get_size(), Mode.MXFP8_1D_SCALING
+    buffer = make(comm, AG, RING, (128 * size, K), E4M3)
+    x, x_scale, _ = quantized(Draw(seed)(128, K), mode)
+    w, w_scale, _ = quantized(Draw(seed + 1)(N, K), mode)
+    out = torch.empty(128 * size, N)
+
+    def call(a_scale: torch.Tensor, b_scale: torch.Tensor) -> None:
+        buffer.split_overlap_ag(
+            w, True, x, False, out, scaling_mode=mode, A_scale_inv=a_scale, B_scale_inv=b_scale
+        )  # fmt: skip
+
+    swizzled = to.ops.swizzle_scales(w_scale)
+    with pytest.raises(to.InvalidValueError, match=rf"^split_overlap_ag: .*rhs for MXFP8.*of shape \[{N}, {K // 32}\]"):
+        call(swizzled, x_scale)
+    with pytest.raises(to.InvalidValueError, match=r"^split_overlap_ag: expected scale_inv of lhs .*Missing inverse"):
+        call(w_scale, None)  # type: ignore[arg-type]
+    call(to.ops.unswizzle_scales(swizzled, N, K // 32), x_scale)
+
+
+def test_swizzled_scales_of_a_weight_are_refused(seed: int) -> None:
+    run_ranks(run_tiles, 2, seed)
 
 
 def run_refused(comm: to.TorchComm) -> None:

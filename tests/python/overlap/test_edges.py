@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 
 import torch
+from overlap_cases import logged
 
 import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
@@ -90,16 +89,7 @@ def run_logged(comm: TorchComm, relay: bool = False) -> str:
     config = to.CommOverlapConfig(Type.AG, Method.RING_EXCHANGE, [2 * size, 8], torch.float64, size, relay_ag=relay)
     buffer = to.CommOverlapP2PBase(comm, config)
     x, w, y = torch.ones(2, 8).double(), torch.ones(3, 8).double(), torch.empty(2 * size, 3).double()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            buffer.split_overlap_ag(w, True, x, False, y)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-        file.seek(0)
-        return file.read().decode()
+    return logged(lambda: buffer.split_overlap_ag(w, True, x, False, y))
 
 
 def test_every_product_and_exchange_is_logged_when_that_is_asked_for() -> None:

@@ -59,6 +59,13 @@ def test_what_a_class_does_not_have_says_so(backend: str) -> None:
     run_ranks(run_table, 2, backend=backend)
 
 
+def test_the_base_of_the_classes_is_not_made() -> None:
+    assert issubclass(to.CommOverlapBase, to.CommOverlapCore)
+    assert issubclass(to.CommOverlapP2PBase, to.CommOverlapCore)
+    with pytest.raises(TypeError, match="CommOverlapCore: No constructor defined"):
+        to.CommOverlapCore()
+
+
 # --- Parameters of a buffer -----------------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {"comm_type": RS, "method": PIPELINE, "buffer_shape": [8, 16], "buffer_dtype": torch.float32}
@@ -177,57 +184,3 @@ def run_configs(comm: to.TorchComm, seed: int, names: list[str]) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "local"])
 def test_wrong_parameters_are_refused_on_all_ranks(backend: str, seed: int) -> None:
     run_ranks(run_configs, 3, seed, list(CONFIGS), backend=backend, timeout=120)
-
-
-def run_digest(comm: to.TorchComm, seed: int) -> None:
-    changes = [
-        {"num_splits": 2},
-        {"buffer_shape": [8, 32]},
-        {"buffer_dtype": torch.float64},
-        {"num_max_streams": 2},
-        {"comm_cga_size": 1},
-        {"num_comm_sm": 8},
-        {"set_sm_margin": False},
-        {"use_ce": True},
-        {"gemm_priority": 1},
-        {"comm_priority": -1},
-        {"atomic_gemm": True},
-        {"rs_overlap_first_gemm": True},
-        {"method": BULK},
-    ]
-    rank, size = comm.get_rank(), comm.get_size()
-    for i, change in enumerate(changes):
-        mine = config_of(comm, **(change if rank == size - 1 else {}))
-        with pytest.raises(to.InvalidValueError, match="CommOverlap: expected the same on all ranks, got ") as info:
-            to.CommOverlapBase(comm, mine)
-        first, last = str(info.value).split(" on rank 0 and ")
-        assert last.endswith(f" on rank {size - 1}")
-        (name,) = change
-        for text, config in ((first, config_of(comm)), (last, config_of(comm, **change))):
-            value = getattr(config, name)
-            if name == "buffer_dtype":
-                shown = "Double" if value == torch.float64 else "Float"
-            else:
-                shown = int(value) if isinstance(value, bool) else getattr(value, "name", value)
-            assert f"{name}={shown}" in text, (name, text)
-        Scatter(comm, PIPELINE).step(seed + i)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "local"])
-def test_parameters_that_differ_between_ranks_are_shown(backend: str, seed: int) -> None:
-    run_ranks(run_digest, 3, seed, backend=backend)
-
-
-def run_wrong_class(comm: to.TorchComm) -> None:
-    with pytest.raises(
-        to.InvalidValueError, match="CommOverlapBase: expected method BULK or PIPELINE, got RING_EXCHANGE; use"
-    ):
-        to.CommOverlapBase(comm, config_of(comm, method=RING))
-    with pytest.raises(
-        to.InvalidValueError, match="CommOverlapP2PBase: expected method RING_EXCHANGE, got PIPELINE; use"
-    ):
-        to.CommOverlapP2PBase(comm, config_of(comm))
-
-
-def test_the_class_of_a_method() -> None:
-    run_ranks(run_wrong_class, 2)

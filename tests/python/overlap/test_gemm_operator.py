@@ -9,9 +9,11 @@ import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
 from torch_overlap import CommOverlapType as Type
 from torch_overlap import TorchComm
+from torch_overlap.quantize import ScalingMode as Mode
 from torch_overlap.testing import run_ranks
 
 OP = torch.ops.torch_overlap.gemm
+E4M3 = torch.float8_e4m3fn
 TOKENS, K, N = 24, 32, 16
 
 
@@ -90,6 +92,67 @@ def test_bulk(size: int, seed: int) -> None:
     run_ranks(bulk, size, seed)
 
 
+MODES = [Mode.CURRENT_TENSOR_SCALING, Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+
+
+def scaled(comm: TorchComm, seed: int, mode: Mode) -> None:
+    """8-bit operands with the scales of each mode: gathered, summed, and beside a collective."""
+    rank, size, k, n, rows = comm.get_rank(), comm.get_size(), 256, 256, 8
+    of_rows = Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
+    ring, bulk = Method.RING_EXCHANGE, Method.BULK
+    ids = [to.create_comm_overlap_buffer(comm, kind, method, (rows * size, columns), dtype)
+           for kind, method, columns, dtype in ((Type.AG, ring, k, E4M3), (Type.RS, ring, n, torch.float32),
+                                                (Type.RS, Method.PIPELINE, n, torch.float32),
+                                                (Type.NONE, bulk, k, torch.float32))]  # fmt: skip
+
+    def quantized(x, mode):
+        if mode == Mode.CURRENT_TENSOR_SCALING:  # one factor, equal on all ranks
+            x = x.clamp(-8, 8)
+            return (x * 56).to(E4M3), torch.full((1,), 1 / 56)
+        return tuple(to.ops.quantize(x.float(), mode, E4M3)[:2])
+
+    def value(operand, mode):
+        return to.ops.dequantize(*operand, mode).double()
+
+    xs = [quantized(draw(rows, k, seed=seed + r), of_rows) for r in range(size)]
+    whole = [quantized(draw(rows * size, k, seed=seed + 50 + r), of_rows) for r in range(size)]
+    ws = [quantized(draw(n, k, seed=seed + 100 + r), mode) for r in range(size)]
+    total = sum(value(x, of_rows) @ value(w, mode).T for x, w in zip(whole, ws, strict=True))
+    gathered = torch.cat([value(x, of_rows) for x in xs])
+    common = {"scaling_mode": int(mode), "rhs_transposed": True, "out_dtype": torch.float32}
+
+    def call(x, id, kind, method, **more):
+        return to.ops.gemm(*x, *ws[rank], comm_type=int(kind), comm_overlap_method=int(method), comm_overlap_id=id,
+                           **common, **more)  # fmt: skip
+
+    y, _, _, aux = call(xs[rank], ids[0], Type.AG, ring)
+    torch.testing.assert_close(y.double(), gathered @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3)
+    assert torch.equal(aux.view(torch.uint8), torch.cat([x[0].view(torch.uint8) for x in xs]))
+    for id, method in ((ids[1], ring), (ids[2], Method.PIPELINE)):
+        y, *_ = call(whole[rank], id, Type.RS, method)
+        torch.testing.assert_close(y.double(), own(total, comm), rtol=1e-4, atol=1e-3)
+    others = [draw(rows, k, seed=seed + 200 + r).float() for r in range(size)]
+    y, _, _, aux = call(whole[rank], ids[3], Type.AG, bulk, aux_in=others[rank])
+    torch.testing.assert_close(y.double(), value(whole[rank], of_rows) @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3)
+    assert torch.equal(aux, torch.cat(others))
+    if mode == Mode.MXFP8_1D_SCALING:
+        buffer = torch.empty(128, 8, dtype=torch.uint8)
+        with pytest.raises(to.UnsupportedError, match=r"lhs whose scales have a row .*swizzled ones; use unswizzle"):
+            call(xs[rank], ids[0], Type.AG, ring, lhs_swizzle=buffer)
+        swizzle = torch.zeros(n, k // 32, dtype=torch.uint8)
+        y, *_ = call(xs[rank], ids[0], Type.AG, ring, rhs_swizzle=swizzle)  # the weight stays where it is
+        torch.testing.assert_close(y.double(), gathered @ value(ws[rank], mode).T, rtol=1e-4, atol=1e-3)
+        assert torch.equal(swizzle, to.ops.swizzle_scales(ws[rank][1]).view(torch.uint8))
+    for id in ids:
+        to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_8_bit_operands(mode: Mode, size: int, seed: int) -> None:
+    run_ranks(scaled, size, seed, mode)
+
+
 def wrong(comm: TorchComm) -> None:
     id = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), torch.float64)
     x, w = torch.zeros(TOKENS // comm.get_size(), K, dtype=torch.float64), torch.zeros(N, K, dtype=torch.float64)
@@ -106,7 +169,11 @@ def wrong(comm: TorchComm) -> None:
         ("no aux_in for AG", to.InvalidValueError, {"aux_in": x}),
         ("Operation not supported", to.UnsupportedError, {"comm_type": 1, "lhs": torch.zeros_like(x)}),
         ("at most the 24 tokens of the buffer", to.InvalidValueError, {"lhs": x.repeat(2, 1)}),
-    ]:
+        ("expected lhs of 32 features of 8 bytes, as the buffer has, got 31 of 8", to.InvalidValueError,
+         {"lhs": x[:, 1:]}),
+        ("expected lhs of 32 features of 8 bytes, as the buffer has, got 32 of 4", to.InvalidValueError,
+         {"lhs": x.float()}),
+    ]:  # fmt: skip
         with pytest.raises(kind, match=message):
             call(**arguments)
     y, *_ = call()  # nothing was sent: all ranks still fit together
@@ -114,10 +181,59 @@ def wrong(comm: TorchComm) -> None:
     to.destroy_comm_overlap_buffer(id)
     with pytest.raises(to.InvalidValueError, match="which was destroyed"):
         call()
+    id = to.create_comm_overlap_buffer(comm, Type.RS, Method.PIPELINE, (TOKENS, N), torch.float64)
+    sized = "^gemm: GEMM->RS overlap output buffer is sized incorrectly: expected a first dimension"
+    for message, columns, rows in [
+        (rf"{sized} that 2 ranks can share, got 3", N, 3),
+        ("^gemm: expected an output of 16 features, as the buffer has, got 15", N - 1, 4),
+    ]:
+        with pytest.raises(to.InvalidValueError, match=message):
+            OP(torch.zeros(rows, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,
+               comm_overlap_id=id, rhs_transposed=True)  # fmt: skip
+    to.destroy_comm_overlap_buffer(id)
 
 
 def test_errors() -> None:
     run_ranks(wrong, 2)
+
+
+def wrong_bulk(comm: TorchComm) -> None:
+    size = comm.get_size()
+    id = to.create_comm_overlap_buffer(comm, Type.NONE, Method.BULK, (TOKENS, K), torch.float64)
+    x, w = torch.zeros(7, 5, dtype=torch.float64), torch.zeros(5, 3, dtype=torch.float64)
+
+    def call(comm_type, aux, **more):
+        return OP(x, None, w, None, aux_in=aux, comm_type=comm_type, comm_overlap_method=1, comm_overlap_id=id,
+                  rhs_axis_boundary=1, **more)  # fmt: skip
+
+    def rows(count, columns=K, dtype=torch.float64):
+        return torch.zeros(count, columns, dtype=dtype)
+
+    def incorrectly(kind, expected):
+        return f"^gemm: bulk {kind} overlap auxiliary output is sized incorrectly: expected {expected}"
+
+    own, fit = TOKENS // size, "aux_in of at most {} rows of 32 features of 8 bytes, as the buffer has, got "
+    for message, comm_type, aux in [
+        (incorrectly("AG", fit.format(own) + f"{own + 1} of 32 of 8"), 2, rows(own + 1)),
+        (incorrectly("AG", fit.format(own) + f"{own} of 31 of 8"), 2, rows(own, K - 1)),
+        (incorrectly("AG", fit.format(own) + f"{own} of 32 of 4"), 2, rows(own, dtype=torch.float32)),
+        (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS + size} of 32 of 8"), 1, rows(TOKENS + size)),
+        (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS} of 33 of 8"), 1, rows(TOKENS, K + 1)),
+        (incorrectly("RS", f"a first dimension of aux_in that {size} ranks can share, got {size + 1}"), 1,
+         rows(size + 1)),
+        ("^gemm: expected aux_in, which the collective of method BULK takes, got none", 2, None),
+    ]:  # fmt: skip
+        if comm.get_rank() == size - 1:  # by one rank alone: had it sent anything, the call below would be wrong
+            with pytest.raises(to.InvalidValueError, match=message):
+                call(comm_type, aux)
+        aux_out = call(1, rows(TOKENS) + comm.get_rank())[3]
+        assert (aux_out == sum(range(size))).all()
+    to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_errors_of_bulk(size: int) -> None:
+    run_ranks(wrong_bulk, size)
 
 
 def meta(comm: TorchComm) -> None:

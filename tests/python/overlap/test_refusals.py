@@ -173,7 +173,7 @@ def bad_bulks(case: Bulk) -> dict[str, Bad]:
     if case.kind == AG:
         calls["output"] = (call(rs_output=t(rows, n)), value, "bulk_overlap: expected no rs_output with AG, got one")
     else:
-        output = "GEMM->RS overlap output buffer is sized incorrectly"
+        output = f"bulk RS overlap auxiliary output is sized incorrectly: expected \\[{rows}, {n}\\]"
         calls["output rows"] = (call(rs_output=t(tokens, n)), value, output)
         calls["output dtype"] = (call(rs_output=t(rows, n, dtype=torch.float16)), kind, "expected rs_output of Float")
     return calls

@@ -110,11 +110,6 @@ void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
   const auto* device = at::cuda::getCurrentDeviceProperties();
   const auto mode = problem.lhs.scaling;
   if (reads_scaling(mode, device->major, device->minor)) return Runner(handle, problem).run();
-  TORCH_OVERLAP_CHECK(mode != ScalingMode::MXFP8_1D_SCALING || gemm_mxfp8() != Mxfp8Path::kNative,
-                      kUnsupported, problem.op,
-                      ": expected a GPU whose tensor cores read MXFP8 (sm_100 or sm_110), got sm_",
-                      device->major, device->minor,
-                      "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
   run_dequantized(handle, problem);
 }
 
@@ -127,6 +122,16 @@ std::optional<sm90::Product> own_product_of(const GemmProblem& problem) {
 
 class CublasLtGemm final : public GemmBackend {
  public:
+  void check(const GemmProblem& problem) const override {
+    const auto mode = problem.lhs.scaling;
+    if (mode != ScalingMode::MXFP8_1D_SCALING || gemm_mxfp8() != Mxfp8Path::kNative) return;
+    const auto* device = at::cuda::getDeviceProperties(problem.lhs.data.device().index());
+    TORCH_OVERLAP_CHECK(
+        reads_scaling(mode, device->major, device->minor), kUnsupported, problem.op,
+        ": expected a GPU whose tensor cores read MXFP8 (sm_100 or sm_110), got sm_", device->major,
+        device->minor, "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
+  }
+
   void run(const GemmProblem& problem) override {
     run_problem(at::cuda::getCurrentCUDABlasLtHandle(), problem);
   }

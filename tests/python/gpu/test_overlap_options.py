@@ -1,0 +1,151 @@
+"""What the options of a buffer change on a GPU: kernels, blocks, clusters, priorities, streams and the order of issue.
+
+All that is communicated is so before a rank compares anything: one that fails leaves no other waiting.
+"""
+
+import pytest
+import torch
+from graph_nodes import nodes_of
+from overlap_gpu_cases import (
+    FULL,
+    BulkGather,
+    BulkScatter,
+    Gather,
+    Pipeline,
+    Scatter,
+    agree,
+    counting,
+    eager,
+)
+from trace_cases import GEMM, traced_tasks
+
+from torch_overlap.gemm import gemm_statistics, reset_gemm_statistics
+
+pytestmark = pytest.mark.gpu(2)
+
+# Our own kernels, and torch's: all others are cuBLASLt's.
+PUSH, SUM = "push_kernel", "sum_kernel"
+NO_PRODUCTS = (PUSH, SUM, "begin_kernel", "await_kernel", "tell_kernel", "elementwise", "at6native")
+
+
+def issued(kind, comm, **options):
+    """The nodes of a captured call, after an eager one that made its plans."""
+    case = counting(kind(comm, **{**FULL, **options}))
+    eager(case, 0)
+    agree(comm, case)
+    return nodes_of(case.issue)
+
+
+def named(kernels, name):
+    return [kernel for kernel in kernels if name in kernel.name]
+
+
+def products_of(kernels):
+    return [kernel for kernel in kernels if not any(name in kernel.name for name in NO_PRODUCTS)]
+
+
+def test_use_ce_moves_chunks_with_copies_instead_of_kernels(comm):
+    ways = {"comm_cga_size": 1, "num_comm_sm": 4}
+    found = {kind: [issued(kind, comm, use_ce=ce, **ways) for ce in (True, False)]
+             for kind in (Gather, Scatter, BulkGather)}  # fmt: skip
+    others = comm.get_size() - 1
+    for (with_ce, copies), (without, fewer) in found.values():
+        assert named(with_ce, PUSH) == []
+        assert len(named(without, PUSH)) == others
+        assert copies - fewer == 2 * others  # of data and of its flag
+
+
+@pytest.mark.parametrize(("sms", "cluster"), [(4, 1), (8, 2), (16, 8)])
+def test_num_comm_sm_and_comm_cga_size_are_blocks_and_clusters(comm, sms, cluster):
+    # So many tokens that a sum has work for all blocks.
+    options = {"use_ce": False, "num_comm_sm": sms, "comm_cga_size": cluster, "tokens": 4096 * comm.get_size()}
+    pushes = [k for kind in (Gather, Scatter, BulkGather) for k in named(issued(kind, comm, **options)[0], PUSH)]
+    (bulk,) = named(issued(BulkScatter, comm, **options)[0], SUM)
+    *sums, last = named(issued(Pipeline, comm, num_splits=4, **options)[0], SUM)
+    if torch.cuda.get_device_capability()[0] < 9:
+        cluster = 1  # these have none
+    assert len(pushes) == 3 * (comm.get_size() - 1)
+    assert len(sums) == 3
+    assert {(k.blocks, k.cluster) for k in (*pushes, bulk, *sums)} == {(sms, cluster)}
+    assert (last.blocks, last.cluster) == (2 * sms, cluster)  # beside the last one there is no product
+
+
+def test_priorities_are_those_of_the_streams(comm):
+    least, greatest = torch.cuda.Stream.priority_range()
+    options = {"use_ce": False, "num_comm_sm": 4, "comm_cga_size": 1}
+    asked = [issued(kind, comm, gemm_priority=-1, comm_priority=-2, **options)[0] for kind in (Gather, BulkGather)]
+    usual = [issued(kind, comm, **options)[0] for kind in (Gather, BulkGather)]
+    for kernels in asked:
+        assert {k.priority for k in products_of(kernels)} == {-1}
+        assert {k.priority for k in named(kernels, PUSH)} == {-2}
+    for kernels in usual:  # both 0: the least and the most urgent
+        assert {k.priority for k in products_of(kernels)} == {least}
+        assert all(k.priority <= greatest < least for k in named(kernels, PUSH))
+
+
+def test_set_sm_margin_leaves_the_blocks_of_communication_free(comm):
+    """Of the same problem another plan, with products for fewer SMs."""
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    seen = {}
+    for margin, free in ((False, 32), (True, 32), (True, 64)):
+        case = counting(BulkGather(comm, set_sm_margin=margin, num_comm_sm=free, comm_cga_size=1, **FULL))
+        plans = []
+        for step in range(2):
+            reset_gemm_statistics()
+            case.fill(step)
+            case.issue()
+            plans.append(gemm_statistics().plans)
+            case.check(step)
+        agree(comm, case)
+        kernels, _ = nodes_of(case.issue)
+        blocks = max(k.blocks for k in products_of(kernels))
+        seen[margin, free] = plans, blocks
+    assert [seen[key][0][1] for key in seen] == [0, 0, 0]  # the plan is there
+    assert [seen[True, free][0][0] for free in (32, 64)] == [1, 1]
+    if seen[False, 32][1] == sms:  # a kernel that stays on its SMs
+        assert [seen[True, free][1] <= sms - free for free in (32, 64)] == [True, True], seen
+
+
+@pytest.fixture
+def names(comm, tmp_path):
+    """Of what a call puts on the device: the names, in order, and the streams of its products."""
+
+    def trace(kind, **options):
+        case = kind(comm, **options, **FULL)
+        for step in range(2):
+            case.fill(step)
+            case.issue()
+        comm.barrier(async_op=False)
+        tasks = traced_tasks(case.issue, tmp_path / "trace.json")
+        streams = [task.streams for task in tasks if task.name.startswith(GEMM)]
+        return [task.name.removeprefix("torch_overlap::") for task in tasks], streams
+
+    return trace
+
+
+def test_num_splits_and_num_max_streams_are_products_and_their_streams(names):
+    found = {(splits, most): names(Pipeline, num_splits=splits, num_max_streams=most)
+             for splits, most in ((1, 3), (2, 3), (6, 1), (6, 3), (6, 8))}  # fmt: skip
+    for (splits, most), (order, streams) in found.items():
+        assert order.count("gemm") == order.count("sum") == splits
+        assert len(set.union(*streams)) == min(splits, most)
+        for i, stream in enumerate(streams):  # in turns
+            assert stream == streams[i % min(splits, most)]
+
+
+def test_rs_overlap_first_gemm_issues_a_product_before_the_sum_of_the_one_before_it(names):
+    found = {}
+    for first in (False, True):
+        order, _ = names(Pipeline, num_splits=4, rs_overlap_first_gemm=first)
+        found[first] = "".join({"gemm": "G", "sum": "R"}.get(name, "") for name in order)
+    assert found == {False: "GRGRGRGR", True: "GGRGRGRR"}
+
+
+def test_aggregate_ag_makes_half_as_many_products(comm, names):
+    size = comm.get_size()
+    if size % 2:
+        pytest.skip("needs an even number of ranks")
+    found = {aggregate: names(Gather, aggregate_ag=aggregate)[0] for aggregate in (False, True)}
+    assert found[False].count("gemm") == size
+    assert found[True].count("gemm") == size // 2
+    assert found[True].count("exchange") == found[False].count("exchange") == size - 1

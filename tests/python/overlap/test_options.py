@@ -1,0 +1,87 @@
+"""What the options of a buffer change: which products there are, on which lanes, in which order. Seen in the log."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from overlap_cases import AG, PIPELINE, RING, RS, logged, make
+
+import torch_overlap as to
+from torch_overlap.testing import run_ranks
+
+LOG = {"TORCH_OVERLAP_LOG_CHUNKS": "1"}
+ROWS, K, N = 4, 8, 96  # rows of a rank
+
+
+def log_of(comm: to.TorchComm, gathers: bool, method: Any, direct: bool = True, **options: Any) -> list[str]:
+    """What one call put on its lanes, in order: "rows x columns on lane", or "exchange"."""
+    size = comm.get_size()
+    pretence = None if direct else to._C._PretendUnreachable()
+    tokens = ROWS * size
+    buffer = make(comm, AG if gathers else RS, method, (tokens, K if gathers else N), torch.float64, **options)
+    del pretence
+    x, w = torch.ones(ROWS if gathers else tokens, K).double(), torch.ones(N, K).double()
+    out = torch.empty(tokens if gathers else ROWS, N).double()
+    if gathers:
+        log = logged(lambda: buffer.split_overlap_ag(w, True, x, False, out))
+    else:
+        log = logged(lambda: buffer.split_overlap_rs(w, True, x, False, None, rs_output=out))
+    assert (out == (K if gathers else K * size)).all()
+    found = re.findall(r"product (\d+) x (\d+) x \d+ on lane (\d+)|(to rank)", log)
+    return ["exchange" if moved else f"{m} x {n} on {lane}" for m, n, lane, moved in found]
+
+
+def products(log: list[str]) -> list[str]:
+    return [line for line in log if line != "exchange"]
+
+
+def run_splits(comm: to.TorchComm) -> None:
+    for splits in (1, 2, 3, 6):
+        want = [f"{2 * ROWS} x {N // splits} on {i % 3}" for i in range(splits)]
+        assert products(log_of(comm, False, PIPELINE, num_splits=splits)) == want
+    # A piece is 16 bytes wide or more, which are two columns here.
+    assert len(products(log_of(comm, False, PIPELINE, num_splits=64))) == N // 2
+    for splits in (1, 5):  # chunks are one for each rank
+        assert len(products(log_of(comm, True, RING, num_splits=splits))) == 2
+
+
+def test_num_splits_is_the_number_of_products_of_a_pipeline() -> None:
+    run_ranks(run_splits, 2, env=LOG)
+
+
+def run_streams(comm: to.TorchComm) -> None:
+    for streams in (1, 2, 3, 8):
+        lanes = [i % min(streams, 4) for i in range(4)]
+        for gathers, method in ((True, RING), (False, RING), (False, PIPELINE)):
+            log = products(log_of(comm, gathers, method, num_max_streams=streams))
+            assert [int(line.split()[-1]) for line in log] == lanes
+
+
+def test_num_max_streams_is_how_many_products_run_side_by_side() -> None:
+    run_ranks(run_streams, 4, env=LOG)
+
+
+def run_aggregate(comm: to.TorchComm) -> None:
+    for aggregate, count in ((False, 4), (True, 2)):
+        log = log_of(comm, True, RING, aggregate_ag=aggregate)
+        assert [line.split(" on ")[0] for line in products(log)] == [f"{4 // count * ROWS} x {N}"] * count
+        assert log.count("exchange") == 3  # chunks travel alone
+
+
+def test_aggregate_ag_makes_half_as_many_products_of_two_chunks() -> None:
+    run_ranks(run_aggregate, 4, env=LOG)
+
+
+def run_first(comm: to.TorchComm) -> None:
+    """Two ranks that do not sum from each other's memory have one exchange for each piece."""
+    orders = {}
+    for first in (False, True):
+        log = log_of(comm, False, PIPELINE, direct=False, num_splits=4, rs_overlap_first_gemm=first)
+        orders[first] = "".join("R" if line == "exchange" else "G" for line in log)
+    assert orders == {False: "GRGRGRGR", True: "GGRGRGRR"}
+
+
+def test_rs_overlap_first_gemm_issues_a_product_before_the_exchange_of_the_one_before_it() -> None:
+    run_ranks(run_first, 2, env=LOG)
