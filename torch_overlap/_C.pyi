@@ -789,9 +789,12 @@ def _explain_algorithm(
     chunk_rows: int,
     gather_bytes: int = 0,
     scatter_bytes: int = 0,
-    local_shape: tuple[int, int] = (0, 0),
+    local_shape: tuple[int, int, int] = (0, 0, 0),
     prefers_channels: bool = True,
 ) -> tuple[str, str, str]: ...
+def _matmul_all_reduce_problem(
+    comm: TorchComm, rows: int, features: int, local_k: int, dtype: torch.dtype
+) -> dict[str, Any]: ...
 def _algorithms() -> list[str]: ...
 def _tuning_key(
     op: str, m: int, n: int, k: int, dtype: torch.dtype, group_size: int, device: str, in_graph: bool

@@ -23,7 +23,9 @@ _ALGORITHMS = {
     "all_to_all_matmul": _EXCHANGE,
     "matmul_all_to_all": _EXCHANGE,
 }
-_PIECES = 4  # of matmul_all_reduce and all_to_all_matmul
+_PIECES = 4  # of all_to_all_matmul
+# Which goes as another one.
+_AS = {"matmul_all_reduce_rms_norm": "matmul_all_reduce"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     are taken to reach each other's memory, and to have the same cache of measured algorithms.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk_overlap_matmul",
-            "all_to_all_matmul", "matmul_all_to_all", "scaled_all_gather_matmul" or "scaled_matmul_reduce_scatter".
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm" (as
+            the one before), "bulk_overlap_matmul", "all_to_all_matmul", "matmul_all_to_all",
+            "scaled_all_gather_matmul" or "scaled_matmul_reduce_scatter".
 
     Raises:
         InvalidValueError: `op` is another one, or does not know the algorithm.
@@ -68,7 +71,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if op != "bulk_overlap_matmul" and algorithm == "bulk":
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
-    taken, why, by = _C._explain_algorithm(op, algorithm, given["comm"], **_EXPLAINED[op](given))
+    taken, why, by = _C._explain_algorithm(_AS.get(op, op), algorithm, given["comm"], **_EXPLAINED[op](given))
     if op == "bulk_overlap_matmul" and taken == "ring":
         taken = "bulk"  # its one way over shared memory
     return Explanation(op, taken, why, by)
@@ -80,7 +83,7 @@ def _rows(x: Tensor) -> int:
 
 def _local(given: dict[str, Any], features: int) -> dict[str, Any]:
     """This rank's product, of operators with fused kernels."""
-    return {} if "out_dtype" in given else {"local_shape": (features, given["x"].shape[-1])}
+    return {} if "out_dtype" in given else {"local_shape": (0, features, given["x"].shape[-1])}
 
 
 def _gather(given: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +109,8 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
-    problem = _scatter(given) | {"chunk_rows": _rows(given["x"]) // _PIECES, "prefers_channels": False}
-    del problem["local_shape"]  # it has no fused kernel
-    problem["gather_bytes"] = problem["scatter_bytes"] // 2
-    return problem
+    x, features = given["x"], given["weight"].shape[0]
+    return _C._matmul_all_reduce_problem(given["comm"], _rows(x), features, x.shape[-1], x.dtype)
 
 
 def _exchange(given: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +139,7 @@ _EXPLAINED = {
     "all_gather_matmul": _gather,
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _all_reduce,
+    "matmul_all_reduce_rms_norm": _all_reduce,
     "bulk_overlap_matmul": _bulk,
     "all_to_all_matmul": _exchange,
     "matmul_all_to_all": _exchange,

@@ -57,6 +57,11 @@ class AllReducePreHookArgs:
 @dataclass(frozen=True)
 class AllReduceRmsNormPreHookArgs:
     tensor: Tensor
+    residual: Tensor
+    residual_out: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
     op: ReduceOp
     async_op: bool
 

@@ -110,13 +110,17 @@ def _key(entry: Entry) -> str:
     return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"], in_graph)
 
 
+# Whose fused kernel waits for what other ranks' kernels compute.
+_SUMMING = ("matmul_reduce_scatter", "matmul_all_reduce")
+
+
 def _quickest(op: str, mode: str, times: Mapping[str, float]) -> str:
     """The simplest of those that are within 3 % of the quickest of `times`.
 
     "fused" keeps all SMs of a GPU: called eagerly, nothing orders a kernel that does so while it waits for the other
     ranks' SMs before those of other streams, so it is not taken there. That for a gather waits for copies alone.
     """
-    waits_for_others = {"fused"} if mode == "eager" and op.endswith("matmul_reduce_scatter") else set()
+    waits_for_others = {"fused"} if mode == "eager" and op.endswith(_SUMMING) else set()
     names = [name for name in _C._algorithms() if name in times and name not in waits_for_others]
     least = min(times[name] for name in names)
     return next(name for name in names if times[name] * (1 - _LOSS) <= least)

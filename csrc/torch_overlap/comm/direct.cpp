@@ -25,22 +25,23 @@ struct Limits {
   size_t ll;
   size_t push;
   size_t two_shot;
+  size_t norm = 0;  // of all_reduce, with an RMSNorm in the kernel
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 4 * kMi, 0},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi},
-    {Primitive::all_gather, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, kMi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 256 * kKi},
+    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0},
     {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
     {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::reduce_scatter, 2, 192 * kKi, 4 * kMi, 0},
+    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0},
     {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0},
     {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::all_to_all, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0},
     {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0},
     {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::broadcast, 2, 256 * kKi, 4 * kMi, 0},
+    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0},
     {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},
     {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0},
 };
@@ -52,11 +53,10 @@ const Limits* limits_of(Primitive primitive, int size) {
   return found == std::end(kLimits) ? nullptr : found;
 }
 
-// Of an all_reduce with an RMSNorm in the same kernel.
-constexpr size_t kMostOfNorm = kMi;
-
 // Lines or vectors, before another block helps: many small blocks hide each other's waits.
 constexpr size_t kUnitsOfBlock = 128;
+// About as many as any GPU has SMs.
+constexpr int kBlocksAlone = 128;
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
@@ -69,12 +69,16 @@ DirectPlan share_out(DirectProtocol protocol, size_t units, size_t units_for_a_b
 
 DirectPlan plan_lines(const DirectProblem& problem) {
   return share_out(DirectProtocol::ll, divide_up(problem.bytes, problem.line_data), kUnitsOfBlock,
-                   G::kMostBlocks, G::kLines);
+                   G::kMostLineBlocks, G::kLines);
 }
 
 DirectPlan plan_push(const DirectProblem& problem) {
-  return share_out(DirectProtocol::push, divide_up(problem.bytes, G::kVectorBytes), kUnitsOfBlock,
-                   most_push_blocks(problem.size), G::kVectors);
+  const size_t vectors = divide_up(problem.bytes, G::kVectorBytes);
+  const int most = most_push_blocks(problem.size);
+  // More than one block on an SM only where there would be rounds.
+  const bool has_rounds = vectors > size_t{kBlocksAlone} * G::kVectors;
+  return share_out(DirectProtocol::push, vectors, kUnitsOfBlock,
+                   has_rounds ? most : std::min(most, kBlocksAlone), G::kVectors);
 }
 
 // A slot holds a slice on its way to its owner, and its sum on the way back.
@@ -100,7 +104,7 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
   const size_t rows = problem.bytes / problem.row_bytes;
   if (protocol == DirectProtocol::ll) {
     return share_out_rows(protocol, rows, divide_up(problem.row_bytes, problem.line_data), false,
-                          G::kMostBlocks, G::kLines);
+                          G::kMostLineBlocks, G::kLines);
   }
   if (problem.row_bytes % G::kVectorBytes != 0) return {};
   return share_out_rows(protocol, rows, problem.row_bytes / G::kVectorBytes, true,
@@ -108,21 +112,20 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
 }
 
 // Up to where a norm in the kernel is quicker than one behind it.
-DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, size_t most_ll) {
+DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, const Limits& limits) {
   if (problem.line_data != 12) return {};
   if (mode == DirectMode::ll) return plan_rows(problem, DirectProtocol::ll);
   if (mode == DirectMode::push) return plan_rows(problem, DirectProtocol::push);
   const bool is_chosen = mode == DirectMode::automatic || mode == DirectMode::always;
-  if (!is_chosen || problem.bytes > kMostOfNorm) return {};
-  const auto lines = plan_rows(problem, DirectProtocol::ll);
-  if (lines && problem.bytes <= most_ll) return lines;
-  const auto vectors = plan_rows(problem, DirectProtocol::push);
-  return vectors ? vectors : lines;
+  if (!is_chosen || problem.bytes > limits.norm) return {};
+  const auto lines =
+      problem.bytes <= limits.ll ? plan_rows(problem, DirectProtocol::ll) : DirectPlan{};
+  return lines ? lines : plan_rows(problem, DirectProtocol::push);
 }
 
 // The most that two ranks say to each other is unknown: all blocks, whole chunks.
 DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
-  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kMostBlocks, G::kLines};
+  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kMostLineBlocks, G::kLines};
   if (mode == DirectMode::always || mode == DirectMode::push) {
     return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
   }
@@ -157,7 +160,10 @@ std::string_view to_string(DirectProtocol protocol) {
   return "unknown";
 }
 
-int most_push_blocks(int size) { return size <= 4 ? G::kMostBlocks : G::kPushBlocksOf8; }
+int most_push_blocks(int size) {
+  if (size <= 2) return G::kPushBlocksOf2;
+  return size <= 4 ? G::kPushBlocksOf4 : G::kPushBlocksOf8;
+}
 
 bool is_direct_possible(Primitive primitive, int size) {
   return size >= 2 && limits_of(primitive, size) != nullptr;
@@ -169,7 +175,7 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (!problem.is_uniform) return plan_unequal(problem, mode);
   if (problem.bytes == 0) return {};
   if (problem.row_bytes > 0) {
-    if (const auto plan = plan_norm(problem, mode, limits->ll)) return plan;
+    if (const auto plan = plan_norm(problem, mode, *limits)) return plan;
   }
   const bool has_two_shots = problem.primitive == Primitive::all_reduce;
   switch (mode) {

@@ -48,10 +48,11 @@ std::string channel_obstacle(const OverlapProblem& problem, const std::shared_pt
 std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
+  const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
   const auto why = overlap_device(problem.op, comm->device().type())
                        .fused_obstacle({.device = comm->device(),
                                         .dtype = problem.dtype,
-                                        .rows = {problem.chunk_rows * comm->size(), comm->size()},
+                                        .rows = {rows, comm->size()},
                                         .n = problem.local_n,
                                         .k = problem.local_k});
   return why.empty() ? channel_obstacle(problem, comm, need) : why;

@@ -33,9 +33,11 @@ struct OverlapProblem {
   // What channels must have room for; 0: none is used.
   int64_t gather_bytes = 0;
   int64_t scatter_bytes = 0;
-  // Of this rank's product, where the operator has fused kernels; 0: it has none.
+  // Of this rank's product, where the operator has fused kernels; 0: it has none. local_m: rows of
+  // one kernel; 0: a chunk of each rank.
   int64_t local_n = 0;
   int64_t local_k = 0;
+  int64_t local_m = 0;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
 };
@@ -64,6 +66,12 @@ TORCH_OVERLAP_API Choice explain_algorithm(const OverlapProblem& problem,
 inline std::string_view forward_algorithm(std::string_view algorithm) {
   return algorithm == "bulk" ? "sequential" : algorithm;
 }
+
+// That of a matmul_all_reduce: [rows, local_k] by [local_k, features] on each rank. Channels hold
+// the largest of its blocks of rows.
+TORCH_OVERLAP_API OverlapProblem matmul_all_reduce_problem(const TorchComm& comm, int64_t rows,
+                                                           int64_t features, int64_t local_k,
+                                                           at::ScalarType dtype);
 
 // Whether products over channels take it, and channels sum it.
 bool is_channel_dtype(at::ScalarType dtype);

@@ -14,20 +14,37 @@ namespace {
 
 constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
 
-// Of so many rows. Channels are not taken unasked: over them each element moves twice.
-OverlapProblem all_reduce_problem(const TorchComm& comm, const Tensor& rows, int64_t features) {
+// Into how many blocks of rows channels cut it: of some waves of tiles each, and few, as a product
+// pays for each block.
+int64_t block_count(int64_t rows, int64_t features) {
+  constexpr int64_t kElements = int64_t{1} << 24;
+  constexpr int64_t kMost = 4;
+  return std::clamp<int64_t>(rows * features / kElements, 1, kMost);
+}
+
+// Of so many rows. Channels, which hold the largest block, are not taken unasked: over them each
+// element moves twice.
+}  // namespace
+
+OverlapProblem matmul_all_reduce_problem(const TorchComm& comm, int64_t rows, int64_t features,
+                                         int64_t local_k, at::ScalarType dtype) {
+  const int64_t blocks = block_count(rows, features);
+  const int64_t block = (rows + blocks - 1) / blocks;
   return {.op = kMatmulAllReduce,
-          .dtype = rows.scalar_type(),
-          .m = rows.size(0),
+          .dtype = dtype,
+          .m = rows,
           .n = features,
-          .k = rows.size(1) * comm.size(),
-          .chunk_rows = rows.size(0) / kAllReduceChunks,
-          .gather_bytes = rows.size(0) * features * rows.element_size(),
-          .scatter_bytes = scatter_bytes(comm, rows.size(0), features, rows.scalar_type()),
+          .k = local_k * comm.size(),
+          .chunk_rows = rows / kAllReduceChunks,
+          .gather_bytes = block * features * static_cast<int64_t>(c10::elementSize(dtype)),
+          .scatter_bytes = scatter_bytes(comm, block, features, dtype),
           .local_n = features,
-          .local_k = rows.size(1),
+          .local_k = local_k,
+          .local_m = block,
           .prefers_channels = false};
 }
+
+namespace {
 
 // Blocks of rows: the sums of each at their owners, then all of them everywhere beside the products
 // of the next block. Of reductions of 8- and 16-bit floats this is the one that accumulates in
@@ -39,7 +56,8 @@ class BlockwiseAllReduce {
 
   // out = the sum (or mean) of all ranks' inputs weight^T, plus bias.
   void run(const Tensor& inputs, const Tensor& weight, bool mean, bool fused) {
-    for (const RowRange& block : row_chunks(out_.size(0), blocks())) {
+    for (const RowRange& block :
+         row_chunks(out_.size(0), block_count(out_.size(0), out_.size(1)))) {
       const auto rows = out_.narrow(0, block.begin, block.length);
       const RowShare share{block.length, comm_->size()};
       const auto own = rows_of_rank(rows, share, comm_->rank());
@@ -60,13 +78,6 @@ class BlockwiseAllReduce {
     Tensor rows;
     RowShare share;
   };
-
-  // Of some waves of tiles each, and few: a product pays for each block.
-  int64_t blocks() const {
-    constexpr int64_t kElements = int64_t{1} << 24;
-    constexpr int64_t kMost = 4;
-    return std::clamp<int64_t>(out_.numel() / kElements, 1, kMost);
-  }
 
   // What was gathered goes where it belongs.
   void take() {
@@ -293,8 +304,9 @@ Tensor matmul_all_reduce_autograd(const Tensor& x, const Tensor& weight,
 
 Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
                                       int64_t features, std::string_view asked) {
-  return choose_algorithm(all_reduce_problem(*comm, rows, features), forward_algorithm(asked), comm)
-      .algorithm;
+  const auto problem =
+      matmul_all_reduce_problem(*comm, rows.size(0), features, rows.size(1), rows.scalar_type());
+  return choose_algorithm(problem, forward_algorithm(asked), comm).algorithm;
 }
 
 Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -68,8 +68,8 @@ std::optional<Tensor> if_defined(const std::optional<Tensor>& bias) {
 
 // --- all_reduce_rms_norm -------------------------------------------------------------------------
 
-NormResults all_reduce_out(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                           const std::optional<Tensor>& bias, int64_t group_size, double eps) {
+void check_all_reduce(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                      const std::optional<Tensor>& bias, int64_t group_size, double eps) {
   check_group_size(kAllReduceRmsNorm, group_size);
   TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kAllReduceRmsNorm,
                       ": expected x of one or more dimensions, got a scalar");
@@ -80,13 +80,13 @@ NormResults all_reduce_out(const Tensor& x, const Tensor& residual, const Tensor
                         ": expected a bias with one dimension, got shape ", bias->sym_sizes());
     check_size(kAllReduceRmsNorm, "bias", x.sym_size(-1), bias->sym_size(0));
   }
-  return results_like(x.sym_sizes(), x);
 }
 
 NormResults all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& residual,
                                        const Tensor& weight, const std::optional<Tensor>& bias,
                                        std::string_view comm, int64_t group_size, double eps) {
-  auto [out, hidden] = all_reduce_out(x, residual, weight, bias, group_size, eps);
+  check_all_reduce(x, residual, weight, bias, group_size, eps);
+  auto [out, hidden] = results_like(x.sym_sizes(), x);
   const auto communicator = find_comm(kAllReduceRmsNorm, comm, group_size);
   out.copy_(x);
   sum_and_norm(communicator, out, bias, residual, hidden, weight, eps);
@@ -96,7 +96,8 @@ NormResults all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& residual,
 NormResults all_reduce_rms_norm_meta(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                      const std::optional<Tensor>& bias, std::string_view,
                                      int64_t group_size, double eps) {
-  return all_reduce_out(x, residual, weight, bias, group_size, eps);
+  check_all_reduce(x, residual, weight, bias, group_size, eps);
+  return results_like(x.sym_sizes(), x);
 }
 
 NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual,
@@ -107,7 +108,7 @@ NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual
     const BelowAutograd guard;
     return ops::all_reduce_rms_norm(x, residual, weight, present, comm, group_size, eps);
   }
-  all_reduce_out(x, residual, weight, present, group_size, eps);
+  check_all_reduce(x, residual, weight, present, group_size, eps);
   auto sum = ops::all_reduce(x, "sum", comm, group_size);
   if (present) sum = at::add(sum, *present);
   return norm_of(sum, residual, weight, eps);
@@ -115,9 +116,11 @@ NormResults all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& residual
 
 // --- matmul_all_reduce_rms_norm ------------------------------------------------------------------
 
-NormResults matmul_out(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                       const Tensor& residual, const Tensor& norm_weight, int64_t group_size,
-                       double eps, std::string_view algorithm) {
+// The shape of both results.
+c10::SymDimVector matmul_shape(const Tensor& x, const Tensor& weight,
+                               const std::optional<Tensor>& bias, const Tensor& residual,
+                               const Tensor& norm_weight, int64_t group_size, double eps,
+                               std::string_view algorithm) {
   check_group_size(kMatmulAllReduceRmsNorm, group_size);
   check_algorithm(kMatmulAllReduceRmsNorm, algorithm);
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kMatmulAllReduceRmsNorm,
@@ -125,10 +128,10 @@ NormResults matmul_out(const Tensor& x, const Tensor& weight, const std::optiona
                       "; use x.unsqueeze(0)");
   check_weight(kMatmulAllReduceRmsNorm, x, weight);
   if (bias) check_bias(kMatmulAllReduceRmsNorm, x, *bias, weight);
-  auto shape = x.sym_sizes().vec();
+  c10::SymDimVector shape(x.sym_sizes());
   shape.back() = weight.sym_size(0);
   check_beside_rows(kMatmulAllReduceRmsNorm, shape, x, residual, norm_weight, eps);
-  return results_like(shape, x);
+  return shape;
 }
 
 NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& weight,
@@ -136,8 +139,8 @@ NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& wei
                                               const Tensor& residual, const Tensor& norm_weight,
                                               std::string_view comm, int64_t group_size, double eps,
                                               std::string_view algorithm) {
-  auto [out, hidden] =
-      matmul_out(x, weight, bias, residual, norm_weight, group_size, eps, algorithm);
+  const auto shape =
+      matmul_shape(x, weight, bias, residual, norm_weight, group_size, eps, algorithm);
   const auto communicator = find_comm(kMatmulAllReduceRmsNorm, comm, group_size);
   const auto inputs = to_rows(x, 0);
   if (matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm) !=
@@ -145,6 +148,7 @@ NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& wei
     const auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
     return norm_of(sum, residual, norm_weight, eps);
   }
+  auto [out, hidden] = results_like(shape, x);
   linear_out(kMatmulAllReduceRmsNorm, out.flatten(0, -2), inputs, weight, std::nullopt);
   sum_and_norm(communicator, out, bias, residual, hidden, norm_weight, eps);
   return {std::move(out), std::move(hidden)};
@@ -155,7 +159,8 @@ NormResults matmul_all_reduce_rms_norm_meta(const Tensor& x, const Tensor& weigh
                                             const Tensor& residual, const Tensor& norm_weight,
                                             std::string_view, int64_t group_size, double eps,
                                             std::string_view algorithm) {
-  return matmul_out(x, weight, bias, residual, norm_weight, group_size, eps, algorithm);
+  return results_like(
+      matmul_shape(x, weight, bias, residual, norm_weight, group_size, eps, algorithm), x);
 }
 
 NormResults matmul_all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& weight,
@@ -169,7 +174,7 @@ NormResults matmul_all_reduce_rms_norm_autograd(const Tensor& x, const Tensor& w
     return ops::matmul_all_reduce_rms_norm(x, weight, present, residual, norm_weight, comm,
                                            group_size, eps, algorithm);
   }
-  matmul_out(x, weight, present, residual, norm_weight, group_size, eps, algorithm);
+  matmul_shape(x, weight, present, residual, norm_weight, group_size, eps, algorithm);
   const auto sum = ops::matmul_all_reduce(x, weight, present, comm, group_size, "sum", algorithm);
   return norm_of(sum, residual, norm_weight, eps);
 }

@@ -122,7 +122,9 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
 void BackgroundGather::finish() {
   auto& session = operation_->session();
   try {
-    session.arrived(session.lanes.comm(), flags_);
+    // On the caller's lane, behind what it has issued since: products that wait for other ranks,
+    // and would be waited for here, come first.
+    session.arrived(0, flags_);
   } catch (...) {
     operation_->fail();
     throw;

@@ -37,9 +37,16 @@ Arguments arguments_of(const Call& call, int size) {
       break;
     case OpName::broadcast:
     case OpName::all_reduce:
-    case OpName::all_reduce_rms_norm:
     case OpName::reduce:
       add("tensor", py::cast(call.tensor));
+      break;
+    case OpName::all_reduce_rms_norm:
+      add("tensor", py::cast(call.tensor));
+      add("residual", py::cast(call.norm->residual));
+      add("residual_out", py::cast(call.norm->residual_out));
+      add("weight", py::cast(call.norm->weight));
+      add("bias", tensor_or_none(call.norm->bias));
+      add("eps", py::cast(call.norm->eps));
       break;
     case OpName::all_gather:
     case OpName::all_gather_v:

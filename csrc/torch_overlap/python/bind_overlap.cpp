@@ -336,7 +336,7 @@ void register_overlap(py::module_& m) {
          const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
          const std::tuple<int64_t, int64_t, int64_t>& shape, int64_t chunk_rows,
          int64_t gather_bytes, int64_t scatter_bytes,
-         const std::tuple<int64_t, int64_t>& local_shape, bool prefers_channels) {
+         const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels) {
         const auto [m, n, k] = shape;
         const auto choice = ops::explain_algorithm({.op = op,
                                                     .dtype = dtype,
@@ -346,8 +346,9 @@ void register_overlap(py::module_& m) {
                                                     .chunk_rows = chunk_rows,
                                                     .gather_bytes = gather_bytes,
                                                     .scatter_bytes = scatter_bytes,
-                                                    .local_n = std::get<0>(local_shape),
-                                                    .local_k = std::get<1>(local_shape),
+                                                    .local_n = std::get<1>(local_shape),
+                                                    .local_k = std::get<2>(local_shape),
+                                                    .local_m = std::get<0>(local_shape),
                                                     .prefers_channels = prefers_channels},
                                                    algorithm, comm);
         return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
@@ -355,8 +356,25 @@ void register_overlap(py::module_& m) {
       },
       py::arg("op"), py::arg("algorithm"), py::arg("comm").none(false), py::arg("dtype"),
       py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
-      py::arg("scatter_bytes") = 0, py::arg("local_shape") = std::tuple<int64_t, int64_t>(0, 0),
+      py::arg("scatter_bytes") = 0,
+      py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
       py::arg("prefers_channels") = true);
+  m.def(
+      "_matmul_all_reduce_problem",
+      [](const std::shared_ptr<TorchComm>& comm, int64_t rows, int64_t features, int64_t local_k,
+         at::ScalarType dtype) {
+        const auto problem = ops::matmul_all_reduce_problem(*comm, rows, features, local_k, dtype);
+        return py::dict(
+            py::arg("dtype") = dtype,
+            py::arg("shape") = std::tuple(problem.m, problem.n, problem.k),
+            py::arg("chunk_rows") = problem.chunk_rows,
+            py::arg("gather_bytes") = problem.gather_bytes,
+            py::arg("scatter_bytes") = problem.scatter_bytes,
+            py::arg("local_shape") = std::tuple(problem.local_m, problem.local_n, problem.local_k),
+            py::arg("prefers_channels") = problem.prefers_channels);
+      },
+      py::arg("comm").none(false), py::arg("rows"), py::arg("features"), py::arg("local_k"),
+      py::arg("dtype"));
   m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("dtype"), py::arg("group_size"), py::arg("device"), py::arg("in_graph"));

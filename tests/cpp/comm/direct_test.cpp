@@ -52,6 +52,17 @@ TEST(Direct, LinesForSmallMessagesThenPushThenNccl) {
   }
 }
 
+TEST(Direct, MoreBlocksThanSmsOnlyOfTwoRanksThatPushInRounds) {
+  const auto blocks = [](int size, size_t bytes) {
+    return plan_direct(problem_of(Primitive::all_gather, size, bytes), DirectMode::push).blocks;
+  };
+  EXPECT_EQ(blocks(2, kMi), 128);
+  EXPECT_EQ(blocks(2, kMi + 16), 256);
+  EXPECT_EQ(blocks(2, 16 * kMi), 256);
+  EXPECT_EQ(blocks(3, 16 * kMi), 128);
+  EXPECT_EQ(blocks(8, 16 * kMi), 64);
+}
+
 TEST(Direct, TwoShotsOnlyOfAllReduceOfMoreThanTwo) {
   EXPECT_EQ(protocol_of(Primitive::all_reduce, 2, 64 * kMi, DirectMode::always),
             DirectProtocol::push);
@@ -107,7 +118,7 @@ TEST(Direct, PlansFitTheMemory) {
           ASSERT_GE(plan.chunk, 1U);
           const bool has_lines = plan.protocol == DirectProtocol::ll;
           const bool is_two_shot = plan.protocol == DirectProtocol::two_shot;
-          ASSERT_LE(plan.blocks, has_lines ? G::kMostBlocks : most_push_blocks(size));
+          ASSERT_LE(plan.blocks, has_lines ? G::kMostLineBlocks : most_push_blocks(size));
           ASSERT_LE(plan.chunk, has_lines ? G::kLines : G::kVectors / (is_two_shot ? 2 : 1));
           const size_t unit = has_lines ? line_data : G::kVectorBytes;
           const size_t part = is_two_shot ? (bytes + size - 1) / size : bytes;
@@ -176,7 +187,7 @@ TEST(DirectNorm, ClustersHaveWholeRows) {
           const size_t room = plan.row_blocks * plan.chunk * unit;
           EXPECT_LE(plan.row_blocks, G::kMostRowBlocks);
           EXPECT_EQ(plan.blocks % plan.row_blocks, 0);
-          EXPECT_LE(plan.blocks, has_lines ? G::kMostBlocks : most_push_blocks(size));
+          EXPECT_LE(plan.blocks, has_lines ? G::kMostLineBlocks : most_push_blocks(size));
           EXPECT_LE(plan.blocks, static_cast<int>(rows) * plan.row_blocks);
           EXPECT_LE(plan.chunk, static_cast<uint32_t>(has_lines ? G::kLines : G::kVectors));
           if (has_lines) {
@@ -202,8 +213,10 @@ TEST(DirectNorm, SmallMessagesAloneAndWhatFits) {
   EXPECT_EQ(norm_plan(2, 1, 80000, DirectMode::ll).row_blocks, 0);
   EXPECT_EQ(norm_plan(2, 3, 16384, DirectMode::two_shot).row_blocks, 0);
   EXPECT_FALSE(norm_plan(2, 3, 16384, DirectMode::off));
-  // Vectors that do not fill rows go as lines.
-  EXPECT_EQ(norm_plan(2, 100, 8200, DirectMode::automatic).protocol, DirectProtocol::ll);
+  EXPECT_EQ(norm_plan(8, 32, 16384, DirectMode::automatic).row_blocks, 0);
+  // Vectors that do not fill rows: lines, or the sum alone.
+  EXPECT_EQ(norm_plan(2, 20, 8200, DirectMode::automatic).protocol, DirectProtocol::ll);
+  EXPECT_EQ(norm_plan(2, 100, 8200, DirectMode::automatic).row_blocks, 0);
   EXPECT_EQ(norm_plan(2, 100, 8200, DirectMode::push).row_blocks, 0);
 }
 

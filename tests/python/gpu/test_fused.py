@@ -188,8 +188,9 @@ def test_what_it_cannot_do_is_an_error(comm):
         ops.matmul_reduce_scatter(x[:, :12].bfloat16(), w[:, :12].bfloat16(), comm, algorithm="fused")
     with pytest.raises(to.UnsupportedError, match="bfloat16 and float16"):
         ops.matmul_all_reduce(x, w, comm, algorithm="fused")
-    with pytest.raises(to.UnsupportedError, match="no fused kernel"):
+    with pytest.raises(to.InvalidValueError, match="one of auto sequential chunked bulk, got 'fused'"):
         ops.bulk_overlap_matmul(x, w, x, comm, collective="all_gather", algorithm="fused")
+    assert to.explain("matmul_all_reduce", x.bfloat16(), w.bfloat16(), comm, algorithm="fused").algorithm == "fused"
     assert to.explain("all_gather_matmul", x.bfloat16(), [w.bfloat16()], comm, algorithm="fused").algorithm == "fused"
 
 

@@ -94,7 +94,7 @@ def test_set_sm_margin_leaves_the_blocks_of_communication_free(comm):
             reset_gemm_statistics()
             case.fill(step)
             case.issue()
-            plans.append(gemm_statistics().plans)
+            plans.append(gemm_statistics()["plans"])
             case.check(step)
         agree(comm, case)
         kernels, _ = nodes_of(case.issue)

@@ -100,7 +100,50 @@ def test_any_alignment_on_one_rank(by_mode, seed, mode, offset):
             whole = torch.empty(getattr(problem, name).numel() + offset, dtype=torch.bfloat16, device="cuda")
             inside = whole[offset:].view(getattr(problem, name).shape)
             setattr(problem, name, inside.copy_(getattr(problem, name)))
-    problem.check(problem.run())
+    results = problem.run()
+    problem.check(results)
+    same_everywhere(comm, results)
+
+
+def test_between_other_collectives(by_mode, seed):
+    """One channel: what blocks and slots a kernel leaves behind, the next one goes on with."""
+    comm = by_mode["auto"]
+    choose = random.Random(seed)
+    size, rank = comm.get_size(), comm.get_rank()
+    problems = [Problem(comm, seed + i, shape, torch.bfloat16) for i, shape in enumerate(SHAPES[:8])]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [problem.run() for problem in problems]
+    for _ in range(60):
+        kind = choose.choice(["norm", "sum", "gather", "replay"])
+        count = choose.choice([3, 5000, 100_000, 1_000_000])
+        if kind == "norm":
+            problem = choose.choice(problems)
+            problem.check(problem.run())
+        elif kind == "replay":
+            for t in torch.utils._pytree.tree_leaves(captured):
+                t.fill_(float("nan"))
+            graph.replay()
+            for problem, results in zip(problems, captured, strict=True):
+                problem.check(results)
+        elif kind == "sum":
+            x = torch.full((count,), rank + 1.0, device="cuda")
+            comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+            assert (x == size * (size + 1) / 2).all()
+        else:
+            out = torch.empty(size, count, device="cuda")
+            comm.all_gather_single(out, torch.full((count,), float(rank), device="cuda"), async_op=False)
+            assert (out == torch.arange(size, device="cuda")[:, None]).all()
+
+
+def test_an_eager_call_keeps_nothing(by_mode, seed):
+    problem = Problem(by_mode["auto"], seed, (512, 8192), torch.bfloat16)
+    problem.run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        problem.run()
+    assert torch.cuda.memory_allocated() <= before
 
 
 class Product:

@@ -267,6 +267,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   const PlainDispatch plain;
   NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
                             workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout);
+  bool has_begun = false;
   try {
     // Mapping memory, at the first call, may wait for what the device still has to do.
     const DirectPlan plan = direct_.plan(call, is_capturing);
@@ -276,6 +277,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     if (plan) {
       if (is_capturing) hold_->keep(direct_.memory());
       direct_.launch(call, plan, is_capturing, stream.stream());
+      has_begun = true;
     } else {
       primitives.run(call);
     }
@@ -284,7 +286,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   } catch (...) {
     launching_since_.store(0, std::memory_order_release);
     runtime_->failure.rethrow_if_set();  // stopped from outside: that is why the call failed
-    fail_launch(call, primitives.has_begun());
+    fail_launch(call, has_begun || primitives.has_begun());
   }
   launching_since_.store(0, std::memory_order_release);
 }

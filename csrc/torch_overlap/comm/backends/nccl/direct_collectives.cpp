@@ -276,12 +276,20 @@ DirectCollectives::DirectCollectives(const BackendContext& context,
     : context_(context), runtime_(std::move(runtime)) {
   const bool may_be_used = is_direct_possible(Primitive::all_reduce, context.size) &&
                            context.options.direct != DirectMode::off;
-  if (!may_be_used) return;
   try {
+    load_norm();
+    if (!may_be_used) return;
     load();
   } catch (...) {
     fault_ = Fault::current();
   }
+}
+
+// Also behind what NCCL does.
+void DirectCollectives::load_norm() const {
+  const c10::cuda::CUDAGuard device(context_.device);
+  const cuda::RelaxedCapture relaxed;
+  cuda::check(cuda::load_norm_alone(), "all_reduce_rms_norm: loading kernels");
 }
 
 void DirectCollectives::load() {
@@ -404,7 +412,7 @@ void launch_rms_norm(const Call& call, cudaStream_t stream) {
   const NormParams params = norm_params(norm);
   const auto reduction = direct_reduction(call.tensor.scalar_type(), call.reduce_op);
   auto* rows = static_cast<char*>(call.tensor.mutable_data_ptr());
-  if (!reduction || !cuda::is_norm_possible(reduction->type, params.row_bytes, rows, params)) {
+  if (!reduction || !cuda::is_norm_possible(reduction->type, params.row_bytes)) {
     return add_rms_norm(call.tensor, norm);
   }
   const auto count = static_cast<uint32_t>(call.tensor.numel() / norm.weight.numel());

@@ -52,6 +52,7 @@ class DirectCollectives {
   struct Memory;
   enum class State : uint8_t { untried, ready, refused };
 
+  void load_norm() const;
   void load();
   void prepare();
 

@@ -14,8 +14,9 @@ using G = DirectGeometry;
 inline constexpr int kWarp = 32;
 static_assert(G::kMostRanks <= kWarp);
 // At least. A kernel that is launched before the one in front of it has ended takes room that
-// another communicator's may need: with half an SM for each there is room for both.
-inline constexpr int kBlocksOfSm = 2;
+// another communicator's may need: with half of all SMs for each there is room for both.
+template <typename Case>
+inline constexpr int kBlocksOfSm = Case::kMostRanks == 2 ? 4 : 2;
 
 // The host's watchdog reports an operation that is late. This much later the device does it: for
 // replays, which the host does not watch.
@@ -354,7 +355,7 @@ inline bool is_whole(const DirectParams& params, size_t unit) {
 // Calls `act(Case{})` with the case of kernels that fits.
 template <typename Act>
 cudaError_t for_case(const DirectParams& params, bool is_usual, const Act& act) {
-  if (is_usual && params.size == 2) return act(UsualCase<2>{});
+  if (params.size == 2) return is_usual ? act(UsualCase<2>{}) : act(AnyOfTwo{});
   if (is_usual && params.size == 4) return act(UsualCase<4>{});
   if (is_usual && params.size == 8) return act(UsualCase<8>{});
   return act(AnyCase{});
@@ -370,7 +371,7 @@ cudaError_t for_reduction(DirectType type, const DirectParams& params, size_t un
     if constexpr (kIsUsualType<T>) {
       return for_case(params, is_usual, [&](auto which) { return act(zero, which); });
     } else {
-      return act(zero, AnyCase{});
+      return params.size == 2 ? act(zero, AnyOfTwo{}) : act(zero, AnyCase{});
     }
   });
 }
@@ -379,6 +380,7 @@ cudaError_t for_reduction(DirectType type, const DirectParams& params, size_t un
 template <typename Load>
 cudaError_t load_cases(const Load& load) {
   cudaError_t status = load(AnyCase{});
+  if (status == cudaSuccess) status = load(AnyOfTwo{});
   if (status == cudaSuccess) status = load(UsualCase<2>{});
   if (status == cudaSuccess) status = load(UsualCase<4>{});
   if (status == cudaSuccess) status = load(UsualCase<8>{});
@@ -394,7 +396,8 @@ cudaError_t load_reductions(const Load& load) {
       if constexpr (kIsUsualType<T>) {
         return load_cases([&](auto which) { return load(zero, which); });
       } else {
-        return load(zero, AnyCase{});
+        const cudaError_t loaded = load(zero, AnyOfTwo{});
+        return loaded == cudaSuccess ? load(zero, AnyCase{}) : loaded;
       }
     });
     if (status != cudaSuccess) return status;

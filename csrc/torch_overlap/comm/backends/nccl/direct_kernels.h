@@ -25,7 +25,7 @@ struct DirectLayout {
   static constexpr size_t kEpochs = 0;
   static constexpr size_t kBusy = kEpochs + G::kMostBlocks * G::kMostRanks * sizeof(uint32_t);
   static constexpr size_t kNoted = kBusy + G::kMostBlocks * sizeof(uint32_t);
-  static constexpr size_t kFlags = 8192;
+  static constexpr size_t kFlags = 16384;
   static constexpr size_t kFlagsOfOneKind = G::kMostBlocks * G::kMostRanks * G::kFlagBytes;
   static constexpr size_t kLines = kFlags + 2 * kFlagsOfOneKind;
   static_assert(kNoted + sizeof(uint32_t) <= kFlags);
@@ -33,7 +33,7 @@ struct DirectLayout {
   static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
   static constexpr size_t vectors_of_one_rank() { return size_t{G::kVectors} * G::kVectorBytes; }
   static constexpr size_t vectors(int size) {
-    return kLines + size_t{G::kMostBlocks} * G::kLineSlots * size * lines_of_one_rank();
+    return kLines + size_t{G::kMostLineBlocks} * G::kLineSlots * size * lines_of_one_rank();
   }
   static constexpr size_t bytes(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
@@ -100,9 +100,8 @@ cudaError_t launch_line_norm(DirectType type, const DirectParams& params, const 
                              const DirectLaunch& launch);
 cudaError_t launch_push_norm(DirectType type, const DirectParams& params, const NormParams& norm,
                              const DirectLaunch& launch);
-// The same of `rows` rows of sums, with nobody else. Of rows and types that is_norm_possible().
-bool is_norm_possible(DirectType type, uint64_t row_bytes, const char* rows,
-                      const NormParams& norm);
+// The same of `count` rows of sums, with nobody else. Of rows and types that is_norm_possible().
+bool is_norm_possible(DirectType type, uint64_t row_bytes);
 cudaError_t launch_norm(DirectType type, char* rows, uint32_t count, const NormParams& norm,
                         cudaStream_t stream);
 
@@ -111,7 +110,7 @@ cudaError_t launch_norm(DirectType type, char* rows, uint32_t count, const NormP
 cudaError_t load_line_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
-cudaError_t load_norm_kernels();  // launch_norm's too
+cudaError_t load_norm_kernels();
 cudaError_t load_norm_alone();
 
 }  // namespace torch_overlap::cuda

@@ -5,7 +5,7 @@ namespace torch_overlap::cuda {
 namespace {
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     line_reduce_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = kLineWords<T>;
   constexpr int kData = kWords * 4;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
 // A pair of ranks of which only one has something to say, or has more, still exchanges a line in
 // every round: it tells that the slot has been read.
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     line_copy_kernel(const __grid_constant__ DirectParams p) {
   constexpr int kWords = 3;
   constexpr int kData = kWords * 4;

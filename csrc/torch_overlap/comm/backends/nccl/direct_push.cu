@@ -5,7 +5,7 @@ namespace torch_overlap::cuda {
 namespace {
 
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     push_reduce_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
     if (!is_good) return false;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
 }
 
 template <typename Case>
-__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     push_copy_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
     if (!is_good) return false;

@@ -106,7 +106,7 @@ __device__ __forceinline__ void take_sums(const DirectParams& p, const BlockStat
 // A round's sums are taken one round later, and flags are raised last, when what they speak of has
 // arrived: a block waits neither for its own stores nor for a trip to a peer and back.
 template <typename T, typename Case>
-__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     two_shot_kernel(const __grid_constant__ DirectParams p) {
   __shared__ BlockState state;
   bool is_good = begin_block(p, state);

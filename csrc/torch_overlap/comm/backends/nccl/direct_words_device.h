@@ -24,6 +24,12 @@ struct AnyCase {
   static constexpr bool kIsExact = false;
   static constexpr bool kIsWhole = false;
 };
+// The same in a group of two, whose kernels that push have more blocks.
+struct AnyOfTwo {
+  static constexpr int kMostRanks = 2;
+  static constexpr bool kIsExact = true;
+  static constexpr bool kIsWhole = false;
+};
 // A group of so many ranks, parts of whole words (of lines) or vectors (of push) that are aligned
 // as such, a sum.
 template <int kRanks>
@@ -45,22 +51,11 @@ struct Words {
   uint32_t at[kWords];
 };
 
-// The first `valid` bytes, at most all, of `from`; the rest is zero.
-template <typename Case, int kWords>
-__device__ __forceinline__ Words<kWords> load_words(const char* from, uint64_t valid) {
+// At any alignment. Called, not inlined: kernels that are small are quicker than those that save a
+// call.
+template <int kWords>
+__device__ __noinline__ Words<kWords> load_any(const char* from, uint64_t valid) {
   Words<kWords> out{};
-  if constexpr (Case::kIsWhole) {
-    if constexpr (kWords == 4) {
-      const uint4 all = *reinterpret_cast<const uint4*>(from);
-      std::memcpy(out.at, &all, sizeof(out.at));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        if (4 * i < valid) out.at[i] = reinterpret_cast<const uint32_t*>(from)[i];
-      }
-    }
-    return out;
-  }
   const auto bits = reinterpret_cast<uintptr_t>(from);
   if (valid < kWords * 4) {
     auto* bytes = reinterpret_cast<unsigned char*>(out.at);
@@ -94,21 +89,8 @@ __device__ __forceinline__ Words<kWords> load_words(const char* from, uint64_t v
   return out;
 }
 
-template <typename Case, int kWords>
-__device__ __forceinline__ void store_words(char* to, const Words<kWords>& words, uint64_t valid) {
-  if constexpr (Case::kIsWhole) {
-    if constexpr (kWords == 4) {
-      uint4 all;
-      std::memcpy(&all, words.at, sizeof(all));
-      *reinterpret_cast<uint4*>(to) = all;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        if (4 * i < valid) reinterpret_cast<uint32_t*>(to)[i] = words.at[i];
-      }
-    }
-    return;
-  }
+template <int kWords>
+__device__ __noinline__ void store_any(char* to, Words<kWords> words, uint64_t valid) {
   const auto bits = reinterpret_cast<uintptr_t>(to);
   if (valid < kWords * 4) {
 #pragma unroll
@@ -133,6 +115,42 @@ __device__ __forceinline__ void store_words(char* to, const Words<kWords>& words
 #pragma unroll
     for (int i = 0; i < 4 * kWords; ++i) {
       to[i] = static_cast<char>(words.at[i / 4] >> 8 * (i % 4));
+    }
+  }
+}
+
+// The first `valid` bytes, at most all, of `from`; the rest is zero.
+template <typename Case, int kWords>
+__device__ __forceinline__ Words<kWords> load_words(const char* from, uint64_t valid) {
+  if constexpr (!Case::kIsWhole) {
+    return load_any<kWords>(from, valid);
+  } else if constexpr (kWords == 4) {
+    const uint4 all = *reinterpret_cast<const uint4*>(from);
+    Words<kWords> out;
+    std::memcpy(out.at, &all, sizeof(out.at));
+    return out;
+  } else {
+    Words<kWords> out{};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (4 * i < valid) out.at[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    }
+    return out;
+  }
+}
+
+template <typename Case, int kWords>
+__device__ __forceinline__ void store_words(char* to, const Words<kWords>& words, uint64_t valid) {
+  if constexpr (!Case::kIsWhole) {
+    store_any<kWords>(to, words, valid);
+  } else if constexpr (kWords == 4) {
+    uint4 all;
+    std::memcpy(&all, words.at, sizeof(all));
+    *reinterpret_cast<uint4*>(to) = all;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (4 * i < valid) reinterpret_cast<uint32_t*>(to)[i] = words.at[i];
     }
   }
 }

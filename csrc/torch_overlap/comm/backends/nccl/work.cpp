@@ -45,6 +45,7 @@ void CudaWork::release() {
   const Blocks in = std::move(call_.in);
   const Blocks out = std::move(call_.out);
   const auto p2p = std::move(call_.p2p);
+  const auto norm = std::move(call_.norm);
   const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
 }
 
