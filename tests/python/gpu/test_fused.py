@@ -229,6 +229,30 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
         case.check(outs)
 
 
+@pytest.mark.parametrize("algorithm", ["fused", "ring"])
+def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
+    """A block is gathered while the next one's kernel waits for other ranks."""
+    size, rank = comm.get_size(), comm.get_rank()
+    x, w = (torch.empty(n, 128, dtype=torch.bfloat16, device="cuda") for n in (8192, 6144))  # three blocks
+
+    def run():
+        return ops.matmul_all_reduce(x, w, comm, algorithm=algorithm)
+
+    graph, out = capture(run)
+    for turn in range(40):
+        for t in (x, w):
+            t.random_(-2, 3)  # sums are exact
+        out.fill_(float("nan"))
+        if rank == turn % size:
+            torch.cuda._sleep(2_000_000 * (1 + turn % 5))
+        graph.replay()
+        want = x.float() @ w.float().t()
+        comm.all_reduce(want, to.ReduceOp.SUM, async_op=False)
+        assert torch.equal(out, want.bfloat16())
+        if turn % 4 == 0:
+            assert torch.equal(run(), want.bfloat16())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_ten_thousand_replays(comm, kind):
