@@ -73,6 +73,8 @@ def new_comm(
         merged.timeout = timeout
     if hints is not None:
         merged.hints = {**merged.hints, **hints}
+        if any(key in hints for key in _PRIORITY_HINTS):
+            merged.is_high_priority_stream = None  # the hint says so, over the object's field
     if store is not None:
         merged.store = store
     if abort_process_on_timeout_or_error is not None:
@@ -82,6 +84,9 @@ def new_comm(
     if enable_reconfigure is not None:
         merged.enable_reconfigure = enable_reconfigure
     return _C._new_comm(backend, torch.device(device), name, merged, rank, size)
+
+
+_PRIORITY_HINTS = ("is_high_priority_stream", "torchcomm::ncclx::high_priority_stream")
 
 
 def _copy(options: CommOptions) -> CommOptions:

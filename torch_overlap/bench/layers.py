@@ -25,7 +25,7 @@ def layer_table(rows: Sequence[Row]) -> str:
         us = [ours.get(algorithm, {}).get("us") for algorithm in algorithms]
         us += [row["peers"].get(peer) for peer in peers]
         predicted = _predicted(row)
-        ratios = [*[row.get(f"over_{peer}") for peer in peers], row["us"] / predicted]
+        ratios = [*[row.get(f"over_{peer}") for peer in peers], row["us"] / predicted if predicted else None]
         lines.append(
             [
                 f"{name} {', '.join(map(str, shape))}", *[_number(value, 0) for value in us],
@@ -35,9 +35,11 @@ def layer_table(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
-def _predicted(row: Row) -> float:
-    """Microseconds, by the planner as it is now."""
-    model, mesh = PRESETS[row["name"]], Mesh({"tp": row["tp"]})
+def _predicted(row: Row) -> float | None:
+    """Microseconds, by the planner as it is now; of a layer of that size only."""
+    model, mesh = PRESETS.get(row["name"]), Mesh({"tp": row["tp"]})
+    if model is None or row["shape"][0] % model.sequence != 0:
+        return None
     batch = row["shape"][0] // model.sequence
     return 1e6 * predict_layer(model, mesh, batch=batch, overlap=row["algorithm"] != "sequential")
 

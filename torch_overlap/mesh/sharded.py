@@ -63,7 +63,7 @@ class Sharded:
 
     def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None, maker: int = 0) -> None:
         self._local, self.spec, self._product, self._maker = local, spec, product, maker
-        self._copies: dict[tuple[str, bool, bool], Any] | None = None
+        self._copies: dict[tuple[str, bool, bool], tuple[int, Any]] | None = None
         self._ended: tuple[Tensor, Spec, bool] | None = None
 
     # --- What it is
@@ -222,14 +222,21 @@ class Sharded:
         """What it became before: the local tensor under a layout, or a Sharded of a dtype."""
         if self._copies is None or not self._keeps():
             return None
-        return self._copies.get((what, torch.is_grad_enabled(), _is_inference()))
+        version, made = self._copies.get((what, torch.is_grad_enabled(), _is_inference()), (-2, None))
+        return made if version == self._version() else None
+
+    def _version(self) -> int:
+        """How often its memory was written to, as a view of something else too; -1 where torch does not count."""
+        if self._local is None or is_dynamo_compiling() or self._local.is_inference():
+            return -1
+        return self._local._version
 
     def _remember(self, what: str, made: Any) -> bool:
         if not self._keeps():
             return False
         if self._copies is None:
             self._copies = {}
-        self._copies[what, torch.is_grad_enabled(), _is_inference()] = made
+        self._copies[what, torch.is_grad_enabled(), _is_inference()] = self._version(), made
         return True
 
     def full(self) -> Tensor:

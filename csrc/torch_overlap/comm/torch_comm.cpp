@@ -278,15 +278,22 @@ WorkPtr TorchComm::launch_compared(const Membership& members, Call call) const {
 std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
                                             std::optional<std::string> child_name,
                                             const OpOptions& options) {
+  return split([&]() -> SplitArguments { return {ranks, child_name, options}; });
+}
+
+std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()>& read) {
   require_active("split");
   // Counted whatever happens next: all ranks must agree on the number of the next split.
   const auto members = membership();
   const uint64_t sequence = members->splits->fetch_add(1);
-  const HookEvent event{.name = OpName::split,
-                        .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
-                        .ranks = &ranks,
-                        .split_name = child_name ? &*child_name : nullptr};
+  SplitArguments arguments;
+  HookEvent event{.name = OpName::split,
+                  .id = next_op_id.fetch_add(1, std::memory_order_relaxed),
+                  .ranks = &arguments.ranks};
   try {
+    arguments = read();
+    const auto& [ranks, child_name, options] = arguments;
+    event.split_name = child_name ? &*child_name : nullptr;
     TORCH_OVERLAP_CHECK(options.timeout.count() >= 0, kValue,
                         "split: expected a timeout >= 0, got ", options.timeout.count(), " ms");
     TORCH_OVERLAP_CHECK(!child_name || !child_name->empty(), kValue,
@@ -304,8 +311,9 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::vector<int>& ranks,
     }
     throw;
   }
-  return hooks_->around(
-      event, [&] { return split_checked(*members, sequence, ranks, child_name, options); });
+  return hooks_->around(event, [&] {
+    return split_checked(*members, sequence, arguments.ranks, arguments.name, arguments.options);
+  });
 }
 
 void TorchComm::agree_on_split(const Membership& members, uint64_t sequence,

@@ -207,6 +207,14 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::shared_ptr<TorchComm> split(const std::vector<int>& ranks,
                                    std::optional<std::string> name = std::nullopt,
                                    const OpOptions& options = {});
+  // The same of arguments that are read when it has begun: what `read` throws is an error on every
+  // rank too.
+  struct SplitArguments {
+    std::vector<int> ranks;
+    std::optional<std::string> name;
+    OpOptions options;
+  };
+  std::shared_ptr<TorchComm> split(const std::function<SplitArguments()>& read);
   // Collective. Waits for all operations, at most the timeout. Throws if called twice.
   void finalize();
   // Ends everything on this rank at once, then runs the hooks; never ends the process. Also ends a

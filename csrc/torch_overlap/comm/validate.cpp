@@ -57,25 +57,44 @@ void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view
                       " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");
 }
 
+namespace {
+
+// Others move as they are, and are not added up.
+bool is_reduced_float(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e5m2:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
 void check_reduction(std::string_view op, at::ScalarType dtype, const ReduceOp& reduce_op) {
   const auto type = reduce_op.type();
   const auto refuse = [&](const char* which) {
     fail(ErrorKind::kType, op, ": expected ", which, " for ", reduce_op.repr(), ", got ", dtype);
   };
   const bool boolean = dtype == at::kBool;
+  const bool floating = is_reduced_float(dtype);
   const bool linear =
       type == RedOpType::SUM || type == RedOpType::AVG || type == RedOpType::PREMUL_SUM;
   if (c10::isComplexType(dtype)) {
     if (!linear) refuse("a real dtype");
-  } else if (!boolean && !c10::isFloatingType(dtype) &&
-             !c10::isIntegralType(dtype, /*includeBool=*/false)) {
+  } else if (!boolean && !floating && !c10::isIntegralType(dtype, /*includeBool=*/false)) {
     refuse("a number dtype");
   }
-  if (reduce_op.is_bitwise() && c10::isFloatingType(dtype)) refuse("an integer or bool dtype");
+  if (reduce_op.is_bitwise() && floating) refuse("an integer or bool dtype");
   if (boolean && (type == RedOpType::AVG || type == RedOpType::PREMUL_SUM)) {
     refuse("a number dtype");
   }
-  if (type == RedOpType::PREMUL_SUM && !c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) {
+  if (type == RedOpType::PREMUL_SUM && !floating && !c10::isComplexType(dtype)) {
     refuse("a floating dtype");
   }
 }

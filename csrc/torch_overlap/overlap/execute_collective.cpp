@@ -73,13 +73,12 @@ at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t
                    at::TensorOptions().dtype(dtype).device(group.device()));
 }
 
-// What the columns of a piece are a multiple of: 16 bytes, for kernels that move as many at a time,
-// or the tiles that scales of the weight lie in.
-int64_t piece_multiple(const GemmArgs& args, int64_t element) {
+// What the columns of a piece are a multiple of: the tiles that scales of a weight may lie in, or
+// of fewer columns 16 bytes, for kernels that move as many at a time. Whatever the weight of this
+// rank: all cut alike.
+int64_t piece_multiple(int64_t columns, int64_t element) {
   constexpr int64_t kTile = 128;
-  const GemmOperand& weight = args.rhs;
-  const bool has_tiles = weight.swizzled || weight.scaling == ScalingMode::BLOCK_2D_SCALING;
-  return has_tiles ? kTile : 16 / std::min<int64_t>(element, 16);
+  return columns >= kTile ? kTile : 16 / std::min<int64_t>(element, 16);
 }
 
 }  // namespace
@@ -135,7 +134,8 @@ void BackgroundGather::finish() {
 int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const PipelinedGemm& problem) {
   const int size = channel.group().size();
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
-  const auto found = pieces(problem.columns, problem.splits, piece_multiple(problem.gemm, element));
+  const auto found =
+      pieces(problem.columns, problem.splits, piece_multiple(problem.columns, element));
   const int count = static_cast<int>(found.size());
   const auto received =
       room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);

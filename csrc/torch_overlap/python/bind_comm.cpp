@@ -37,6 +37,21 @@ std::vector<std::string> abort_all() {
   return names;
 }
 
+std::vector<int> to_ranks(std::string_view op, const py::handle& ranks) {
+  try {
+    return ranks.cast<std::vector<int>>();
+  } catch (const py::cast_error&) {
+    fail(ErrorKind::kType, op, ": expected ranks as a list of integers, got ", describe(ranks));
+  }
+}
+
+std::optional<std::string> to_name(std::string_view op, const py::handle& name) {
+  if (name.is_none()) return std::nullopt;
+  TORCH_OVERLAP_CHECK(py::isinstance<py::str>(name), kType, op, ": expected name as a string, got ",
+                      describe(name));
+  return name.cast<std::string>();
+}
+
 CommOptions options_of(const TorchComm& comm) {
   const ResolvedOptions from = comm.options();
   CommOptions out;
@@ -118,11 +133,16 @@ void register_comm(py::module_& module) {
            "The address of the ncclComm_t; 0 for a backend without one.")
       .def(
           "split",
-          [](TorchComm& self, const std::vector<int>& ranks, const std::optional<std::string>& name,
+          [](TorchComm& self, const py::handle& ranks, const py::handle& name,
              const py::handle& hints, const py::handle& timeout) {
-            OpOptions options{to_hints("split", hints),
-                              to_timeout("split", timeout).value_or(Milliseconds{0})};
-            return without_gil([&] { return self.split(ranks, name, options); });
+            const auto read = [&]() -> TorchComm::SplitArguments {
+              const py::gil_scoped_acquire gil;
+              return {to_ranks("split", ranks),
+                      to_name("split", name),
+                      {to_hints("split", hints),
+                       to_timeout("split", timeout).value_or(Milliseconds{0})}};
+            };
+            return without_gil([&] { return self.split(read); });
           },
           py::arg("ranks"), py::arg("name") = py::none(), py::arg("hints") = py::none(),
           py::arg("timeout") = py::none(), kSplitDoc)

@@ -83,13 +83,14 @@ def test_inputs_take_turns_beyond_the_cache(tp: int) -> None:
 
 
 def test_a_run_that_is_cut_off_has_the_first_of_everything() -> None:
-    cases = [case for op in OPS for case in cases_of(op, "bf16")]
+    ops = [op for op in OPS if cases_of(op, "bf16")]  # gemm_ar_norm is one of decoding
+    cases = [case for op in ops for case in cases_of(op, "bf16")]
     visits = in_order(cases, ("graph", "eager"))
     assert len(visits) == 2 * len(cases) == len(set(visits))
     assert [visit.mode for visit in visits] == ["graph"] * len(cases) + ["eager"] * len(cases)
-    assert [visit.case.op for visit in visits[: len(OPS)]] == list(OPS)
-    first = {op: cases_of(op, "bf16")[0] for op in OPS}
-    assert {visit.case.op: visit.case for visit in visits[: len(OPS)]} == first
+    assert [visit.case.op for visit in visits[: len(ops)]] == ops
+    first = {op: cases_of(op, "bf16")[0] for op in ops}
+    assert {visit.case.op: visit.case for visit in visits[: len(ops)]} == first
 
 
 def test_what_a_rank_sends() -> None:

@@ -258,6 +258,17 @@ def test_unknown_hints_are_named_in_one_warning() -> None:
     run_ranks(body, 1, backend="fake")
 
 
+def test_hints_that_are_arguments_override_the_options() -> None:
+    options = CommOptions()
+    options.is_high_priority_stream = False
+    hints = {"is_high_priority_stream": "true"}
+    with to.new_comm("fake", "cpu", "by_hint", rank=0, size=1, options=options, hints=hints) as comm:
+        assert comm.get_options().is_high_priority_stream is True
+    given = {"options": options, "hints": hints, "is_high_priority_stream": False}
+    with to.new_comm("fake", "cpu", "by_field", rank=0, size=1, **given) as comm:  # type: ignore[arg-type]
+        assert comm.get_options().is_high_priority_stream is False
+
+
 @pytest.mark.parametrize("key", ["is_high_priority_stream", "torchcomm::ncclx::high_priority_stream"])
 def test_both_spellings_of_the_priority_hint_are_the_option(key: str) -> None:
     with to.new_comm("fake", "cpu", f"hint_{len(key)}", rank=0, size=1, hints={key: "true"}) as comm:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_overlap import CommOptions, InvalidValueError, ReduceOp, TorchComm, comm_names, get_comm
+from torch_overlap import CommOptions, InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, comm_names, get_comm
 from torch_overlap.testing import run_ranks
 from torch_overlap.testing.reference import assert_equal, assert_reduced, rank_input
 
@@ -134,6 +134,33 @@ def run_bad_list(comm: TorchComm, what: str) -> None:
 @pytest.mark.parametrize("which", ["gloo", "local", pytest.param("nccl", marks=pytest.mark.gpu(2))])
 def test_one_bad_list_is_an_error_on_every_rank(which: str, what: str) -> None:
     run_ranks(run_bad_list, 2, what, backend=which, device="cuda" if which == "nccl" else "cpu")
+
+
+UNREADABLE = {
+    "too large": {"ranks": [2**40, 0]},
+    "no integers": {"ranks": [0.5, 1]},
+    "no list": {"ranks": "x"},
+    "hints": {"ranks": [0, 1], "hints": {"a": 1}},
+    "timeout": {"ranks": [0, 1], "timeout": 5},
+    "name": {"ranks": [0, 1], "name": 7},
+}
+
+
+def run_unreadable(comm: TorchComm, what: str) -> None:
+    good: dict[str, object] = {"ranks": [0, 1]}
+    given = UNREADABLE[what] if comm.get_rank() == 0 else good
+    error = InvalidTypeError if comm.get_rank() == 0 else InvalidValueError
+    with pytest.raises(error, match=r"^split: (expected|rank 0 of .* could not take part: split: expected)"):
+        comm.split(**given)  # type: ignore[arg-type]
+    child = comm.split([0, 1])
+    assert child is not None
+    child.finalize()
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("which", ["gloo", "local"])
+def test_what_cannot_be_read_on_one_rank_is_an_error_on_every_rank(which: str, what: str) -> None:
+    run_ranks(run_unreadable, 2, what, backend=which)
 
 
 def run_inherited(comm: TorchComm) -> None:

@@ -12,6 +12,9 @@ from torch_overlap.testing import run_ranks
 
 Mistake = tuple[str, type[Error], Callable[[TorchComm, Tensor], object]]
 SUM = ReduceOp.SUM
+# Formats that move, and are not added up.
+FOUR_BITS = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+EXPONENTS = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _pair(tensor: Tensor) -> list[Tensor]:
@@ -48,6 +51,9 @@ MISTAKES: list[Mistake] = [
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x.bool(), ReduceOp.AVG, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x.int(), ReduceOp.PREMUL_SUM(2), False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x, ReduceOp.PREMUL_SUM(x[:1].double()), False)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS, SUM, True)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS, ReduceOp.MAX, False)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.reduce(EXPONENTS, 0, SUM, True)),
     # sizes
     ("2 tensors", InvalidValueError, lambda c, x: c.all_gather([x], x, False)),
     ("4 elements", InvalidValueError, lambda c, x: c.all_gather([x, torch.ones(5)], x, False)),

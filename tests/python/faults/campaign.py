@@ -32,6 +32,8 @@ from typing import Any
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast in any form
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store asks for the name of whoever connects: a name server that does not answer is not what is timed.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

@@ -67,5 +67,27 @@ def check_casts(comm, seed):
     mesh.close()
 
 
+def check_writes(comm):
+    """What was cast of a view, or of a result, is cast anew when the memory was written to."""
+    mesh = connect({"tp": comm.get_size()}, comm)
+    x = shard(torch.ones(4, 6), mesh, P())
+    w = shard(torch.ones(8, 6), mesh, P("tp"))
+    views = [w.T, w.reshape(8, 6).T, w.float().T]
+    result = w * 1
+    with torch.no_grad():
+        for value in (1, 2, 3):
+            w.local.fill_(value)
+            result.local.fill_(value)
+            with torch.autocast("cpu", torch.bfloat16):
+                for transposed in (*views, result.T):
+                    assert ((x @ transposed).full() == 6 * value).all()
+                assert (F.linear(x, result).full() == 6 * value).all()
+    mesh.close()
+
+
+def test_a_cast_is_of_what_the_memory_holds():
+    run_ranks(check_writes, 2, backend="local")
+
+
 def test_a_cast_keeps_its_anchor_and_is_made_once(seed):
     run_ranks(check_casts, 2, seed, backend="local")

@@ -299,6 +299,8 @@ def gpt_rank(comm, backend, axes, algorithm, seed, dtype=torch.float64, autocast
         for name, p in compiled.items():
             torch.testing.assert_close(p.grad, eager[name].grad, **near)
         with cast:
+            # Products in other pieces, each rounded to 16 bits.
+            near = {"rtol": 5e-2, "atol": 5e-2} if autocast else {}
             torch.testing.assert_close(got[1].full(), PlainGPT(config, seed).to(dtype)(whole), **near)
         return names
 
