@@ -333,7 +333,7 @@ def _plan(
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
     local = local_call(call_, rule, strategy.inputs, strategy.outputs, mesh.rank, device)
-    # What is a cast or a view of an anchored value, or as large, stays as well.
+    # What is made of an anchored value alone, and is as large, stays as well.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [
         spec_of(mesh, layout, o.shape, o.dtype, stays and math.prod(o.shape) == inputs[0].shape.numel())

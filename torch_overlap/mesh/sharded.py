@@ -166,8 +166,9 @@ class Sharded:
         return shard(self, mesh, spec, replicated_axes, partial_sum_axes)
 
     def anchor(self) -> Sharded:
-        """The same value, which stays where it lies, and so do its casts and views: an operator moves its other
-        operands, also where it would be cheaper to move this one, unless there is no other way. For split weights."""
+        """The same value, which stays where it lies, and so does what a function makes of it alone, of as many
+        elements (a cast, a transpose; a slice does not): an operator moves its other operands, also where it would be
+        cheaper to move this one, unless there is no other way. For split weights."""
         return Sharded(self.local, asked(_anchored, self.spec))
 
     def _reshard(self, layout: Layout) -> Sharded:

@@ -29,7 +29,7 @@ struct Limits {
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, kMi},
     {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, kMi},
     {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 256 * kKi},
     {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0},
