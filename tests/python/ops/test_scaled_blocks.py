@@ -146,7 +146,7 @@ def without_scales_rank(comm):
         for rows in (x, x.to("meta")):
             given = [[a.to(rows.device) for a in v] if isinstance(v, list) else v for v in arguments]
             given = [v.to(rows.device) if isinstance(v, torch.Tensor) else v for v in given]
-            message = rf"^{op}: expected x of numbers without scales, got Float8.*scaling mode"
+            message = rf"^{op}: expected x of numbers without scales, got Float8.*scales"
             with pytest.raises(TypeError, match=message):
                 getattr(ops, op)(rows, *given, **more)
 
