@@ -23,7 +23,7 @@ void check_beside_rows(std::string_view op, c10::SymIntArrayRef shape, const Ten
   check_dtype(op, "the norm's weight", like, norm_weight);
   TORCH_OVERLAP_CHECK(residual.dim() == static_cast<int64_t>(shape.size()), kValue, op,
                       ": expected a residual of shape ", shape, ", got ", residual.sym_sizes());
-  for (size_t i = 0; i < shape.size(); ++i) {
+  for (int64_t i = 0; i < residual.dim(); ++i) {
     check_size(op, concat("dimension ", i, " of residual"), shape[i], residual.sym_size(i));
   }
   TORCH_OVERLAP_CHECK(norm_weight.dim() == 1, kValue, op,
