@@ -16,7 +16,8 @@ class Eager:
         casts.
     parameter: Bytes for each parameter: casts, gradients as they are made and clipped, AdamW in fp32.
     reduced: Bytes for each gradient that is summed over dp: into one buffer with the others, and back.
-    rate: What the kernels of layers reach of the rate of memory; measured on one rank.
+    rate: What the kernels of layers reach of the rate of memory. Fitted to a step that was measured on one rank, so it
+        holds launches and what else is left out.
     """
 
     layer: float

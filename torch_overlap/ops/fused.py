@@ -112,8 +112,9 @@ def matmul_all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """h = residual + all_reduce(x weight^T) + bias, and rms_norm(h) * norm_weight: the end of a layer when decoding.
 
-    "sequential" over NCCL on sm_90 with few tokens (up to 1 MiB of h): the sum, the residual and the norm are one
-    kernel, which rounds h once. Else a kernel for the norm, or two of torch's, follows the sum.
+    "sequential" over NCCL on sm_90 with few tokens (up to 1 MiB of h, of more than four ranks 256 KiB): the sum, the
+    residual and the norm are one kernel, which rounds h once. Else a kernel for the norm, or two of torch's, follows
+    the sum.
 
     Args:
         x: [..., k] with two or more dimensions, the same shape on all ranks.

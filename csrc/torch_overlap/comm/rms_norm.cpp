@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/rms_norm.h>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/plain_dispatch.h"
@@ -54,9 +55,7 @@ void add_rms_norm(const at::Tensor& sum, const RmsNorm& norm) {
   auto hidden = norm.residual.to(wide) + sum.to(wide);
   if (norm.bias.defined()) hidden += norm.bias.to(wide);
   norm.residual_out.copy_(hidden);
-  hidden = norm.residual_out.to(wide);
-  const auto scale = hidden.square().mean(-1, /*keepdim=*/true).add_(norm.eps).rsqrt_();
-  sum.copy_(hidden * scale * norm.weight.to(wide));
+  sum.copy_(at::rms_norm(norm.residual_out, norm.weight.sizes(), norm.weight, norm.eps));
 }
 
 WorkPtr TorchComm::all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm,
