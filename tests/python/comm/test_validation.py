@@ -51,9 +51,9 @@ MISTAKES: list[Mistake] = [
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x.bool(), ReduceOp.AVG, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x.int(), ReduceOp.PREMUL_SUM(2), False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x, ReduceOp.PREMUL_SUM(x[:1].double()), False)),
-    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS, SUM, True)),
-    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS, ReduceOp.MAX, False)),
-    ("a number dtype", InvalidTypeError, lambda c, x: c.reduce(EXPONENTS, 0, SUM, True)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS.to(x.device), SUM, True)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS.to(x.device), ReduceOp.MAX, False)),
+    ("a number dtype", InvalidTypeError, lambda c, x: c.reduce(EXPONENTS.to(x.device), 0, SUM, True)),
     # sizes
     ("2 tensors", InvalidValueError, lambda c, x: c.all_gather([x], x, False)),
     ("4 elements", InvalidValueError, lambda c, x: c.all_gather([x, torch.ones(5)], x, False)),
