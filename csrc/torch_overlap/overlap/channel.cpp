@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <atomic>
 #include <iostream>
 #include <mutex>
 
@@ -10,11 +9,10 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/overlap/comm_transport.h"
+#include "torch_overlap/symm/pretend_unreachable.h"
 
 namespace torch_overlap {
 namespace {
-
-std::atomic<int> pretending_unreachable{0};
 
 class CallbackBootstrap final : public Bootstrap {
  public:
@@ -36,9 +34,6 @@ class CallbackBootstrap final : public Bootstrap {
 };
 
 }  // namespace
-
-PretendUnreachable::PretendUnreachable() { ++pretending_unreachable; }
-PretendUnreachable::~PretendUnreachable() { --pretending_unreachable; }
 
 std::shared_ptr<OverlapGroup> OverlapGroup::of(const std::shared_ptr<TorchComm>& comm) {
   std::shared_ptr<OverlapGroup> group(new OverlapGroup);
@@ -106,7 +101,7 @@ void OverlapGroup::require_active(std::string_view op) const {
                       "' after reconfigure(); make a new buffer");
 }
 
-bool OverlapGroup::may_be_direct() const { return pretending_unreachable == 0; }
+bool OverlapGroup::may_be_direct() const { return !PretendUnreachable::is_on(); }
 
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,
                                                        const Request& request) {
@@ -142,7 +137,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
                           digests[rank], " on rank ", rank);
     }
     if (!group->may_be_direct()) {
-      channel->obstacle_ = "ranks are told not to use each other's memory";
+      channel->obstacle_ = PretendUnreachable::kReason;
     } else {
       try {
         channel->memory_ = SymmetricMemory::rendezvous(*bootstrap, {.op = request.op,

@@ -62,16 +62,6 @@ class TORCH_OVERLAP_API OverlapGroup {
   std::chrono::milliseconds timeout_{0};
 };
 
-// For tests: channels that are made while it lives take the way of ranks that cannot reach each
-// other's memory. Of the whole process; equal on all ranks.
-class TORCH_OVERLAP_API PretendUnreachable {
- public:
-  PretendUnreachable();
-  ~PretendUnreachable();
-  PretendUnreachable(const PretendUnreachable&) = delete;
-  PretendUnreachable& operator=(const PretendUnreachable&) = delete;
-};
-
 class OverlapChannel;
 
 // What is said of one operation.

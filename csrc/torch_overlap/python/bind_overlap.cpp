@@ -10,6 +10,7 @@
 #include "torch_overlap/overlap/registry.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
+#include "torch_overlap/symm/pretend_unreachable.h"
 
 namespace torch_overlap::python {
 namespace {

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "torch_overlap/symm/allocator.h"
+#include "torch_overlap/symm/pretend_unreachable.h"
 #include "torch_overlap/symm/symmetric_memory.h"
 
 namespace torch_overlap {
@@ -91,9 +92,10 @@ struct Card {
   std::string digest;
   Place place;
   std::string socket;
+  bool apart = false;
   std::vector<Offer> offers;
 
-  static constexpr size_t kHead = 8;
+  static constexpr size_t kHead = 9;
   static Card read(const std::string& message) {
     const auto fields = unpack(message);
     TORCH_OVERLAP_CHECK(fields.size() >= kHead && (fields.size() - kHead) % Offer::kFields == 0,
@@ -104,6 +106,7 @@ struct Card {
               .digest = fields[3],
               .place = {fields[4], fields[5], fields[6]},
               .socket = fields[7],
+              .apart = !fields[8].empty(),
               .offers = {}};
     for (size_t at = kHead; at < fields.size(); at += Offer::kFields) {
       card.offers.push_back(Offer::read(&fields[at]));
@@ -113,7 +116,8 @@ struct Card {
 };
 
 std::string write_card(const Fault& fault, size_t bytes, const std::string& digest,
-                       const std::string& socket, const std::vector<Segment>& segments) {
+                       const std::string& socket, bool apart,
+                       const std::vector<Segment>& segments) {
   const Place& here = Place::here();
   std::vector<std::string> fields{concat(static_cast<int>(fault.kind)),
                                   fault.text,
@@ -122,7 +126,8 @@ std::string write_card(const Fault& fault, size_t bytes, const std::string& dige
                                   here.system,
                                   here.network,
                                   here.process,
-                                  socket};
+                                  socket,
+                                  apart ? "apart" : ""};
   for (const auto& segment : segments) Offer::write(fields, segment);
   return pack(fields);
 }
@@ -151,8 +156,7 @@ class Rendezvous {
     check_cards();
     find_obstacles();
     auto memory = map();
-    conclude();
-    memory->reachable_ = true;
+    conclude(*memory);
     return memory;
   }
 
@@ -182,8 +186,9 @@ class Rendezvous {
   }
 
   void exchange_cards(const Fault& fault) {
-    const auto mine = symm::write_card(fault, fault ? 0 : request_.tensor.nbytes(), request_.digest,
-                                       exchange_ ? exchange_->name() : std::string(), segments_);
+    const auto mine =
+        symm::write_card(fault, fault ? 0 : request_.tensor.nbytes(), request_.digest,
+                         exchange_ ? exchange_->name() : std::string(), request_.apart, segments_);
     const auto messages = bootstrap_.all_gather(mine);
     if (fault) throw Error(fault.kind, fault.text);
     for (const auto& message : messages) cards_.push_back(Card::read(message));
@@ -216,6 +221,10 @@ class Rendezvous {
   void find_obstacles() {
     for (int rank = 0; rank < size_; ++rank) {
       if (rank == me_) continue;
+      if (request_.apart || cards_[rank].apart) {
+        obstacles_[rank] = PretendUnreachable::kReason;
+        continue;
+      }
       obstacles_[rank] = Place::here().obstacle_to(cards_[rank].place);
       if (is_direct(rank)) continue;
       for (const int owner : {me_, rank}) {
@@ -266,6 +275,7 @@ class Rendezvous {
       } catch (...) {
         obstacles_[rank] = Fault::current().text;
       }
+      if (!obstacles_[rank].empty()) pads[rank] = memory->pointers_[rank] = nullptr;
     }
     memory->signals_ = SignalPad(me_, std::move(pads));
     return memory;
@@ -285,17 +295,43 @@ class Rendezvous {
                            offer.offset);
   }
 
-  // What one rank could not reach is an error of all. And nobody is past this before all have what
-  // was lent.
-  void conclude() {
-    const auto verdicts = bootstrap_.all_gather(pack(obstacles_));
+  // What one rank could not reach is an error of all, or taken by all: every rank sees the same
+  // verdicts. And nobody is past this before all have what was lent.
+  void conclude(SymmetricMemory& memory) {
+    std::vector<std::string> mine = obstacles_;
+    mine.push_back(request_.partial ? "partial" : "");
+    mine.push_back(request_.whole_because);
+    std::vector<std::vector<std::string>> all;
+    for (const auto& verdict : bootstrap_.all_gather(pack(mine))) {
+      all.push_back(unpack(verdict));
+      TORCH_OVERLAP_CHECK(all.back().size() == mine.size(), kRuntime,
+                          "expected a rank's verdict on ", size_, " ranks, got ", all.back().size(),
+                          " fields; do all ranks run the same version?");
+    }
     for (int rank = 0; rank < size_; ++rank) {
-      const auto theirs = unpack(verdicts[rank]);
-      for (size_t peer = 0; peer < theirs.size(); ++peer) {
-        TORCH_OVERLAP_CHECK(theirs[peer].empty(), kUnsupported, request_.op,
-                            ": expected ranks that can reach each other's memory, got rank ", rank,
-                            ", which cannot reach that of rank ", peer, ": ", theirs[peer]);
+      for (int peer = 0; peer < size_; ++peer) {
+        const std::string& why = all[rank][peer];
+        if (why.empty()) continue;
+        refuse_unless_partial(all, rank, peer, why);
+        memory.obstacles_ = obstacles_;
+        memory.unreachable_pair_ =
+            concat("rank ", rank, " cannot reach the memory of rank ", peer, ": ", why);
+        return;
       }
+    }
+  }
+
+  void refuse_unless_partial(const std::vector<std::vector<std::string>>& all, int rank, int peer,
+                             const std::string& why) const {
+    for (int refuser = 0; refuser < size_; ++refuser) {
+      if (!all[refuser][size_].empty()) continue;
+      const std::string& because = all[refuser][size_ + 1];
+      fail(ErrorKind::kUnsupported, request_.op,
+           ": expected ranks that can reach each other's memory, got rank ", rank,
+           ", which cannot reach that of rank ", peer, ": ", why,
+           because.empty()
+               ? ""
+               : concat("; and there is no other way: ", because, " on rank ", refuser));
     }
   }
 

@@ -27,6 +27,10 @@ class SignalPad {
   // Every rank's pad as this process sees it; null where it cannot.
   SignalPad(int rank, std::vector<void*> pads) : rank_(rank), pads_(std::move(pads)) {}
 
+  // Where the count of `source`'s signals is in a pad, in bytes.
+  static constexpr size_t offset(int source) { return static_cast<size_t>(source) * kLineBytes; }
+  void* own() const { return pads_[rank_]; }
+
   // The count that this rank's signals to `peer` go to.
   uint64_t* to(int peer) const { return line(peer, rank_); }
   uint64_t* arrived(int source) const { return line(rank_, source); }

@@ -60,7 +60,8 @@ SymmetricMemory::SymmetricMemory(int rank, int size, const Request& request)
       name_(request.name),
       device_(request.tensor.device()),
       bytes_(request.tensor.nbytes()),
-      pointers_(size) {
+      pointers_(size),
+      obstacles_(size) {
   pointers_[rank] = bytes_ == 0 ? nullptr : request.tensor.mutable_data_ptr();
 }
 
@@ -70,6 +71,9 @@ std::shared_ptr<SymmetricMemory> SymmetricMemory::alone(int rank, int size,
                                                         const Request& request) {
   if (request.fault) throw Error(request.fault.kind, request.fault.text);
   std::shared_ptr<SymmetricMemory> memory(new SymmetricMemory(rank, size, request));
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) memory->obstacles_[peer] = "the communicator has no peers";
+  }
   return memory;
 }
 

@@ -6,10 +6,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/symm/bootstrap.h"
+#include "torch_overlap/symm/remote_access.h"
 #include "torch_overlap/symm/signal_pad.h"
 
 namespace torch_overlap {
@@ -19,8 +21,8 @@ namespace torch_overlap {
 TORCH_OVERLAP_API at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype,
                                              c10::Device device);
 
-// Memory that every rank of a group has a part of and can reach all parts of: this rank's tensor,
-// the others' as pointers, and counts to signal on.
+// Memory that every rank of a group has a part of and can reach all parts of, or some of a partial
+// one: this rank's tensor, the others' as pointers, and counts to signal on.
 //
 // Life: rendezvous() makes it, collectively. The parts of others stay mapped, and so alive, until
 // the last reference to this object or to a view is gone; nobody is asked then. A rank that has
@@ -36,11 +38,17 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
     at::Tensor tensor;    // this rank's part: contiguous, of the same size on all ranks
     std::string digest;   // any text that must be equal on all ranks
     Fault fault;          // why this rank cannot: then no rank can, and all throw
+    // Ranks that cannot reach each other are taken as they are if all ranks ask for that: they have
+    // another way. `whole_because`: why this one does not, for the error.
+    bool partial = false;
+    std::string whole_because{};
+    // As if this rank and the others could not (PretendUnreachable).
+    bool apart = false;
   };
   // Collective: every rank must call it, also one with a fault. Two steps: all ranks tell each
   // other what they have; then each maps what it can and tells what it could not. An error of one
   // rank is thrown on every rank; a pair that cannot reach each other is one that names both and
-  // why. Bounded by the bootstrap's timeout for each step.
+  // why, unless all ask for a partial memory. Bounded by the bootstrap's timeout for each step.
   static std::shared_ptr<SymmetricMemory> rendezvous(Bootstrap& bootstrap, const Request& request);
 
   // A group of which only this rank is there (backend fake): the others cannot be reached.
@@ -61,7 +69,16 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
 
   // The part of `rank` in this process; null if it cannot be reached.
   void* pointer(int rank) const { return pointers_.at(rank); }
-  bool is_reachable(int rank) const { return rank == rank_ || reachable_; }
+  bool is_reachable(int rank) const { return obstacles_.at(rank).empty(); }
+  // Why not; empty if it can.
+  const std::string& obstacle(int rank) const { return obstacles_.at(rank); }
+  // Of a partial memory: a pair of ranks, maybe others than this one, and why one cannot reach the
+  // other. The same on all ranks; empty if all reach all.
+  const std::string& unreachable_pair() const { return unreachable_pair_; }
+  // How to write to what cannot be reached. Null where nothing is missing, or nobody set it.
+  RemoteAccess* remote() const { return remote_.get(); }
+  // Once, by who made it, before others have it.
+  void set_remote(std::shared_ptr<RemoteAccess> remote) { remote_ = std::move(remote); }
   const SignalPad& signals() const { return signals_; }
   // Memory of the part of `rank` from byte `offset` on as a tensor, which keeps this object alive.
   at::Tensor view(int rank, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t offset = 0);
@@ -75,10 +92,12 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   const std::string name_;
   const c10::Device device_;
   const size_t bytes_;
-  bool reachable_ = false;
   std::vector<void*> pointers_;
+  std::vector<std::string> obstacles_;  // by rank
+  std::string unreachable_pair_;
   SignalPad signals_;
   std::vector<std::shared_ptr<void>> keepers_;  // of the own parts, and of the mappings
+  std::shared_ptr<RemoteAccess> remote_;        // goes first: it uses the own parts
 };
 
 }  // namespace torch_overlap

@@ -6,59 +6,16 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
+#include "symm/thread_ranks.h"
 #include "torch_overlap/symm/allocator.h"
 #include "torch_overlap/symm/symmetric_memory.h"
 
 namespace torch_overlap {
 namespace {
 
-using std::chrono::milliseconds;
-
-// Ranks that are threads.
-class Board {
- public:
-  explicit Board(int size) : said_(size) {}
-
-  std::vector<std::string> all_gather(int rank, const std::string& mine, milliseconds timeout) {
-    std::unique_lock lock(mutex_);
-    const auto round = round_;
-    said_[rank] = mine;
-    if (++came_ == said_.size()) {
-      came_ = 0;
-      ++round_;
-      result_ = said_;
-      changed_.notify_all();
-    } else if (!changed_.wait_for(lock, timeout, [&] { return round_ != round; })) {
-      --came_;
-      fail(ErrorKind::kTimeout, "a rank did not come");
-    }
-    return result_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::string> said_;
-  std::vector<std::string> result_;
-  size_t came_ = 0;
-  uint64_t round_ = 0;
-};
-
-class ThreadBootstrap final : public Bootstrap {
- public:
-  ThreadBootstrap(Board& board, int rank, int size, milliseconds timeout = milliseconds(10'000))
-      : Bootstrap(rank, size, timeout), board_(board) {}
-  std::vector<std::string> all_gather(const std::string& mine) override {
-    return board_.all_gather(rank(), mine, timeout());
-  }
-
- private:
-  Board& board_;
-};
+using namespace testing;  // NOLINT
 
 // Two ranks that are processes: a pair of pipes.
 class PipeBootstrap final : public Bootstrap {
@@ -91,29 +48,6 @@ class PipeBootstrap final : public Bootstrap {
   int read_end_;
   int write_end_;
 };
-
-SymmetricMemory::Request request_of(at::Tensor tensor) {
-  return {.op = "test", .name = "memory", .tensor = std::move(tensor), .digest = "", .fault = {}};
-}
-
-void run_threads(int size, const std::function<void(int, Board&)>& body) {
-  Board board(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] { body(rank, board); });
-  }
-  for (auto& thread : threads) thread.join();
-}
-
-template <typename Body>
-std::optional<Error> thrown_by(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
-}
 
 TEST(SymmetricMemory, IsZeroedAndOfItsSizeAndDtype) {
   const auto x = symmetric_empty({3, 5}, at::kInt, c10::kCPU);

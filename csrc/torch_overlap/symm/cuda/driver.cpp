@@ -41,6 +41,8 @@ const Driver& Driver::loaded() {
     find("cuMemRetainAllocationHandle", out.handle_of, 11000);
     find("cuMemGetAddressRange", out.range_of, 3020);
     find("cuGetErrorString", out.error_string, 6000);
+    find("cuDeviceGet", out.device, 2000);
+    find("cuDeviceGetAttribute", out.attribute_of, 2000);
     return out;
   }();
   return driver;

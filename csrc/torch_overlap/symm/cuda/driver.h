@@ -23,6 +23,8 @@ struct Driver {
   decltype(&cuMemGetAllocationPropertiesFromHandle) properties_of;
   decltype(&cuMemGetAddressRange) range_of;
   decltype(&cuGetErrorString) error_string;
+  decltype(&cuDeviceGet) device;
+  decltype(&cuDeviceGetAttribute) attribute_of;
 
   // Throws kUnsupported where the driver has one of them not.
   static const Driver& loaded();

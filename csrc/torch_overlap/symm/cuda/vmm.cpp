@@ -14,12 +14,25 @@
 namespace torch_overlap::cuda {
 namespace {
 
+// Whether network cards can read and write such memory, as NCCL has them do for one_sided.h.
+bool is_for_network(c10::DeviceIndex index) {
+  const Driver& driver = Driver::loaded();
+  CUdevice device = 0;
+  int is = 0;
+  driver.check(driver.device(&device, index), "cuDeviceGet");
+  driver.check(
+      driver.attribute_of(&is, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device),
+      "cuDeviceGetAttribute");
+  return is != 0;
+}
+
 CUmemAllocationProp properties(c10::DeviceIndex device) {
   CUmemAllocationProp out{};
   out.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   out.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   out.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   out.location.id = device;
+  out.allocFlags.gpuDirectRDMACapable = is_for_network(device) ? 1 : 0;
   return out;
 }
 

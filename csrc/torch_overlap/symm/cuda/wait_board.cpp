@@ -78,8 +78,12 @@ WaitBoard::~WaitBoard() {
 }
 
 void WaitBoard::signal(SymmetricMemory& window, int dst, cudaStream_t stream) const {
-  check(launch_signal(window.signals().to(dst),
-                      {.failed = block_.failed, .record = block_.record, .timeout_ns = 0}, stream),
+  signal(window.signals().to(dst), stream);
+}
+
+void WaitBoard::signal(uint64_t* count, cudaStream_t stream) const {
+  check(launch_signal(count, {.failed = block_.failed, .record = block_.record, .timeout_ns = 0},
+                      stream),
         "signal");
 }
 

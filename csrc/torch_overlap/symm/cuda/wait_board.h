@@ -30,6 +30,8 @@ class WaitBoard {
   WaitBoard& operator=(const WaitBoard&) = delete;
 
   void signal(SymmetricMemory& window, int dst, cudaStream_t stream) const;
+  // Adds one to a count of signals, wherever it is.
+  void signal(uint64_t* count, cudaStream_t stream) const;
   void wait(SymmetricMemory& window, int src, std::chrono::milliseconds timeout,
             cudaStream_t stream);
 

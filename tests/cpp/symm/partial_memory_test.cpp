@@ -1,0 +1,91 @@
+// Symmetric memory of ranks of which some cannot reach each other.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include "symm/thread_ranks.h"
+#include "torch_overlap/symm/pretend_unreachable.h"
+
+namespace torch_overlap {
+namespace {
+
+using namespace testing;  // NOLINT
+
+constexpr int kRanks = 4;
+constexpr int kApart = 2;  // reaches nobody
+
+SymmetricMemory::Request partial_request(int rank) {
+  auto request = request_of(symmetric_empty({4}, at::kFloat, c10::kCPU));
+  request.tensor.fill_(rank);
+  request.partial = true;
+  request.apart = rank == kApart;
+  return request;
+}
+
+TEST(PartialMemory, IsOfThePairsThatReachEachOther) {
+  run_threads(kRanks, [](int rank, Board& board) {
+    ThreadBootstrap bootstrap(board, rank, kRanks);
+    const auto request = partial_request(rank);
+    const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
+    EXPECT_EQ(memory->unreachable_pair(),
+              concat("rank 0 cannot reach the memory of rank 2: ", PretendUnreachable::kReason));
+    EXPECT_EQ(memory->remote(), nullptr);
+    for (int peer = 0; peer < kRanks; ++peer) {
+      const bool reaches = peer == rank || (peer != kApart && rank != kApart);
+      EXPECT_EQ(memory->is_reachable(peer), reaches) << rank << " to " << peer;
+      EXPECT_EQ(memory->obstacle(peer), reaches ? "" : PretendUnreachable::kReason);
+      EXPECT_EQ(memory->pointer(peer) != nullptr, reaches);
+      if (reaches) {
+        EXPECT_TRUE(at::equal(memory->view(peer, {4}, at::kFloat),
+                              at::full({4}, static_cast<double>(peer), at::kFloat)));
+        memory->signals().to(peer)[0] = 10U + rank;
+        continue;
+      }
+      const auto error = thrown_by([&] { (void)memory->view(peer, {4}, at::kFloat); });
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->kind(), ErrorKind::kUnsupported);
+    }
+    bootstrap.barrier();
+    for (int peer = 0; peer < kRanks; ++peer) {
+      EXPECT_EQ(*memory->signals().arrived(peer), memory->is_reachable(peer) ? 10U + peer : 0U);
+    }
+    bootstrap.barrier();
+  });
+}
+
+TEST(PartialMemory, IsWholeWhereAllReachAll) {
+  run_threads(kRanks, [](int rank, Board& board) {
+    ThreadBootstrap bootstrap(board, rank, kRanks);
+    auto request = partial_request(rank);
+    request.apart = false;
+    const auto memory = SymmetricMemory::rendezvous(bootstrap, request);
+    EXPECT_EQ(memory->unreachable_pair(), "");
+    for (int peer = 0; peer < kRanks; ++peer) EXPECT_TRUE(memory->is_reachable(peer));
+    bootstrap.barrier();
+  });
+}
+
+TEST(PartialMemory, OneRankThatNeedsAllOfItRefusesForAll) {
+  for (const std::string because : {"it is too old", ""}) {
+    run_threads(kRanks, [&because](int rank, Board& board) {
+      ThreadBootstrap bootstrap(board, rank, kRanks);
+      auto request = partial_request(rank);
+      request.partial = rank != 1;
+      if (rank == 1) request.whole_because = because;
+      const auto error = thrown_by([&] { SymmetricMemory::rendezvous(bootstrap, request); });
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->kind(), ErrorKind::kUnsupported);
+      EXPECT_EQ(
+          error->what(),
+          concat("test: expected ranks that can reach each other's memory, got rank 0, which "
+                 "cannot reach that of rank 2: ",
+                 PretendUnreachable::kReason,
+                 because.empty() ? "" : "; and there is no other way: it is too old on rank 1"));
+      request.apart = false;  // then nothing needs another way
+      EXPECT_NE(SymmetricMemory::rendezvous(bootstrap, request), nullptr);
+      bootstrap.barrier();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace torch_overlap
