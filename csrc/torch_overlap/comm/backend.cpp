@@ -27,6 +27,12 @@ std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>&
        "communicator");
 }
 
+std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::string_view op,
+                                                   SymmetricMemory& memory) {
+  fail(ErrorKind::kUnsupported, op,
+       ": expected a backend that writes to memory it cannot map, got one that does not");
+}
+
 void register_backend(const std::string& name, BackendEntry entry) {
   std::lock_guard lock(registry().mutex);
   registry().entries.insert_or_assign(name, std::move(entry));

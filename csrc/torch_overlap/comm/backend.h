@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
@@ -17,6 +18,8 @@
 
 namespace torch_overlap {
 
+class Bootstrap;
+class RemoteAccess;
 struct CommRecord;
 
 // What a backend needs to start. `store` is this communicator's alone: no other communicator, and
@@ -95,6 +98,18 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Before a tensor is registered: makes what the operations on windows need, so that none of them
   // has to wait for the device.
   virtual void prepare_windows() {}
+
+  // Whether windows have a way to ranks whose memory cannot be mapped. `why`, where they have none,
+  // is for the error, and may be empty.
+  struct RemoteSupport {
+    bool can = false;
+    std::string why{};
+  };
+  virtual RemoteSupport remote_support() const { return {}; }
+  // Collective over all ranks, each of which said that it can: that way, for a partial memory.
+  // Bounded; an error of one rank is thrown on every rank.
+  virtual std::shared_ptr<RemoteAccess> open_remote(Bootstrap& bootstrap, std::string_view op,
+                                                    SymmetricMemory& memory);
 
   // Whether launch() takes calls with a `norm`.
   virtual bool has_rms_norm() const { return false; }

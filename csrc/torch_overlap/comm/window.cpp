@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "torch_overlap/comm/validate.h"
+#include "torch_overlap/common/capture.h"
 #include "torch_overlap/symm/allocator.h"
+#include "torch_overlap/symm/pretend_unreachable.h"
 
 namespace torch_overlap {
 namespace {
@@ -70,12 +72,16 @@ void TorchCommWindow::tensor_register(const Tensor& tensor, bool owning) {
 void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& members,
                                     const Tensor& tensor, bool owning, const Fault& fault) {
   const BackendContext& context = members->context;
+  const Backend::RemoteSupport remote = members->backend->remote_support();
   const SymmetricMemory::Request request{
       .op = "tensor_register",
       .name = name_,
       .tensor = tensor,
       .digest = fault ? "" : concat("a tensor of ", tensor.scalar_type()),
-      .fault = fault};
+      .fault = fault,
+      .partial = remote.can,
+      .whole_because = remote.why,
+      .apart = PretendUnreachable::is_on()};
   auto made = std::make_shared<Registration>();
   if (context.store) {
     const uint64_t number = members->registrations->fetch_add(1);
@@ -83,6 +89,10 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
         context.store, concat("window memory #", number, " of '", context.name, "'"), context.rank,
         context.size, context.timeout());
     made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
+    if (!made->memory->unreachable_pair().empty()) {
+      made->memory->set_remote(
+          members->backend->open_remote(*made->bootstrap, request.op, *made->memory));
+    }
   } else {
     made->memory = SymmetricMemory::alone(context.rank, context.size, request);
   }
@@ -130,6 +140,7 @@ void TorchCommWindow::tensor_deregister() {
     if (!registration_) registration_ = std::move(old);  // as it was
     throw;
   }
+  if (auto* remote = old->memory->remote()) remote->close(timeout);
 }
 
 void TorchCommWindow::drain(Milliseconds timeout) {
@@ -223,6 +234,15 @@ Call TorchCommWindow::one_sided(OpName name, Primitive primitive, const Registra
   return call;
 }
 
+void TorchCommWindow::refuse_remote_capture(const Registration& registered, std::string_view op,
+                                            int rank) const {
+  if (registered.memory->is_reachable(rank) || registered.memory->remote() == nullptr) return;
+  refuse_capture(op, device(),
+                 concat("rank ", rank,
+                        " is written to by NCCL's one-sided calls, which in a graph wait for an "
+                        "answer of the receiver that is never given"));
+}
+
 WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
                              const OpOptions& options) {
   const auto registered = require("put");
@@ -242,6 +262,7 @@ WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset,
         registered->memory->view(dst_rank, tensor.sizes(), registered->dtype, offset * item);
     check.apart(tensor, target, /*same_is_fine=*/true, "a part of the own window");
   }
+  refuse_remote_capture(*registered, "put", dst_rank);
   Call call = one_sided(OpName::put, Primitive::put, *registered, dst_rank);
   call.tensor = tensor;
   call.offset = offset * item;
@@ -252,6 +273,7 @@ WorkPtr TorchCommWindow::signal(int dst_rank, bool async_op, const OpOptions& op
   const auto registered = require("signal");
   const Checker check = checker(*registered, "signal");
   check.rank_in_range(dst_rank, "dst_rank");
+  refuse_remote_capture(*registered, "signal", dst_rank);
   return issue(check, one_sided(OpName::signal, Primitive::signal, *registered, dst_rank), async_op,
                options);
 }
@@ -269,8 +291,9 @@ at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
   const auto registered = require("map_remote_tensor");
   checker(*registered, "map_remote_tensor").rank_in_range(rank, "rank");
   TORCH_OVERLAP_CHECK(registered->memory->is_reachable(rank), kUnsupported,
-                      "map_remote_tensor: expected a rank whose memory this one reaches, got ",
-                      rank, " of a communicator without peers");
+                      "map_remote_tensor: expected a rank whose memory rank ", comm_->rank(),
+                      " can reach, got ", rank, ": ", registered->memory->obstacle(rank),
+                      "; put() writes to it");
   return registered->memory->view(rank, registered->sizes, registered->dtype);
 }
 

@@ -40,6 +40,10 @@ enum class WinAccessType : uint8_t { WIN_ACCESS_TYPE_UNIFIED, WIN_ACCESS_TYPE_SE
 // Nothing keeps a put from overwriting what the owner still reads: the owner signals back when it
 // has read.
 //
+// Reach. Pairs of ranks that cannot map each other's memory are an error that says why, unless the
+// backend has another way to write to it (nccl: docs/windows.md); then only puts and signals reach
+// it, and not those of graphs.
+//
 // Timeouts. A wait whose signal does not come ends with a TimeoutError that names the window, the
 // rank and the counts, and breaks the communicator, as any operation that times out. On CUDA the
 // operation itself ends, and what is behind it on its stream runs; the error comes from the next
@@ -130,6 +134,8 @@ class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<To
   // Of the members that registered, who must be the present ones.
   Checker checker(const Registration& registered, std::string_view op) const;
   static Call one_sided(OpName name, Primitive primitive, const Registration& registered, int rank);
+  // Of what goes to a rank whose memory is not mapped.
+  void refuse_remote_capture(const Registration& registered, std::string_view op, int rank) const;
   WorkPtr issue(const Checker& check, Call call, bool async_op, const OpOptions& options);
   // Waits until all that was issued has ended.
   void drain(Milliseconds timeout);

@@ -20,10 +20,10 @@ bool is_capturing(c10::Device device) {
   return probe != nullptr && probe(device.index());
 }
 
-void refuse_capture(std::string_view op, c10::Device device) {
+void refuse_capture(std::string_view op, c10::Device device, std::string_view because) {
   TORCH_OVERLAP_CHECK(!is_capturing(device), kState, op,
-                      ": expected a stream that is not capturing, got one that is; call it outside "
-                      "of graph captures");
+                      ": expected a stream that is not capturing, got one that is",
+                      because.empty() ? "" : ": ", because, "; call it outside of graph captures");
 }
 
 void register_capture_probe(c10::DeviceType type, CaptureProbe probe) {

@@ -12,8 +12,9 @@ namespace torch_overlap {
 // has broken included. Never throws: what is wrong with a device, the call itself will find.
 TORCH_OVERLAP_API bool is_capturing(c10::Device device);
 
-// For what a graph cannot hold: throws kState, naming `op`, if so.
-TORCH_OVERLAP_API void refuse_capture(std::string_view op, c10::Device device);
+// For what a graph cannot hold: throws kState, naming `op`, if so. `because`: what is not plain.
+TORCH_OVERLAP_API void refuse_capture(std::string_view op, c10::Device device,
+                                      std::string_view because = {});
 
 // How to ask a kind of device; one that nobody has registered never captures.
 using CaptureProbe = bool (*)(c10::DeviceIndex device) noexcept;

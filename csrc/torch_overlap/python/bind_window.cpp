@@ -101,7 +101,7 @@ torch.cuda.MemPool over get_mem_allocator(). (Ranks that are threads take any CP
 owning: the window keeps the tensor; with False the caller does.
 
 An error of one rank is raised on every rank; ranks that cannot reach each other's memory get UnsupportedError, which
-names a pair and why.)";
+names a pair and why, unless the backend writes to it all the same (NCCL 2.29 or newer: docs/windows.md).)";
 
 }  // namespace
 
@@ -114,7 +114,8 @@ void register_window(py::module_& module) {
 
   py::class_<WindowAttr>(module, "TorchCommWindowAttr", "What get_attr() tells of a rank's part.")
       .def_readonly("access_type", &WindowAttr::access_type,
-                    "UNIFIED: map_remote_tensor() gives it.");
+                    "UNIFIED: map_remote_tensor() gives it. SEPARATE: only put() and "
+                    "signal() reach it.");
 
   py::class_<TorchCommWindow, WindowPtr>(module, "TorchCommWindow", kWindowDoc,
                                          py::release_gil_before_calling_cpp_dtor())

@@ -230,6 +230,24 @@ def test_registered_memory_is_checked(pair_backend: str) -> None:
     run_ranks(run_register_memory, 2, backend=pair_backend)
 
 
+def run_unreachable(comm: TorchComm) -> None:
+    pretence = to._C._PretendUnreachable()
+    message = (
+        r"^tensor_register: expected ranks that can reach each other's memory, got rank 0, which cannot reach that of "
+        r"rank 1: ranks are told not to use each other's memory$"
+    )
+    with pytest.raises(to.UnsupportedError, match=message):
+        comm.new_window(to.symmetric_empty(8, torch.float32, comm))
+    comm.barrier(False)
+    del pretence
+    comm.barrier(False)
+    comm.new_window(to.symmetric_empty(8, torch.float32, comm)).tensor_deregister()
+
+
+def test_ranks_that_cannot_reach_each_other(pair_backend: str) -> None:
+    run_ranks(run_unreachable, 2, backend=pair_backend)
+
+
 def run_python_backend(rank: int, size: int, store: object) -> None:
     class Nothing(to.TorchCommBackend):
         pass

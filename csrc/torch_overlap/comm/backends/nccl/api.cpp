@@ -6,11 +6,22 @@ __attribute__((weak)) ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
 __attribute__((weak)) ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int count,
                                                   ncclComm_t* child, ncclConfig_t* config,
                                                   int flags);
+__attribute__((weak)) ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* data, size_t bytes,
+                                                          ncclWindow_t* window, int flags);
+__attribute__((weak)) ncclResult_t ncclPutSignal(const void* source, size_t count,
+                                                 ncclDataType_t type, int peer, ncclWindow_t window,
+                                                 size_t offset, int signal, int context,
+                                                 unsigned int flags, ncclComm_t comm,
+                                                 cudaStream_t stream);
 }
 
 namespace torch_overlap {
 
-NcclApi::NcclApi() : comm_revoke(ncclCommRevoke), comm_shrink(ncclCommShrink) {}
+NcclApi::NcclApi()
+    : comm_revoke(ncclCommRevoke),
+      comm_shrink(ncclCommShrink),
+      comm_window_register(ncclCommWindowRegister),
+      put_signal(ncclPutSignal) {}
 
 const NcclApi& NcclApi::loaded() {
   static const NcclApi* const api = new NcclApi;  // never freed: threads use it until the very end

@@ -10,6 +10,14 @@
 
 namespace torch_overlap {
 
+// Younger than the header that this is built with: copies `count` elements to the window of `peer`,
+// from byte `offset` of it on, and counts up one of NCCL's own signals there. The source lies in a
+// window of the communicator; `signal`, `context` and `flags` are 0.
+using NcclPutSignal = ncclResult_t (*)(const void* source, size_t count, ncclDataType_t type,
+                                       int peer, ncclWindow_t window, size_t offset, int signal,
+                                       int context, unsigned int flags, ncclComm_t comm,
+                                       cudaStream_t stream);
+
 // The NCCL functions that the backend calls, as a table: a test puts its own functions in to make
 // faults. loaded() is the libnccl of the process, which is torch's.
 struct TORCH_OVERLAP_API NcclApi {
@@ -37,9 +45,11 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclReduceScatter) reduce_scatter = ncclReduceScatter;
   decltype(&ncclSend) send = ncclSend;
   decltype(&ncclRecv) recv = ncclRecv;
-  // Null before NCCL 2.28 and 2.27.
+  // Null before NCCL 2.28, 2.27, 2.27 and 2.29.
   decltype(&ncclCommRevoke) comm_revoke;
   decltype(&ncclCommShrink) comm_shrink;
+  decltype(&ncclCommWindowRegister) comm_window_register;
+  NcclPutSignal put_signal;
 
   NcclApi();
   static const NcclApi& loaded();

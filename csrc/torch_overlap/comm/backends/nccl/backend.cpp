@@ -159,6 +159,15 @@ void NcclBackend::prepare_windows() {
   }
 }
 
+Backend::RemoteSupport NcclBackend::remote_support() const {
+  return OneSided::support(handle_->api(), context_.size);
+}
+
+std::shared_ptr<RemoteAccess> NcclBackend::open_remote(Bootstrap& bootstrap, std::string_view op,
+                                                       SymmetricMemory& memory) {
+  return remote_.open(handle_->api(), context_, bootstrap, op, memory);
+}
+
 std::shared_ptr<cuda::WaitBoard> NcclBackend::wait_board() {
   const Lock lock = lock_unless_failed();
   return {runtime_, &runtime_->waits()};
@@ -388,6 +397,7 @@ void NcclBackend::finalize() {
     const Lock lock = lock_unless_failed();
     direct_.release();
   }
+  remote_.close(context_.timeout());
   if (handle_->close(context_.timeout())) return;
   fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
        context_.timeout().count(), " ms, got no answer; it goes on in the background");
@@ -435,6 +445,11 @@ void NcclBackend::tick() noexcept {
     if (const Queue& queue = lane(Lane::collectives).queue; !late && !queue.empty()) {
       late = check_head(*queue.front(), now);
       if (!late) told = check_peers(*queue.front(), now);
+    }
+    // Copies end; what NCCL sends over a network may not.
+    if (const Queue& queue = lane(Lane::one_sided).queue;
+        !late && !queue.empty() && queue.front()->call().window->remote() != nullptr) {
+      late = check_head(*queue.front(), now);
     }
     lock.unlock();
     if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);

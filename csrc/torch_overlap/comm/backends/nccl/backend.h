@@ -13,6 +13,7 @@
 #include "torch_overlap/comm/backends/nccl/direct_collectives.h"
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/comm/backends/nccl/handle.h"
+#include "torch_overlap/comm/backends/nccl/remote_windows.h"
 #include "torch_overlap/comm/backends/nccl/runtime.h"
 #include "torch_overlap/comm/backends/nccl/watchdog.h"
 #include "torch_overlap/comm/backends/nccl/work.h"
@@ -64,6 +65,9 @@ class NcclBackend final : public Backend, public Watched, public Body {
   bool has_windows() const override { return true; }
   bool has_rms_norm() const override { return true; }
   void prepare_windows() override;
+  RemoteSupport remote_support() const override;
+  std::shared_ptr<RemoteAccess> open_remote(Bootstrap& bootstrap, std::string_view op,
+                                            SymmetricMemory& memory) override;
   // Of this communicator's windows, and of whatever else waits on the device for its ranks: a wait
   // that expires is the communicator's failure.
   std::shared_ptr<cuda::WaitBoard> wait_board();
@@ -138,6 +142,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   const std::shared_ptr<CommRuntime> runtime_;
   const at::Tensor workspace_;  // one byte, for barriers
   std::shared_ptr<NcclHandle> handle_;
+  RemoteWindows remote_;
   DirectCollectives direct_;  // under the launch lock
   PeerFailure peers_;
 

@@ -49,6 +49,7 @@ void NcclBackend::abort() {
   runtime_->failure.set(WorkStatus::ERROR,
                         std::make_exception_ptr(Error(ErrorKind::kState, message)));
   runtime_->stop_waits();
+  remote_.stop();
   handle_->stop(kStopLimit);
 }
 
@@ -68,6 +69,7 @@ void NcclBackend::act_on_failure(bool is_watchdog) {
   if (ends_process) end_process(runtime_->failure.status(), message, context_.on_abort);
   TORCH_WARN(message);
   runtime_->stop_waits();
+  remote_.stop();
   handle_->stop(Milliseconds(0));
 }
 

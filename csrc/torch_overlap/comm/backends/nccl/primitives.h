@@ -46,7 +46,7 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   void barrier() override;
   void scatter(const at::Tensor& tensor, const Blocks& in, int root) override;
   void gather(const Blocks& out, const at::Tensor& tensor, int root) override;
-  // Without NCCL: copies and counts in the memory of the peer (window_ops.cpp).
+  // Copies and counts in the memory of the peer, without NCCL, or through it (window_ops.cpp).
   void put(SymmetricMemory& window, const at::Tensor& tensor, int dst, int64_t offset) override;
   void signal(SymmetricMemory& window, int dst) override;
   void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override;

@@ -70,6 +70,7 @@ std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest
       std::make_exception_ptr(Error(
           ErrorKind::kState, concat("communicator '", runtime_->name, "' was reconfigured"))));
   runtime_->stop_waits();  // else they would hold up the streams of the next generation
+  remote_.stop();
   RegroupRequest request = meet();
   const auto& context = request.context;
   const auto deadline = Clock::now() + context.options.timeout;

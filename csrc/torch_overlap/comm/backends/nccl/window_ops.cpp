@@ -1,4 +1,6 @@
-// One-sided operations between GPUs that see each other's memory.
+// One-sided operations: between GPUs that see each other's memory, and through NCCL where they do
+// not (one_sided.h).
+#include "torch_overlap/comm/backends/nccl/one_sided.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/symm/cuda/window_kernels.h"
@@ -10,11 +12,19 @@ namespace {
 // kernels: benchmarks/window.py compares it with a plain copy.
 constexpr size_t kCopyEngineFrom = 4 << 20;
 
+// Of a window of this backend, which made it (NcclBackend::open_remote).
+OneSided& one_sided(const SymmetricMemory& window) {
+  return static_cast<OneSided&>(*window.remote());
+}
+
 }  // namespace
 
 void NcclPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int dst,
                          int64_t offset) {
   const Piece from = source(tensor);
+  if (!window.is_reachable(dst)) {
+    return one_sided(window).put(from.data, from.bytes, dst, offset, stream_, begun_);
+  }
   void* const to = static_cast<std::byte*>(window.pointer(dst)) + offset;
   if (from.bytes == 0 || from.data == to) return;
   if (from.bytes < kCopyEngineFrom) {
@@ -26,6 +36,9 @@ void NcclPrimitives::put(SymmetricMemory& window, const at::Tensor& tensor, int 
 }
 
 void NcclPrimitives::signal(SymmetricMemory& window, int dst) {
+  if (!window.is_reachable(dst)) {
+    return one_sided(window).signal(dst, runtime_->waits(), stream_, begun_);
+  }
   runtime_->waits().signal(window, dst, stream_);
 }
 

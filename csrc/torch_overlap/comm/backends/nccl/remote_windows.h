@@ -1,0 +1,32 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "torch_overlap/comm/backends/nccl/one_sided.h"
+
+namespace torch_overlap {
+
+// The windows of a communicator that go through NCCL: each has a native communicator of its own,
+// which ends no later than that of the collectives. Threads: any.
+class RemoteWindows {
+ public:
+  std::shared_ptr<OneSided> open(const NcclApi& api, const BackendContext& context,
+                                 Bootstrap& bootstrap, std::string_view op,
+                                 SymmetricMemory& memory);
+  // Of all that live, and of those that are being made. Does not wait for it.
+  void stop();
+  // Every operation has ended.
+  void close(Milliseconds limit);
+
+ private:
+  std::vector<std::shared_ptr<OneSided>> alive();
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<OneSided>> windows_;
+  bool is_stopped_ = false;
+  uint64_t opened_ = 0;
+};
+
+}  // namespace torch_overlap
