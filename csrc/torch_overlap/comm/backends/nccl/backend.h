@@ -31,7 +31,8 @@ namespace torch_overlap {
 // Windows. Puts and signals are a lane beside the collectives, in order among themselves, with
 // streams of their own; waits for signals are a third, of which those with async_op = true are in
 // order. No lane waits for another, but that a captured wait comes behind the puts and signals that
-// were captured before it.
+// were captured before it. What goes to memory that is not mapped has a native communicator for
+// each window (one_sided.h), which ends with this one.
 //
 // Captures. The same happens; events and waits become edges. An async operation is then left as a
 // leaf of the graph (common/cuda/capture.h), which wait() may join or not. Captured operations are
