@@ -417,7 +417,13 @@ def test_the_same_checks_as_on_the_cpu():
 
 @pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
 @pytest.mark.parametrize(
-    "sizes", [(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)], ids=str
+    "sizes",
+    [
+        *[(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048)],
+        # Several tiles of each kind for a block, of one to five stages of k and more.
+        *[(4104, 2568, k) for k in (64, 72, 192, 256, 320, 1096)],
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -10,7 +10,7 @@
 //         shared memory goes, over the borders of tiles
 //   1, 2  each multiplies its part of the tile out of shared memory into registers (wgmma) and
 //         applies the epilogue; while the next tile is computed, 64 x 64 outputs at a time go to
-//         shared memory, from where tensor copies store them
+//         shared memory, from where each warp stores its rows by a tensor copy
 //
 // Every stage has two barriers: `full` counts the bytes that have come, `empty` the eight warps
 // that are done with it. The structure is that of CUTLASS's warp-specialized cooperative kernels
@@ -20,7 +20,7 @@
 //   units(p)                          the units of this block, next() after next()
 //   lhs(unit, &row)                   the map of the rows of lhs; called by the thread that
 //                                     loads before it does: waits until they are there
-//   store(unit, from, column, row)    stores 64 x 64 outputs
+//   store(unit, from, column, row)    stores 16 x 64 outputs
 namespace torch_overlap::sm90 {
 
 template <typename Config>
@@ -50,12 +50,12 @@ struct StageCursor {
   }
 };
 
-// This block's part of rhs, to all blocks of the cluster.
+// This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
+// every so many-th of the blocks of 64 columns.
 template <typename Config>
 __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint32_t full, int depth,
                                          int column) {
-  constexpr int kPart = Config::kColumns / Config::kCluster;
-  const int first = Config::kCluster == 1 ? 0 : static_cast<int>(cluster_rank()) * kPart;
+  const int rank = Config::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   const auto load = [&](int offset, int x, int y) {
     if constexpr (Config::kCluster == 1) {
       tensor_load(to + offset * 128, &p.rhs, full, x, y);
@@ -64,10 +64,13 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
     }
   };
   if constexpr (Config::kRhsAlongK) {
+    const int first = rank * (Config::kColumns / Config::kCluster);
     load(first, depth, column + first);
   } else {
 #pragma unroll
-    for (int i = 0; i < kPart; i += 64) load(first + i, column + first + i, depth);
+    for (int i = 0; i < Config::kColumns / 64; ++i) {
+      if (i % Config::kCluster == rank) load(64 * i, column + 64 * i, depth);
+    }
   }
 }
 
@@ -93,87 +96,63 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
   }
 }
 
-// One warpgroup's part of a tile.
+// The stages that a warpgroup multiplies, one after the other over all tiles.
 template <typename Config>
 class Multiplier {
  public:
+  using Sums = float[Config::kAccumulators];
+
   // group: 0 or 1.
   __device__ __forceinline__ Multiplier(uint32_t shared, SharedBarriers<Config>& barriers,
                                         int group)
       : shared_(shared),
         barriers_(barriers),
-        row_(group / Config::kColumnGroups * 64 * Config::kRepeats),
+        row_(group / Config::kColumnGroups * 64),
         column_(group % Config::kColumnGroups * Config::kWidth) {}
 
+  // Of this warpgroup's part in a tile.
   __device__ __forceinline__ int row() const { return row_; }
   __device__ __forceinline__ int column() const { return column_; }
 
-  float sums[Config::kRepeats][Config::kAccumulators];
-
-  // `meanwhile()` is called when the first stages are under way, and must leave the sums alone.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void multiply(const Unit& unit, const Meanwhile& meanwhile) {
-    multiply(unit, meanwhile, [](int) { return false; }, [] {});
-  }
-  // `between()`, always behind `meanwhile()`, changes the sums before those stages of k for which
-  // is_due(k).
-  template <typename Meanwhile, typename IsDue, typename Between>
-  __device__ __forceinline__ void multiply(const Unit& unit, const Meanwhile& meanwhile,
-                                           const IsDue& is_due, const Between& between) {
-    int before = begin_stage(true);
-    const bool has_second = unit.depth > 1;
-    const int second = has_second ? begin_stage(false) : before;
-    meanwhile();
-    if (has_second) {
-      wgmma_wait<1>();
-      release(before);
-      before = second;
-    }
-    for (int k = 2; k < unit.depth; ++k) {
-      if (is_due(k)) {
-        wgmma_wait<0>();
-        hold_sums();
-        if (before >= 0) release(before);
-        before = -1;
-        between();
-      }
-      const int now = begin_stage(false);
-      wgmma_wait<1>();
-      if (before >= 0) release(before);
-      before = now;
-    }
-    wgmma_wait<0>();
-    hold_sums();
-    release(before);
-  }
-
- private:
-  // The products of the next stage, which is returned.
-  __device__ __forceinline__ int begin_stage(bool is_first) {
+  // Begins the products of the next stage, when it has come. The first of a tile overwrites the
+  // sums.
+  __device__ __forceinline__ void begin(Sums& sums, bool is_first) {
     const int stage = at_.stage;
     barrier_wait(shared_address(&barriers_.full[stage]), at_.phase);
     at_.advance();
     const uint32_t lhs = shared_ + stage * Config::kStageBytes + row_ * 128;
     const uint32_t rhs = shared_ + stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
-    hold_sums();
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kSteps; ++step) {
-#pragma unroll
-      for (int r = 0; r < Config::kRepeats; ++r) {
-        wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums[r],
-                                      operand<true>(lhs + r * 64 * 128, step),
-                                      operand<Config::kRhsAlongK>(rhs, step),
-                                      !is_first || step != 0);
-      }
+      wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums,
+                                    operand<true>(lhs, step),
+                                    operand<Config::kRhsAlongK>(rhs, step), !is_first || step != 0);
     }
     wgmma_commit();
-    return stage;
+    before_ = last_;
+    last_ = stage;
   }
-  __device__ __forceinline__ void hold_sums() {
-#pragma unroll
-    for (int r = 0; r < Config::kRepeats; ++r) hold(sums[r]);
+  // Waits for all but the stage begun last, and frees the one before it. Once for each stage, but
+  // for those that end() has ended.
+  __device__ __forceinline__ void end_before() {
+    wgmma_wait<1>();
+    release(before_);
   }
+  // The same where that was the last one of a tile, whose sums may be read then.
+  __device__ __forceinline__ void end_before(Sums& sums) {
+    wgmma_wait<1>();
+    hold(sums);
+    release(before_);
+  }
+  // Waits for all. The sums may be read.
+  __device__ __forceinline__ void end(Sums& sums) {
+    wgmma_wait<0>();
+    hold(sums);
+    release(last_);
+  }
+
+ private:
   template <bool kAlongK>
   static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
     if constexpr (kAlongK) return descriptor_k(address + step * 32);
@@ -195,6 +174,8 @@ class Multiplier {
   const int row_;
   const int column_;
   StageCursor<Config::kStages> at_;
+  int last_ = 0;
+  int before_ = 0;
 };
 
 // 64 x 64 outputs of a warpgroup, two neighbours of a row in each register.
@@ -202,30 +183,16 @@ struct Rounded {
   uint32_t pairs[16];
 };
 
-// The epilogue on a warpgroup's part of a tile, whose first column is `column`.
 template <typename Config>
-__device__ __forceinline__ void apply_epilogue_to(
-    const GemmParams& p, float (&sums)[Config::kRepeats][Config::kAccumulators], int column) {
+__device__ __forceinline__ Rounded round_piece(const float (&sums)[Config::kAccumulators],
+                                               int piece) {
+  Rounded out;
 #pragma unroll
-  for (auto& row : sums) {
-#pragma unroll
-    for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-      apply_epilogue(p, row, chunk, column + 64 * chunk);
-    }
+  for (int i = 0; i < 16; ++i) {
+    const int from = piece * 32 + 2 * i;
+    out.pairs[i] = pack(typename Config::Out{}, sums[from], sums[from + 1]);
   }
-}
-template <typename Config, int kPieces>
-__device__ __forceinline__ void round_sums(
-    const float (&sums)[Config::kRepeats][Config::kAccumulators], Rounded (&out)[kPieces]) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int from = piece % Config::kChunks * 32 + 2 * i;
-      const auto& row = sums[piece / Config::kChunks];
-      out[piece].pairs[i] = pack(typename Config::Out{}, row[from], row[from + 1]);
-    }
-  }
+  return out;
 }
 
 // Where this lane's row of four 8 x 8 matrices lies in 64 x 64 outputs under the 128-byte swizzle:
@@ -242,56 +209,189 @@ __device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t t
   for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
 }
 
-// The outputs of a tile wait in registers, rounded, until the products of the next one are under
-// way: the tensor cores do not wait for shared memory and its copies.
+// The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
+//   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
+//   complete(unit, sums)            all products are there
+//   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
+// The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
+// next tile begins in the other one, and a piece leaves with every stage; else all pieces are
+// rounded at the end, and leave when the next tile is under way.
+template <typename Config, typename Units, typename Outputs>
+class Tiles {
+  static constexpr int kPieces = Config::kPieces;
+  using Sums = typename Multiplier<Config>::Sums;
+
+ public:
+  __device__ __forceinline__ Tiles(Multiplier<Config>& mine, Units units, Outputs& outputs)
+      : mine_(mine), units_(units), outputs_(outputs) {}
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Config::kSets == 1) {
+      with_one_set();
+    } else {
+      with_two_sets();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void with_one_set() {
+    Sums sums;
+    Rounded rounded[kPieces];
+    Unit unit;
+    Unit made{};
+    bool has_made = false;
+    const auto put_made = [&]() __attribute__((always_inline)) {
+      if (!has_made) return;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) outputs_.put(made, rounded[i], i);
+    };
+    while (units_.next(unit)) {
+      mine_.begin(sums, true);
+      int k = 1;
+      if (unit.depth > 1) {
+        mine_.begin(sums, false);
+        ++k;
+      }
+      put_made();
+      if (unit.depth > 1) mine_.end_before();
+      multiply(unit, sums, k);
+      mine_.end(sums);
+      outputs_.complete(unit, sums);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) rounded[i] = round_piece<Config>(sums, i);
+      hold(sums);
+      made = unit;
+      has_made = true;
+    }
+    put_made();
+  }
+
+  // Written so that every branch of the loop either ends all products or leaves the same ones under
+  // way: where ways meet that differ in this, ptxas waits after every product.
+  __device__ __forceinline__ void with_two_sets() {
+    Sums even;
+    Sums odd;
+    Unit unit;
+    if (!units_.next(unit)) return;
+    mine_.begin(even, true);
+    multiply(unit, even, 1);
+    while (true) {
+      const Unit first = unit;
+      if (!units_.next(unit)) {
+        finish(first, even);
+        break;
+      }
+      begin_behind(first, even, unit, odd);
+      const Unit second = unit;
+      if (!units_.next(unit)) {
+        finish(second, odd);
+        break;
+      }
+      begin_behind(second, odd, unit, even);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Unit& made, Sums& sums) {
+    mine_.end(sums);
+    outputs_.complete(made, sums);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) outputs_.put(made, round_piece<Config>(sums, i), i);
+  }
+
+  // Ends the tile `made`, and computes `unit` but for the end of its last stage.
+  __device__ __forceinline__ void begin_behind(const Unit& made, Sums& before, const Unit& unit,
+                                               Sums& now) {
+    mine_.begin(now, true);
+    mine_.end_before(before);
+    outputs_.complete(made, before);
+    int k = 1;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (k < unit.depth) {
+        mine_.begin(now, false);
+        outputs_.put(made, round_piece<Config>(before, i), i);
+        mine_.end_before();
+        ++k;
+      } else {
+        outputs_.put(made, round_piece<Config>(before, i), i);
+      }
+    }
+    multiply(unit, now, k);
+  }
+
+  // The stages from k on; the last one is under way afterwards.
+  __device__ __forceinline__ void multiply(const Unit& unit, Sums& sums, int k) {
+    for (; k < unit.depth; ++k) {
+      const bool is_due = outputs_.is_due(unit, k);
+      if (is_due) {
+        mine_.end(sums);
+        outputs_.change(sums);
+        hold(sums);
+      }
+      mine_.begin(sums, false);
+      if (!is_due) mine_.end_before();
+    }
+  }
+
+  Multiplier<Config>& mine_;
+  Units units_;
+  Outputs& outputs_;
+};
+
+// Outputs go through shared memory to Work::store(), each warp's rows by themselves.
+template <typename Config, typename Work>
+class StoredOutputs {
+ public:
+  __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
+                                           const Multiplier<Config>& mine, uint32_t buffers)
+      : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {}
+
+  static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
+  static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
+  __device__ __forceinline__ void complete(const Unit& unit,
+                                           float (&sums)[Config::kAccumulators]) const {
+    if (p_.plain) return;
+#pragma unroll
+    for (int i = 0; i < Config::kPieces; ++i) {
+      apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+    }
+  }
+  __device__ __forceinline__ void put(const Unit& unit, const Rounded& rounded, int piece) const {
+    const uint32_t to = buffers_ + piece % Config::kStoreBuffers * Config::kStoreBytes;
+    const bool stores = threadIdx.x % 32 == 0;
+    if (stores) stores_read<Config::kStoreBuffers - 1>();
+    __syncwarp();
+    put_to_shared(rounded, to);
+    fence_shared_for_copies();
+    __syncwarp();
+    if (!stores) return;
+    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    work_.store(unit, to + first * 128, unit.column * Config::kColumns + column_ + 64 * piece,
+                unit.row * Config::kRows + row_ + first);
+    store_commit();
+  }
+  static __device__ __forceinline__ void end() {
+    if (threadIdx.x % 32 == 0) stores_done<0>();
+  }
+
+ private:
+  const GemmParams& p_;
+  Work& work_;
+  const int row_;
+  const int column_;
+  const uint32_t buffers_;
+};
+
 template <typename Config, typename Work>
 __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, uint32_t shared,
                                               SharedBarriers<Config>& barriers, int group) {
-  constexpr int kPieces = Config::kRepeats * Config::kChunks;
   Multiplier<Config> mine(shared, barriers, group);
-  const uint32_t buffers = shared + Config::kStages * Config::kStageBytes +
-                           group * Config::kStoreBuffers * Config::kStoreBytes;
-  const bool stores = threadIdx.x % 128 == 0;
-  Rounded rounded[kPieces];
-  Unit made{};
-  bool has_made = false;
-  const auto store_made = [&]() __attribute__((always_inline)) {
-    if (!has_made) return;
-    const int row = made.row * Config::kRows + mine.row();
-    const int column = made.column * Config::kColumns + mine.column();
-#pragma unroll
-    for (int first = 0; first < kPieces; first += Config::kStoreBuffers) {
-      if (stores) stores_read<0>();
-      named_barrier(1 + group, 128);
-#pragma unroll
-      for (int i = 0; i < Config::kStoreBuffers; ++i) {
-        put_to_shared(rounded[first + i], buffers + i * Config::kStoreBytes);
-      }
-      fence_shared_for_copies();
-      named_barrier(1 + group, 128);
-      if (stores) {
-        for (int i = 0; i < Config::kStoreBuffers; ++i) {
-          const int r = (first + i) / Config::kChunks;
-          const int chunk = (first + i) % Config::kChunks;
-          work.store(made, buffers + i * Config::kStoreBytes, column + 64 * chunk, row + 64 * r);
-        }
-        store_commit();
-      }
-    }
-  };
-  auto units = work.units(p);
-  Unit unit;
-  while (units.next(unit)) {
-    mine.multiply(unit, store_made);
-    if (!p.plain) {
-      apply_epilogue_to<Config>(p, mine.sums, unit.column * Config::kColumns + mine.column());
-    }
-    round_sums<Config>(mine.sums, rounded);
-    made = unit;
-    has_made = true;
-  }
-  store_made();
-  if (stores) stores_done<0>();
+  StoredOutputs<Config, Work> outputs(p, work, mine,
+                                      shared + Config::kStages * Config::kStageBytes +
+                                          group * Config::kStoreBuffers * Config::kStoreBytes);
+  const auto units = work.units(p);
+  Tiles<Config, decltype(work.units(p)), StoredOutputs<Config, Work>>(mine, units, outputs).run();
+  outputs.end();
 }
 
 // Of a block of Config::kThreads threads with Config::kSharedBytes of shared memory.

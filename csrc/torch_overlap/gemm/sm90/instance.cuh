@@ -13,13 +13,15 @@ namespace torch_overlap::sm90 {
 inline constexpr int kSharedBytesOfBlock = 227 * 1024;
 
 // What of a TileConfig does not depend on types and layouts. As many stages as there is room for.
-template <int kRows_, int kColumns_, int kRowGroups_, int kCluster_, int kStoreBuffers_>
+template <int kRows_, int kColumns_, int kRowGroups_, int kCluster_, int kStoreBuffers_,
+          int kSets_ = 1>
 struct Tile {
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kStoreBuffers = kStoreBuffers_;
+  static constexpr int kSets = kSets_;
   static constexpr int kStages = (kSharedBytesOfBlock - 1024 - 512 - 2 * kStoreBuffers * 64 * 128) /
                                  ((kRows + kColumns) * 128);
 };
@@ -27,7 +29,7 @@ struct Tile {
 template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlongK>
 KernelInfo instance() {
   using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
-                            T::kStages, T::kStoreBuffers>;
+                            T::kStages, T::kStoreBuffers, T::kSets>;
   return {Kernel::template of<Config>(),
           Config::kRows,
           Config::kColumns,

@@ -9,6 +9,9 @@ namespace torch_overlap::sm90 {
 
 enum class VectorType : int { none, f32, f16, bf16 };
 
+// Each warp stores so many rows of outputs at a time.
+inline constexpr int kWarpRows = 16;
+
 // What becomes of the product before it is rounded, in this order.
 struct Epilogue {
   const void* bias;  // [n]; null: none

@@ -17,7 +17,7 @@ constexpr int64_t kAlignment = 16;
 constexpr int64_t kElement = 2;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
-constexpr Choice kTiles[] = {{128, 256}, {128, 128}, {64, 256}};
+constexpr Choice kTiles[] = {{128, 256}, {128, 192}, {128, 128}, {64, 256}};
 
 bool is_aligned(const void* data, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * kElement % kAlignment == 0;
@@ -75,7 +75,8 @@ void run(const Product& product, const Choice& choice) {
           ? matrix_map(product.rhs, product.dtype, product.n, product.k, product.rhs_stride,
                        kernel->columns / kernel->cluster)
           : matrix_map(product.rhs, product.dtype, product.k, product.n, product.rhs_stride, 64);
-  params.out = matrix_map(product.out, product.dtype, product.m, product.n, product.out_stride, 64);
+  params.out =
+      matrix_map(product.out, product.dtype, product.m, product.n, product.out_stride, kWarpRows);
   params.m = static_cast<int>(product.m);
   params.n = static_cast<int>(product.n);
   params.k = static_cast<int>(product.k);

@@ -48,11 +48,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Of `threads` threads of the block, all in whole warps. 0 is __syncthreads().
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // --- Blocks of a cluster
 
 __device__ __forceinline__ uint32_t cluster_rank() {

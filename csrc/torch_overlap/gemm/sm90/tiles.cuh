@@ -12,7 +12,7 @@ namespace torch_overlap::sm90 {
 // Two warpgroups compute a tile of kRows x kColumns: one below the other (kRowGroups 2) or side by
 // side (1). Rows of lhs run along k in memory; `RhsAlongK`: whether those of rhs do.
 template <typename In_, typename Out_, int kRows_, int kColumns_, int kRowGroups_, bool kRhsAlongK_,
-          int kCluster_, int kStages_, int kStoreBuffers_>
+          int kCluster_, int kStages_, int kStoreBuffers_, int kSets_>
 struct TileConfig {
   using In = In_;
   using Out = Out_;
@@ -30,11 +30,13 @@ struct TileConfig {
 
   static constexpr int kDepth = 64;  // of k, in a stage: 128 bytes
   static constexpr int kSteps = 4;   // wgmma along k, 32 bytes each
-  // What a warpgroup computes: kRepeats products of 64 x kWidth.
-  static constexpr int kRepeats = kRows / kRowGroups / 64;
+  // What a warpgroup computes: 64 x kWidth.
   static constexpr int kWidth = kColumns / kColumnGroups;
   static constexpr int kAccumulators = kWidth / 2;
-  static constexpr int kChunks = kWidth / 64;  // of 64 columns
+  static constexpr int kPieces = kWidth / 64;  // of 64 x 64
+  // Sets of sums in a thread's registers. With two, a tile begins in one while the outputs of the
+  // tile before leave the other.
+  static constexpr int kSets = kSets_;
 
   static constexpr int kLhsBytes = kRows * 128;
   static constexpr int kRhsBytes = kColumns * 128;
@@ -44,10 +46,10 @@ struct TileConfig {
       kStages * kStageBytes + 2 * kStoreBuffers * kStoreBytes + 1024;
   static constexpr int kThreads = 384;
 
-  static_assert(kRows % (64 * kRowGroups) == 0 && kWidth % 64 == 0);
-  static_assert(kRepeats * kAccumulators <= 128, "the accumulators of a thread");
-  static_assert(kColumns % ((kRhsAlongK ? 8 : 64) * kCluster) == 0);
-  static_assert(kRepeats * kChunks % kStoreBuffers == 0);
+  static_assert(kRows == 64 * kRowGroups && kWidth % 64 == 0);
+  static_assert(kSets * kAccumulators <= 192 && kSets <= 2, "the sums of a thread");
+  static_assert(kColumns % (8 * kCluster) == 0);
+  static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");
 };
 
 // One tile.

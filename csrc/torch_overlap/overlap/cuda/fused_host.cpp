@@ -23,7 +23,7 @@ using sm90::VectorType;
 
 constexpr int kHopper = 9;
 constexpr int64_t kAlignment = 8;  // elements: rows begin at multiples of 16 bytes
-constexpr int kStoreRows = 64;
+constexpr int kPieceRows = 64;     // of outputs that the reduce-scatter stores and loads at a time
 
 // Tiles, and how much longer than the first they take for each output.
 struct TileChoice {
@@ -31,7 +31,8 @@ struct TileChoice {
   int columns;
   double cost;
 };
-constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 128, 1.15}};
+constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 192, 0.98},
+                            TileChoice{128, 128, 1.15}};
 
 // So many rows of tiles are computed before the next columns.
 constexpr int kRowGroup = 16;
@@ -134,10 +135,10 @@ uint32_t pace_of(int64_t stages, const KernelInfo& kernel) {
   return static_cast<uint32_t>(kPart * tile / parts);
 }
 
-// Rows [begin, begin + length) of a tensor, to be stored; of nothing, if there are none.
-CUtensorMap store_map(const at::Tensor& rows) {
+// Rows [begin, begin + length) of a tensor, in boxes of `box` rows; of nothing, if there are none.
+CUtensorMap rows_map(const at::Tensor& rows, int box) {
   if (rows.size(0) == 0) return {};
-  return sm90::matrix_map(rows, kStoreRows);
+  return sm90::matrix_map(rows, box);
 }
 
 }  // namespace
@@ -205,7 +206,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t begin = rows.begin(chunk);
     const int64_t length = rows.length(chunk);
-    params.out[chunk] = store_map(out.narrow(0, begin, length));
+    params.out[chunk] = rows_map(out.narrow(0, begin, length), sm90::kWarpRows);
     params.begin[chunk] = static_cast<int>(begin);
     params.rows[chunk] = static_cast<int>(length);
     params.flag[chunk] = transport.flag(rank, chunk);
@@ -249,13 +250,13 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
     params.tell[chunk] = transport.tile_word(chunk, rank);
     params.told[chunk] = transport.tile_word(rank, chunk);
     if (chunk == rank) {
-      params.out = store_map(out);
+      params.out = rows_map(out, kPieceRows);
       continue;
     }
     params.to[chunk] =
         transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype).mutable_data_ptr();
-    params.from[chunk] =
-        store_map(transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype));
+    params.from[chunk] = rows_map(
+        transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype), kPieceRows);
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.adds_between = tiles_of_chunk(kernel) >= sms;

@@ -16,8 +16,6 @@
 //     multiply    ...          | sums += shared | taken ...  (of each) | result -> shared | filled
 //     mover       told? loaded |                  told? loaded         |                  | stores
 //
-// What is rounded waits in registers until the products of the next tile are under way.
-//
 // Where a chunk has a tile for every SM, those of the others are added in the second half of the
 // own one's k, at fixed places, and by the two warpgroups not at once: one multiplies while the
 // other adds. They have come by then, but for the last ones to be computed where a chunk has hardly
@@ -100,15 +98,15 @@ struct ScatterWork {
 // all of the other.
 template <typename Config>
 struct Piece {
-  static constexpr int kOfGroup = Config::kRepeats * Config::kChunks;
+  static constexpr int kOfGroup = Config::kPieces;
   static constexpr int kCount = 2 * kOfGroup;
   int row;
   int column;
   __device__ __forceinline__ explicit Piece(int i) {
     const int group = i / kOfGroup;
     const int inside = i % kOfGroup;
-    row = (group / Config::kColumnGroups * Config::kRepeats + inside / Config::kChunks) * 64;
-    column = group % Config::kColumnGroups * Config::kWidth + inside % Config::kChunks * 64;
+    row = group / Config::kColumnGroups * 64;
+    column = group % Config::kColumnGroups * Config::kWidth + inside * 64;
   }
 };
 
@@ -241,92 +239,90 @@ __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulat
   }
 }
 
+// What becomes of a warpgroup's sums: see sm90::Tiles.
 template <typename Config>
-__device__ __forceinline__ void multiply_tiles(const FusedScatterParams& p, uint32_t shared,
-                                               uint32_t tile, sm90::SharedBarriers<Config>& stages,
-                                               TileBarriers& barriers, int group) {
-  constexpr int kPieces = Piece<Config>::kOfGroup;
-  const uint32_t filled = sm90::shared_address(&barriers.filled);
-  const uint32_t emptied = sm90::shared_address(&barriers.emptied);
-  const uint32_t loaded = sm90::shared_address(&barriers.loaded);
-  const uint32_t taken = sm90::shared_address(&barriers.taken);
-  const uint32_t mine_at = tile + group * kPieces * Config::kStoreBytes;
-  const bool tells = threadIdx.x % 32 == 0;
-  sm90::Multiplier<Config> mine(shared, stages, group);
-  uint32_t fills = 0;
-  uint32_t loads = 0;
-  sm90::Rounded rounded[kPieces];
-  bool has_made = false;
-  bool made_own = false;
-  const auto hand_over = [&]() __attribute__((always_inline)) {
-    if (!has_made) return;
-    // What the mover has loaded for an own tile has been read: there is room.
-    if (fills > 0 && (!made_own || p.words.size == 1)) {
-      sm90::barrier_wait(emptied, (fills - 1) & 1);
-    }
-    ++fills;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      sm90::put_to_shared(rounded[i], mine_at + i * Config::kStoreBytes);
-    }
-    sm90::fence_shared_for_copies();
-    __syncwarp();
-    if (tells) sm90::barrier_arrive(filled);
-  };
-  const auto add_next = [&]() __attribute__((always_inline)) {
-    sm90::barrier_wait(loaded, loads & 1);
-    ++loads;
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
-      add_from_shared<Config>(mine.sums[k / Config::kChunks], k % Config::kChunks,
-                              mine_at + k * Config::kStoreBytes);
-    }
-    sm90::fence_shared_for_copies();
-    __syncwarp();
-    if (tells) sm90::barrier_arrive(taken);
-  };
-  ScatterUnits<Config> units(p);
-  Unit unit;
-  while (units.next(unit)) {
-    const bool own = unit.chunk == p.words.rank;
-    // The i-th is due behind i of `size` parts of the second half of k, and kApart stages later for
-    // the second group: always at the same place, and so are the sums. The first group waits at
-    // most there; the stages up to there come without it.
+class ScatterOutputs {
+  static constexpr int kPieces = Config::kPieces;
+  using Sums = float[Config::kAccumulators];
+
+ public:
+  __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
+                                            TileBarriers& barriers, int group, int column)
+      : p_(p),
+        group_(group),
+        column_(column),
+        mine_at_(tile + group * kPieces * Config::kStoreBytes),
+        barriers_(barriers) {}
+
+  // The i-th is due behind i of `size` parts of the second half of k, and kApart stages later for
+  // the second group: always at the same place, and so are the sums. The first group waits at most
+  // there; the stages up to there come without it.
+  __device__ __forceinline__ bool is_due(const Unit& unit, int k) const {
     constexpr int kApart = 2;
     static_assert(kApart <= Config::kStages);
-    const int others = p.words.size - 1;
-    const int between = own && p.adds_between ? others : 0;
-    int added = 0;
-    mine.multiply(
-        unit, hand_over,
-        [&](int k) {
-          return added < between &&
-                 (k - kApart * group) * 2 * p.words.size >= (p.words.size + added + 1) * unit.depth;
-        },
-        [&] {
-          add_next();
-          ++added;
-        });
-    if (own) {
-      for (; added < others; ++added) add_next();
-      if (p.factor != 1.0F) {
+    const int size = p_.words.size;
+    return p_.adds_between && unit.chunk == p_.words.rank && added_ < size - 1 &&
+           (k - kApart * group_) * 2 * size >= (size + added_ + 1) * unit.depth;
+  }
+  __device__ __forceinline__ void change(Sums& sums) {
+    add_next(sums);
+    ++added_;
+  }
+  __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
+    if (unit.chunk == p_.words.rank) {
+      for (; added_ < p_.words.size - 1; ++added_) add_next(sums);
+      if (p_.factor != 1.0F) {
 #pragma unroll
-        for (auto& row : mine.sums) {
+        for (float& sum : sums) sum *= p_.factor;
+      }
+      if (!p_.gemm.plain) {
 #pragma unroll
-          for (float& sum : row) sum *= p.factor;
+        for (int i = 0; i < kPieces; ++i) {
+          sm90::apply_epilogue(p_.gemm, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
         }
       }
-      if (!p.gemm.plain) {
-        sm90::apply_epilogue_to<Config>(p.gemm, mine.sums,
-                                        unit.column * Config::kColumns + mine.column());
-      }
     }
-    sm90::round_sums<Config>(mine.sums, rounded);
-    has_made = true;
-    made_own = own;
+    added_ = 0;
   }
-  hand_over();
-}
+  __device__ __forceinline__ void put(const Unit& unit, const sm90::Rounded& rounded, int piece) {
+    if (piece == 0) {
+      // What the mover has loaded for an own tile has been read: there is room.
+      const bool has_room = unit.chunk == p_.words.rank && p_.words.size > 1;
+      if (fills_ > 0 && !has_room) {
+        sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), (fills_ - 1) & 1);
+      }
+      ++fills_;
+    }
+    sm90::put_to_shared(rounded, mine_at_ + piece * Config::kStoreBytes);
+    if (piece == kPieces - 1) arrive(barriers_.filled);
+  }
+
+ private:
+  __device__ __forceinline__ void add_next(Sums& sums) {
+    sm90::barrier_wait(sm90::shared_address(&barriers_.loaded), loads_ & 1);
+    ++loads_;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      add_from_shared<Config>(sums, i, mine_at_ + i * Config::kStoreBytes);
+    }
+    arrive(barriers_.taken);
+  }
+  // This warp has written, or read, its part of the tile.
+  static __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    sm90::fence_shared_for_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) sm90::barrier_arrive(sm90::shared_address(&barrier));
+  }
+
+  const FusedScatterParams& p_;
+  const int group_;
+  const int column_;
+  const uint32_t mine_at_;
+  TileBarriers& barriers_;
+  uint32_t fills_ = 0;
+  uint32_t loads_ = 0;
+  int added_ = 0;  // tiles of the other ranks, to the sums that are computed
+};
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -336,7 +332,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ TileBarriers barriers;
   const uint32_t shared = (sm90::shared_address(dynamic) + 1023) & ~uint32_t{1023};
   const uint32_t tile = shared + Config::kStages * Config::kStageBytes;
-  static_assert(Config::kCluster == 1 && Config::kStoreBuffers == Piece<Config>::kOfGroup);
+  static_assert(Config::kCluster == 1 && Config::kStoreBuffers == Config::kPieces);
   if (threadIdx.x == 0) {
     sm90::init_stages(stages);
     sm90::barrier_init(sm90::shared_address(&barriers.filled), 8);
@@ -357,7 +353,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     sm90::more_registers<232>();
-    multiply_tiles<Config>(p, shared, tile, stages, barriers, group - 1);
+    sm90::Multiplier<Config> mine(shared, stages, group - 1);
+    ScatterOutputs<Config> outputs(p, tile, barriers, group - 1, mine.column());
+    sm90::Tiles<Config, ScatterUnits<Config>, ScatterOutputs<Config>>(mine, ScatterUnits<Config>(p),
+                                                                      outputs)
+        .run();
   }
 }
 
