@@ -2,9 +2,9 @@
 
     python benchmarks/own_gemm.py --tp 4 --out results
 
-One GPU; the shapes are those of one of `tp` ranks, bfloat16, weights [n, k]. Each variant is captured in a CUDA graph of
-several calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of
-the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
+One GPU; the shapes are those of one of `tp` ranks, bfloat16, weights [n, k]. Each variant is captured in a CUDA graph
+of several calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds
+of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
 The last line has the geometric mean and the worst over all shapes of the quickest of our kernels.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,18 +39,18 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call, by variant."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-    products = [
-        GemmArgs(*(GemmOperand(torch.randn(rows, k, device="cuda").bfloat16(), rows_of_w) for rows, rows_of_w in (
-            (m, False), (n, True))), out)
-        for _ in range(SETS)
-    ]  # fmt: skip
-    variants = {BASELINE: gemm}
+
+    def random(rows: int) -> torch.Tensor:
+        return torch.randn(rows, k, device="cuda").bfloat16()
+
+    products = [GemmArgs(GemmOperand(random(m)), GemmOperand(random(n), True), out) for _ in range(SETS)]
+    variants: dict[str, Callable[[GemmArgs], object]] = {BASELINE: gemm}
     variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
     watch = Stopwatch(torch.device("cuda"), meet=lambda: None)
     samplers = {}
     for name, call in variants.items():
 
-        def all_sets(call=call) -> None:
+        def all_sets(call: Callable[[GemmArgs], object] = call) -> None:
             for product in products:
                 call(product)
 

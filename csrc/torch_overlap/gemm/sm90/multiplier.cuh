@@ -1,0 +1,154 @@
+#pragma once
+
+#include <cstdint>
+
+#include "torch_overlap/gemm/sm90/epilogue.cuh"
+#include "torch_overlap/gemm/sm90/ptx.cuh"
+#include "torch_overlap/gemm/sm90/tiles.cuh"
+#include "torch_overlap/gemm/sm90/wgmma.cuh"
+
+// From stages in shared memory to sums in registers, and from there to outputs in shared memory:
+// see body.cuh.
+namespace torch_overlap::sm90 {
+
+template <typename Config>
+struct SharedBarriers {
+  uint64_t full[Config::kStages];
+  uint64_t empty[Config::kStages];
+};
+
+template <typename Config>
+__device__ __forceinline__ void init_stages(SharedBarriers<Config>& barriers) {
+  for (int i = 0; i < Config::kStages; ++i) {
+    barrier_init(shared_address(&barriers.full[i]), 1);
+    barrier_init(shared_address(&barriers.empty[i]), 8 * Config::kCluster);
+  }
+}
+
+// Where the next stage is: the number, and in which phase its barriers are.
+template <int kStages>
+struct StageCursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// The stages that a warpgroup multiplies, one after the other over all tiles.
+template <typename Config>
+class Multiplier {
+ public:
+  using Sums = float[Config::kAccumulators];
+
+  // group: 0 or 1.
+  __device__ __forceinline__ Multiplier(uint32_t shared, SharedBarriers<Config>& barriers,
+                                        int group)
+      : shared_(shared),
+        barriers_(barriers),
+        row_(group / Config::kColumnGroups * 64),
+        column_(group % Config::kColumnGroups * Config::kWidth) {}
+
+  // Of this warpgroup's part in a tile.
+  __device__ __forceinline__ int row() const { return row_; }
+  __device__ __forceinline__ int column() const { return column_; }
+
+  // Begins the products of the next stage, when it has come. The first of a tile overwrites the
+  // sums.
+  __device__ __forceinline__ void begin(Sums& sums, bool is_first) {
+    const int stage = at_.stage;
+    barrier_wait(shared_address(&barriers_.full[stage]), at_.phase);
+    at_.advance();
+    const uint32_t lhs = shared_ + stage * Config::kStageBytes + row_ * 128;
+    const uint32_t rhs = shared_ + stage * Config::kStageBytes + Config::kLhsBytes + column_ * 128;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kSteps; ++step) {
+      wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums,
+                                    operand<true>(lhs, step),
+                                    operand<Config::kRhsAlongK>(rhs, step), !is_first || step != 0);
+    }
+    wgmma_commit();
+    before_ = last_;
+    last_ = stage;
+  }
+  // Waits for all but the stage begun last, and frees the one before it. Once for each stage, but
+  // for those that end() has ended.
+  __device__ __forceinline__ void end_before() {
+    wgmma_wait<1>();
+    release(before_);
+  }
+  // The same where that was the last one of a tile, whose sums may be read then.
+  __device__ __forceinline__ void end_before(Sums& sums) {
+    wgmma_wait<1>();
+    hold(sums);
+    release(before_);
+  }
+  // Waits for all. The sums may be read.
+  __device__ __forceinline__ void end(Sums& sums) {
+    wgmma_wait<0>();
+    hold(sums);
+    release(last_);
+  }
+
+ private:
+  template <bool kAlongK>
+  static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
+    if constexpr (kAlongK) return descriptor_k(address + step * 32);
+    return descriptor_mn(address + step * 2048);
+  }
+  __device__ __forceinline__ void release(int stage) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t empty = shared_address(&barriers_.empty[stage]);
+    if constexpr (Config::kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty);
+    } else {
+      if (lane < Config::kCluster)
+        barrier_arrive_at(empty, lane);  // all of them write to this stage
+    }
+  }
+
+  const uint32_t shared_;
+  SharedBarriers<Config>& barriers_;
+  const int row_;
+  const int column_;
+  StageCursor<Config::kStages> at_;
+  int last_ = 0;
+  int before_ = 0;
+};
+
+// 64 x 64 outputs of a warpgroup, two neighbours of a row in each register.
+struct Rounded {
+  uint32_t pairs[16];
+};
+
+template <typename Config>
+__device__ __forceinline__ Rounded round_piece(const float (&sums)[Config::kAccumulators],
+                                               int piece) {
+  Rounded out;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int from = piece * 32 + 2 * i;
+    out.pairs[i] = pack(typename Config::Out{}, sums[from], sums[from + 1]);
+  }
+  return out;
+}
+
+// Where this lane's row of four 8 x 8 matrices lies in 64 x 64 outputs under the 128-byte swizzle:
+// 16 rows of its warp by the columns 16 * i to 16 * i + 15. Register r of load_matrices() and
+// store_matrices() is then pairs[4 * i + r].
+__device__ __forceinline__ uint32_t matrix_row(uint32_t outputs, int i) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+  return outputs + row * 128 + (((2 * i + lane / 16) ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t to) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
+}
+
+}  // namespace torch_overlap::sm90
