@@ -71,8 +71,11 @@ def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, me
     assert_trained_and_checked(code, output, tmp_path, steps=20, tolerance=tolerance)
 
 
+AXES = ("dp",), ("tp",), ("dp", "tp")
+
+
 def collectives_of_a_step(comm, mesh, dtype):
-    """The names of a training step's collectives, and the losses."""
+    """A training step's collectives, "all_reduce dp" on a mesh, and the losses."""
     sys.path.insert(0, str(TRAIN_GPT.parent))
     from gpt.model import Config
     from gpt.plain import MeshTrainer
@@ -85,11 +88,17 @@ def collectives_of_a_step(comm, mesh, dtype):
                    dtype=dtype, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
     trainer.train_step(0)
     log: list[str] = []
-    comm.register_pre_hook(lambda name, *_: log.append(name.name))
+    sets = [axes for axes in AXES if set(axes) <= set(mesh or ())]
+    comms = {axes: trainer.mesh.group_comm(axes) for axes in sets} if mesh else {(): comm}
+    for axes, over in comms.items():
+        over.register_pre_hook(lambda name, *_, axes=axes: log.append(" ".join((name.name, *axes))))
     trainer.train_step(1)
     names = list(log)
     trainer.train_step(2)
-    return names, trainer.losses.tolist()
+    losses = trainer.losses.tolist()
+    if mesh:
+        trainer.mesh.close()
+    return names, losses
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -101,8 +110,20 @@ def test_the_mesh_puts_in_the_collectives_that_a_hand_does_but_for_rows_it_kept(
     on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2}, dtype)[0]
     assert mesh_losses == pytest.approx(losses, abs=tolerance)
     gather, scatter, blocks = "all_gather_single", "reduce_scatter_single", 2
-    assert on_mesh == [*[gather, scatter] * 4 * blocks, "all_reduce"]
+    assert on_mesh == [*[f"{gather} tp", f"{scatter} tp"] * 4 * blocks, "all_reduce tp"]
     assert by_hand == [*[gather, scatter] * 2 * blocks, *[gather, gather, scatter] * 2 * blocks, "all_reduce"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_over_dp_and_tp_blocks_send_over_tp_alone(dtype, tolerance):
+    """No weight is gathered, also where products cast it: over dp only gradients are summed (of split weights over dp,
+    of whole ones over both, with the loss; then the squares of the former, over tp)."""
+    mesh, blocks = {"dp": 2, "tp": 2}, 2
+    _, losses = run_ranks(collectives_of_a_step, 2, None, dtype, backend="local")[0]
+    for sent, mesh_losses in run_ranks(collectives_of_a_step, 4, mesh, dtype, backend="local"):
+        block = ["all_gather_single tp", "reduce_scatter_single tp"] * 4
+        assert sent == [*block * blocks, "all_reduce dp", "all_reduce dp tp", "all_reduce tp"]
+        assert mesh_losses == pytest.approx(losses, abs=tolerance)
 
 
 def validation_loss(output: str) -> float:
