@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_overlap.mesh._core import Layout, OpRule
 from torch_overlap.mesh.call import Call
-from torch_overlap.mesh.local_take import local_gather, local_take
+from torch_overlap.mesh.local_take import Taken, local_gather, local_take
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules_move import RESHAPES, taken_index, whole
 
@@ -153,33 +153,34 @@ def _pieces(parts: _Parts) -> Local | None:
 
 
 def _embedding(parts: _Parts) -> Local | None:
-    return _take_along(parts, 0, padding=int(parts.call.argument(2, "padding_idx", -1)))
+    taken = _taken(parts, 0)
+    return None if taken is None else local_take(taken, padding=int(parts.call.argument(2, "padding_idx", -1)))
 
 
 def _index_select(parts: _Parts) -> Local | None:
-    return _take_along(parts, int(parts.call.args[1]))
+    taken = _taken(parts, int(parts.call.args[1]))
+    return None if taken is None else local_take(taken)
 
 
 def _index(parts: _Parts) -> Local | None:
     dim = taken_index(parts.call)
-    return None if dim is None else _take_along(parts, dim, wraps=parts.call.inputs[0].shape[dim])
+    taken = None if dim is None else _taken(parts, dim, wraps=True)
+    return None if taken is None else local_take(taken)
 
 
-def _take_along(parts: _Parts, dim: int, *, wraps: int = 0, padding: int = -1) -> Local | None:
+def _gather(parts: _Parts) -> Local | None:
+    taken = _taken(parts, int(parts.call.args[1]))
+    return None if taken is None else local_gather(taken)
+
+
+def _taken(parts: _Parts, dim: int, *, wraps: bool = False) -> Taken | None:
+    """What is taken of the first operand; None where it is whole along the dimension."""
     shape = parts.call.inputs[0].shape
     dim %= len(shape)
     own = parts.inputs[0][dim]
     if own == shape[dim]:
         return None
-    return local_take(own, parts.offset(0, dim), dim, wraps=wraps, padding=padding)
-
-
-def _gather(parts: _Parts) -> Local | None:
-    shape = parts.call.inputs[0].shape
-    dim = int(parts.call.args[1]) % len(shape)
-    if parts.inputs[0][dim] == shape[dim]:
-        return None
-    return local_gather(parts.inputs[0][dim], parts.offset(0, dim), dim)
+    return Taken(parts.call.name, dim, shape[dim], own, parts.offset(0, dim), wraps)
 
 
 def _conv(parts: _Parts) -> Local | None:

@@ -26,6 +26,7 @@ from torch_overlap.mesh import (
     shard_module,
     sharded_parameters,
     to_layout,
+    vmap,
 )
 from torch_overlap.testing import run_ranks
 
@@ -71,6 +72,56 @@ def test_operands(seed):
         other.close()
 
     on_mesh("x=2,y=2", body, seed)
+
+
+# What is taken of a table of 8 rows, and an index that no rank has; how torch raises.
+TAKEN = {
+    "embedding": (lambda i, w: F.embedding(i, w), (8, 3), [[0, 7], [2, 8]], IndexError, r"\[0, 7\] .* size 8, got 8"),
+    "embedding, negative": (lambda i, w: F.embedding(i, w), (8, 3), [-1], IndexError, "got -1"),
+    "index_select": (lambda i, w: w.index_select(0, i), (8, 3), [3, -1], IndexError, r"\[0, 7\] .* got -1"),
+    "index_select, 1": (lambda i, w: w.index_select(1, i), (3, 8), [3, 20], RuntimeError, "dimension 1 .* got 20"),
+    "gather": (lambda i, w: w.gather(0, i), (8, 3), [[1, 2, 3], [0, 9, 7]], RuntimeError, "got 9"),
+    "index": (lambda i, w: w[i], (8, 3), [7, 8, -8], IndexError, r"\[-8, 7\] .* got 8"),
+    "index, 1": (lambda i, w: w[:, i], (3, 8), [7, -9], IndexError, r"\[-8, 7\] .* got -9"),
+    "cross_entropy": (lambda i, w: F.cross_entropy(w, i), (3, 8), [7, -100, 9], IndexError, "got 9"),
+    "nll_loss": (lambda i, w: F.nll_loss(w, i), (3, 8), [7, -3, 1], IndexError, "got -3"),
+}
+
+
+@pytest.mark.parametrize("axes", ["x", ("x", "y")])
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_index_that_no_rank_has(name, axes, seed):
+    """Raises on every rank, as torch does on whole tables; indices that some rank has are taken."""
+    function, shape, wrong, kind, message = TAKEN[name]
+    wrong = torch.tensor(wrong)
+    good = wrong if name.startswith("index,") else wrong.clamp(-100 if "cross" in name else 0)
+    good = torch.where((good >= 8) | ((good < -8) & (good != -100)), 5, good)
+
+    def body(r):
+        value = r.randn(*shape)
+        refused(kind, None, function, wrong, value)
+        table = shard(value, r.mesh, P(*[axes if n == 8 else None for n in shape])).anchor()
+        refused(kind, f"expected indices in {message}" if "[" in message else message,
+                lambda: function(shard(wrong, r.mesh), table).full())  # fmt: skip
+        r.check(function(shard(good, r.mesh), table).reshard(None), function(good, value))
+
+    on_mesh("x=2,y=3", body, seed)
+
+
+def taken_inside(r):
+    table = shard(r.randn(8, 3), r.mesh, P("x")).anchor()
+
+    def taken(i):
+        return F.embedding(i, table)
+
+    for run in (torch.compile(taken, backend="aot_eager", fullgraph=True), vmap(taken)):
+        good, wrong = (shard(torch.tensor([[3, n]]), r.mesh) for n in (7, 8))
+        r.check(run(good).reshard(None), table.full()[torch.tensor([[3, 7]])])
+        refused((IndexError, RuntimeError), "out of (range|bounds)", lambda run=run, i=wrong: run(i).full())
+
+
+def test_an_index_that_no_rank_has_inside_compile_and_vmap(seed):
+    on_mesh("x=2", taken_inside, seed, backend="gloo")
 
 
 def test_assignment(seed):
