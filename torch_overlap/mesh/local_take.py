@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
+from torch_overlap._C import Error
+
 __all__ = ["Taken", "local_gather", "local_take"]
 
 
-class _OutOfRangeError(IndexError, RuntimeError):
-    """Torch raises the one or the other, as functions and dimensions go."""
+class _OutOfRangeError(Error, IndexError):
+    """Torch raises this or a RuntimeError, as functions and dimensions go: an Error is one."""
 
 
 class Taken(NamedTuple):

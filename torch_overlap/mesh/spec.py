@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_overlap._C import InvalidTypeError
 from torch_overlap.mesh._core import Layout, Mesh
 
 __all__ = ["DimSpec", "P", "ShardingSpec", "to_layout"]
 
 Entry = None | str | tuple[str, ...]
+
+
+def _in_order(op: str, value: Any, what: str) -> tuple[Any, ...]:
+    """The items of a sequence. Sets and dicts are none: their order says nothing, and may differ between ranks."""
+    if isinstance(value, (Set, Mapping, bytes)) or not isinstance(value, Iterable):
+        raise InvalidTypeError(
+            f"{op}: expected {what}, got {type(value).__name__} {value!r}; write axes as a tuple, from major to minor"
+        )
+    return tuple(value)
+
+
+def _axes(op: str, value: Any) -> tuple[str, ...]:
+    """The axes of one dimension."""
+    return (value,) if isinstance(value, str) else _in_order(op, value, "an axis or a sequence of axes a dimension")
 
 
 class P(tuple[Entry, ...]):
@@ -20,7 +35,7 @@ class P(tuple[Entry, ...]):
     """
 
     def __new__(cls, *entries: Entry | Iterable[str]) -> P:
-        return super().__new__(cls, [e if e is None or isinstance(e, str) else tuple(e) for e in entries])
+        return super().__new__(cls, [e if e is None or isinstance(e, str) else _axes("P", e) for e in entries])
 
     def __getnewargs__(self) -> tuple[Entry, ...]:
         return tuple(self)
@@ -41,8 +56,7 @@ class DimSpec:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        axes: Any = self.axes  # "dp" is ("dp",)
-        object.__setattr__(self, "axes", (axes,) if isinstance(axes, str) else tuple(axes))
+        object.__setattr__(self, "axes", _axes("DimSpec", self.axes))  # "dp" is ("dp",)
         if self.priority < 0:
             raise ValueError(f"DimSpec: expected a priority of at least 0, got {self.priority}")
         if not self.axes and not self.is_open and self.priority != 0:
@@ -80,6 +94,7 @@ def to_layout(spec: Any, mesh: Mesh, num_dims: int) -> Layout:
     `spec`: a Layout, a ShardingSpec, P(...), the text of a layout, a sequence with an entry a dimension, or None.
 
     Raises:
+        InvalidTypeError: what is no layout and no sequence, a set or dict say.
         ValueError: more entries than dimensions, another mesh, or no valid layout.
     """
     if isinstance(spec, ShardingSpec):
@@ -92,8 +107,11 @@ def to_layout(spec: Any, mesh: Mesh, num_dims: int) -> Layout:
         if spec.num_dims != num_dims:
             raise ValueError(f"to_layout: expected a layout of {num_dims} dimensions, got {spec}")
         return spec
-    entries = [] if spec is None else list(spec)
+    entries = (
+        [] if spec is None else list(_in_order("to_layout", spec, "a layout or a sequence with an entry a dimension"))
+    )
     if len(entries) > num_dims:
         raise ValueError(f"to_layout: expected at most {num_dims} entries, one a dimension, got {spec!r}")
     entries = [e.axes if isinstance(e, DimSpec) else e for e in entries]
+    entries = [_axes("to_layout", e) if isinstance(e, Iterable) else e for e in entries]
     return Layout(mesh, entries + [None] * (num_dims - len(entries)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,33 @@ def test_a_mesh_has_named_axes_over_any_ranks() -> None:
         Mesh({"a": 4}, links={"b": "network"})
     with pytest.raises(TypeError, match="expected None, an axis or some axes, got int"):
         Layout(mesh, [3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("axes", [{"dp", "tp"}, frozenset(["dp"]), {"dp": 1}, {"dp": 1}.keys(), b"dp"],
+                         ids=["set", "frozenset", "dict", "keys", "bytes"])  # fmt: skip
+def test_a_spelling_without_order_is_refused(axes: Any) -> None:
+    """A set of names has another order in another process; the keys of a dict are no entries by dimension."""
+    mesh = Mesh({"dp": 2, "tp": 4})
+    an_axis = r"expected an axis or a sequence of axes a dimension, got {} .*; write axes as a tuple"
+    name = type(axes).__name__
+    with pytest.raises(TypeError, match="to_layout: " + an_axis.format(name)):
+        to_layout([None, axes], mesh, 2)
+    with pytest.raises(TypeError, match="P: " + an_axis.format(name)):
+        P(None, axes)
+    with pytest.raises(TypeError, match="DimSpec: " + an_axis.format(name)):
+        DimSpec(axes)
+    with pytest.raises(TypeError, match=f"to_layout: expected a layout or a sequence .*, got {name} "):
+        to_layout(axes, mesh, 2)
+
+
+def test_what_is_no_spelling_is_refused() -> None:
+    mesh = Mesh({"dp": 2, "tp": 4})
+    with pytest.raises(TypeError, match="P: expected an axis or a sequence of axes a dimension, got int 3"):
+        P(3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="to_layout: expected a layout or a sequence with an entry a dimension, got int 3"
+    ):
+        to_layout(3, mesh, 2)
 
 
 def test_every_spelling_is_one_layout() -> None:
