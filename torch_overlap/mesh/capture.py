@@ -219,7 +219,7 @@ class _Recorder(SchemaCheckMode):
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Records x.add_(y) as a new value of x."""
         name, target = func._schema.name.removeprefix("aten::"), args[0] if args else None
-        if name == "detach_":
+        if name == "detach_" and id(target) not in self._owner:
             return target
         functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
         if not isinstance(target, Tensor) or not name.endswith("_") or functional is None or self._has_views(target):

@@ -265,8 +265,10 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             )
     device = operands[0].device
     layouts = [x.layout for x in operands]
-    program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, device, layouts)
-    if program.writes:
+    is_in_place = _name(func).endswith("_")  # some of these do nothing to a tensor without data
+    if not is_in_place:
+        program = capture(func, _as_operands(args), {k: _as_operands(v) for k, v in kwargs.items()}, device, layouts)
+    if is_in_place or program.writes:
         raise UnsupportedError(
             f"{_name(func)}: expected a function that changes no Sharded, got one in place; use the form that returns "
             "a new one, or work on .local"
@@ -306,7 +308,8 @@ def _as_operands(value: Any) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__name__", func)).strip("_")
+    name = str(getattr(func, "__name__", func))
+    return name.strip("_") if name.endswith("__") else name.lstrip("_")
 
 
 def _plan(

@@ -130,6 +130,19 @@ def test_assignment(seed):
     def body(r):
         value = r.randn(4, 6)
         x = shard(value.clone(), r.mesh, P("x"))
+        y = x * 2
+        with r.sends():
+            for function in (
+                lambda: y.detach_(),
+                lambda: torch.detach_(y),
+                lambda: x.apply_(lambda a: a + 1),
+                lambda: x.map_(x, lambda a, b: a * b),
+                lambda: x.map2_(x, x, lambda a, b, c: a),
+                lambda: x.t_(),
+                lambda: x.share_memory_(),
+                lambda: torch.nn.init.zeros_(x),
+            ):
+                refused(to.UnsupportedError, "expected a function that changes no Sharded, got one in place", function)
         with pytest.raises(to.UnsupportedError, match="setitem: expected a function that changes no Sharded"):
             x[0] = 1.0
         with pytest.raises(to.UnsupportedError, match="iadd: expected a function that changes no Sharded"):
