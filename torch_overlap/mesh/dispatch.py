@@ -78,11 +78,11 @@ class Executed:
         spec = self.outputs[0]
         maker = maker_of(spec)
         if self.gathers is not None:
-            first = values[self.inputs[0][0]]
-            rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
-            fused = GatherProduct.run(self.gathers, first, rest)
-            if fused is not None:
-                return [Sharded(fused, spec, None, maker)]
+            first, *others = [values[i] for i, _ in self.inputs]
+            group = GatherProduct.decide(self.gathers, first, others)
+            if group is not None:
+                rest = [values[i]._operand(to) for i, to in self.inputs[1:]]
+                return [Sharded(GatherProduct.run(self.gathers, first, rest, group), spec, None, maker)]
         operands = [values[i]._operand(to) for i, to in self.inputs]
         if self.is_pending_product:
             bias = values[self.inputs[2][0]] if len(self.inputs) > 2 else None

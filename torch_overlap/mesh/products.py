@@ -11,6 +11,7 @@ scattered or whole. The cost model says whether hiding pays; `choosing` forces a
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _ops = torch.ops.torch_overlap
 
 ALGORITHMS = ("auto", "plain", "fused")
 _NAMES = ("linear", "matmul", "mm")
+_INSIDE_VMAP = "it runs inside vmap"
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Choice:
         op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
         fused: Did it run as that operator? Else one after the other.
         sizes: Rows, columns and inner size of the local product.
-        plain, overlapped: Seconds of the two, by the cost model.
-        why: What decided.
+        plain, overlapped: Seconds of the two, by the cost model; infinite where it cannot run as the operator.
+        why: What decided: "cost", "asked for", or what stood in the way.
     """
 
     op: str
@@ -83,6 +85,7 @@ def choosing(algorithm: str) -> Iterator[None]:
     whose sum is pending is decided where the sum ends.
 
     "fused" asks for it where the operands allow it: parts of one size, along a dimension that is not multiplied.
+    Where they do not, `choices` has the reason.
     """
     if algorithm not in ALGORITHMS:
         raise InvalidValueError(f"choosing: expected one of {ALGORITHMS}, got {algorithm!r}")
@@ -103,11 +106,17 @@ def choices() -> Iterator[list[Choice]]:
         _state.log = before
 
 
-def _fuses(op: str, step: Step, sizes: tuple[int, int, int], spec: Spec, algorithm: str) -> bool:
-    """Is the product better fused with this step?"""
-    links = spec.mesh.mesh.links(step.axes)
-    apart, together = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
-    fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (together < apart, "cost")
+def _fuses(
+    op: str, plan: Plan, step: Step, sizes: tuple[int, int, int], spec: Spec, algorithm: str, refusal: str | None
+) -> bool:
+    """Is the product better fused with this step of the plan? `refusal`: what stands in the way."""
+    if refusal is None:
+        links = spec.mesh.mesh.links(step.axes)
+        apart, together = times(spec.mesh.cost, step.kind, links, step.bytes, sizes, spec.dtype.itemsize)
+        fused, why = (algorithm == "fused", "asked for") if algorithm != "auto" else (together < apart, "cost")
+    else:
+        apart = spec.mesh.cost.matmul(*sizes, element_size=spec.dtype.itemsize) + plan.seconds
+        together, fused, why = math.inf, False, refusal
     log = _log()
     if log is not None:
         log.append(Choice(op, fused, sizes, apart, together, why))
@@ -123,9 +132,24 @@ def times(
     return product + moved, cost.overlapped(collective, links, size, product)
 
 
-def _single(plan: Plan, kind: str) -> Step | None:
-    """The only step that the plan has, if it is of this kind."""
-    return plan.steps[0] if len(plan.steps) == 1 and plan.steps[0].kind == kind else None
+def _step(plan: Plan, *kinds: str) -> Step | None:
+    """The first step of one of these kinds."""
+    return next((step for step in plan.steps if step.kind in kinds), None)
+
+
+def _refusal(plan: Plan, step: Step, spec: Spec, cut: Layout) -> str | None:
+    """Why a product cannot hide this step of the plan; None: it can. `cut`: where the parts are that it gathers, or
+    scatters; of a value like `spec`."""
+    if len(plan.steps) > 1:
+        return f"its value moves in several steps: {', '.join(s.kind for s in plan.steps)}"
+    if step.kind != "all_reduce" and step.dim == len(spec.shape) - 1:
+        return f"it {'gathers the dimension that is multiplied' if step.kind == 'all_gather' else 'scatters columns'}"
+    if not _in_order(step, spec.mesh.mesh):
+        return "the parts are in another order than the ranks of the communicator"
+    if step.kind != "all_reduce" and spec.shape[step.dim] % ranks_of(cut.mesh, cut.dims[step.dim]):
+        parts = ranks_of(cut.mesh, cut.dims[step.dim])
+        return f"dimension {step.dim} of size {spec.shape[step.dim]} is not cut into {parts} parts of one size"
+    return None
 
 
 def _in_order(step: Step, mesh: Any) -> bool:
@@ -133,10 +157,6 @@ def _in_order(step: Step, mesh: Any) -> bool:
     names = list(mesh.axes)
     places = [names.index(axis) for axis in step.axes if ":" not in axis]
     return len(places) == len(step.axes) and places == sorted(places)
-
-
-def _divides(layout: Layout, shape: Sequence[int], dim: int) -> bool:
-    return shape[dim] % ranks_of(layout.mesh, layout.dims[dim]) == 0
 
 
 def _as_linear(call: Call, weight: Tensor) -> Tensor:
@@ -158,25 +178,37 @@ def local_sizes(x: Spec, weight: Spec, call: Call) -> tuple[int, int, int]:
 class GatherProduct(Named):
     """A product whose first operand has to be gathered along a dimension that is not multiplied."""
 
-    def __init__(self, call: Call, step: Step, source: Spec, target: Spec, sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, call: Call, plan: Plan, step: Step, source: Spec, target: Spec, sizes: tuple[int, int, int]
+    ) -> None:
         super().__init__()
-        self._call, self._step, self._source, self._target, self._sizes = call, step, source, target, sizes
-        self._dim = step.dim
+        self._call, self._plan, self._step, self._sizes = call, plan, step, sizes
+        self._source, self._target, self._dim = source, target, step.dim
+        self._refusal = _refusal(plan, step, source, source.layout)
+        if self._refusal is None and _invariant_axes(step):
+            self._refusal = "what it gathers is invariant, and so is the gradient"
 
-    def group(self, algorithm: str) -> tuple[str, int] | None:
+    def group(self, algorithm: str, is_mapped: bool) -> tuple[str, int] | None:
         """The communicator's name and size; None where it is not to be fused."""
         comm = self._source.mesh.group_comm(self._step.axes)
-        if comm is None or not _fuses("all_gather_matmul", self._step, self._sizes, self._source, algorithm):
+        refusal = _INSIDE_VMAP if is_mapped else self._refusal
+        if comm is None or not _fuses(
+            "all_gather_matmul", self._plan, self._step, self._sizes, self._source, algorithm, refusal
+        ):
             return None
         return comm.get_name(), comm.get_size()
 
-    def run(self, x: Sharded, rest: Sequence[Tensor]) -> Tensor | None:
-        """The local result; None where it is not to be fused. Leaves the gathered operand with `x`."""
-        if x._copy(self._target.text) is not None or any(map(is_batchedtensor, (x.local, *rest))):
+    def decide(self, x: Sharded, others: Sequence[Sharded]) -> tuple[str, int] | None:
+        """The communicator's name and size where the product of these is to be fused. Nothing is moved."""
+        if x._copy(self._target.text) is not None:
             return None
-        group = asked(GatherProduct.group, self, _algorithm())
-        if group is None:
-            return None
+        group: tuple[str, int] | None = asked(
+            GatherProduct.group, self, _algorithm(), any(map(_is_mapped, (x, *others)))
+        )
+        return group
+
+    def run(self, x: Sharded, rest: Sequence[Tensor], group: tuple[str, int]) -> Tensor:
+        """The local result. Leaves the gathered operand with `x`."""
         weight, bias = _as_linear(self._call, rest[0]), rest[1] if len(rest) > 1 else None
         keeps = x._keeps()
         (out,), gathered = _ops.all_gather_matmul(
@@ -188,6 +220,13 @@ class GatherProduct(Named):
             x._remember(self._target.text, gathered)
         result: Tensor = out
         return result
+
+
+def _is_mapped(value: Sharded) -> bool:
+    """Is it a value inside vmap?"""
+    if value._local is not None:
+        return is_batchedtensor(value._local)
+    return value._product is not None and any(map(is_batchedtensor, value._product._operands))
 
 
 class _Gathered(torch.autograd.Function):
@@ -206,46 +245,44 @@ class _Gathered(torch.autograd.Function):
 def gather_product(
     call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int]
 ) -> GatherProduct | None:
-    """The fused form of a call whose first operand moves by `plan`, if there is one."""
-    step = _single(plan, "all_gather")
-    if step is None or step.dim == len(spec.shape) - 1 or not _in_order(step, spec.mesh.mesh):
-        return None
-    invariant = {name.split(":")[0] for name in step.after.invariant}
-    if invariant & set(step.axes) or not _divides(spec.layout, spec.shape, step.dim):
-        return None
-    return GatherProduct(call, step, spec, target, sizes)
+    """The form of a call that gathers its first operand, which moves by `plan`; None where nothing is gathered."""
+    step = _step(plan, "all_gather")
+    return None if step is None else GatherProduct(call, plan, step, spec, target, sizes)
+
+
+def _invariant_axes(step: Step) -> set[str]:
+    """Those of the step along which its result is invariant."""
+    return {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
 
 
 # --- product + reduction ------------------------------------------------------------------------
 
 
 def _ending(
-    spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str
+    spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str, is_mapped: bool
 ) -> tuple[str, tuple[str, int], int] | None:
     """The fused operator that a pending product ends with: its kind, the communicator's name and size, a dimension.
 
     Kinds: "scatter", "total", and "sum", a total whose gradient is whole.
     """
     plan = spec.mesh.plan(spec.layout, target.layout, spec.shape, spec.dtype.itemsize)
-    scatter, total = _single(plan, "reduce_scatter"), _single(plan, "all_reduce")
-    step = scatter or total
-    if step is None or step.reduce != "sum" or not _in_order(step, spec.mesh.mesh):
+    step = _step(plan, "reduce_scatter", "all_reduce")
+    if step is None:
         return None
     comm = spec.mesh.group_comm(step.axes)
     if comm is None:
         return None
-    kind, dim, op = "scatter", step.dim, "matmul_reduce_scatter"
-    if scatter is not None:
-        if dim == len(spec.shape) - 1 or not _divides(target.layout, spec.shape, dim):
-            return None
-    else:
-        invariant = {name.split(":")[0] for name in step.after.invariant} & set(step.axes)
-        if invariant and invariant != set(step.axes):
-            return None
+    refusal = _INSIDE_VMAP if is_mapped else _refusal(plan, step, spec, target.layout)
+    kind, op, invariant = "scatter", "matmul_reduce_scatter", _invariant_axes(step)
+    if step.kind == "all_reduce":
         kind, op = "sum" if invariant else "total", "matmul_all_reduce"
-    if not _fuses(op, step, sizes, spec, algorithm):
+        if refusal is None and invariant and invariant != set(step.axes):
+            refusal = "its gradient is whole along some of the axes"
+    if refusal is None and step.reduce != "sum":
+        refusal = f"it is no sum but {step.reduce}"
+    if not _fuses(op, plan, step, sizes, spec, algorithm, refusal):
         return None
-    return kind, (comm.get_name(), comm.get_size()), dim
+    return kind, (comm.get_name(), comm.get_size()), step.dim
 
 
 class PendingProduct:
@@ -275,9 +312,8 @@ class PendingProduct:
 
     def ended(self, spec: Spec, target: Spec) -> Tensor | None:
         """The local tensor under `target`, where that is one fused operator."""
-        if any(map(is_batchedtensor, self._operands)):
-            return None
-        how = asked(_ending, spec, target, self._step.sizes, _algorithm())
+        is_mapped = any(map(is_batchedtensor, self._operands))
+        how = asked(_ending, spec, target, self._step.sizes, _algorithm(), is_mapped)
         if how is None:
             return None
         kind, group, dim = how

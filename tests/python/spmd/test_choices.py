@@ -1,5 +1,7 @@
 """Products and their communication by the cost model alone: one operator where that is cheaper, two where it is not."""
 
+import math
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -8,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_overlap as to
-from torch_overlap.mesh import CostModel, choices
+from torch_overlap.mesh import CostModel, choices, choosing, vmap
 from torch_overlap.mesh.compile_pass import OverlapPass
 
 M, K, N = 8, 12, 4
@@ -81,6 +83,74 @@ def test_the_cheaper_form_is_taken(name, pays, size, seed):
         r.check(weight.grad, w.grad)
 
     on_mesh(f"x={size}", body, seed, cost=MODELS[pays])
+
+
+# The shapes of x and w; how they lie, where the result is needed; the operator that it could not be, and why.
+REFUSED = {
+    "rows": ((7, 12), (12, 4), "[x],[]", "[],[x]", "[],[x]", "all_gather_matmul",
+             "dimension 0 of size 7 is not cut into 2 parts of one size"),
+    "what is multiplied": ((8, 12), (12, 4), "[],[x]", "[],[x]", "[],[x]", "all_gather_matmul",
+                           "it gathers the dimension that is multiplied"),
+    "order": ((8, 12), (12, 4), "[y,x],[]", "[],[x,y]", "[],[x,y]", "all_gather_matmul",
+              "the parts are in another order than the ranks of the communicator"),
+    "columns": ((8, 12), (12, 4), "[],[x]", "[x],[]", "[],[x]", "matmul_reduce_scatter", "it scatters columns"),
+    "uneven sums": ((7, 12), (12, 4), "[],[x]", "[x],[]", "[x],[]", "matmul_reduce_scatter",
+                    "dimension 0 of size 7 is not cut into 2 parts of one size"),
+    "several steps": ((8, 12), (12, 4), "[y],[x]", "[x],[]", "[],[]", "matmul_all_reduce",
+                      "its value moves in several steps: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["auto", "fused", "plain"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_fused_says_why(name, how, seed):
+    rows, columns, left, right, after, op, why = REFUSED[name]
+
+    def body(r):
+        a, b = r.randn(*rows), r.randn(*columns)
+        x, weight = r.place(a, left), r.place(b, right)
+        with choosing(how), choices() as log, Operators() as ran:
+            y = (x @ weight.anchor()).reshard(after)
+        (choice,) = log
+        assert (choice.op, choice.fused) == (op, False)
+        assert choice.why.startswith(why), choice.why
+        assert 0 < choice.plain < choice.overlapped == math.inf
+        assert not any("matmul" in found for found in ran.names)
+        r.check(y, a @ b, after)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_inside_vmap_nothing_is_fused(seed):
+    def body(r):
+        a, b = r.randn(3, 8, 12), r.randn(12, 4)
+        x, weight = r.place(a, "[],[x],[]"), r.place(b, "[],[x]").anchor()
+        with choosing("fused"), choices() as log:
+            y = vmap(lambda x, w: x @ w, in_dims=(0, None))(x, weight)
+        assert [(choice.op, choice.fused, choice.why) for choice in log] == [
+            ("all_gather_matmul", False, "it runs inside vmap")
+        ]
+        r.check(y, a @ b)
+
+    on_mesh("x=2", body, seed)
+
+
+@pytest.mark.parametrize("how", ["fused", "plain"])
+def test_operands_are_moved_once_fused_or_not(how, seed):
+    """Those beside the gathered one as well: here the bias."""
+
+    def body(r):
+        a, b, c = r.randn(8, 12), r.randn(4, 12), r.randn(4)
+        x, weight, bias = r.place(a, "[x],[]"), r.place(b, "[x],[]").anchor(), r.place(c, "[y]")
+        r.sent()
+        with choosing(how):
+            y = torch.nn.functional.linear(x, weight, bias)
+        sent = [what for what in r.sent() if what != "all_gather x"]
+        r.place(c, "[y]").reshard("[x]")
+        assert sent == r.sent() != []
+        r.check(y, a @ b.t() + c)
+
+    on_mesh("x=2,y=2", body, seed)
 
 
 def feed_forward(comm, x, up, down):
