@@ -38,6 +38,12 @@ def maker_of(spec: Spec) -> int:
     return 2 if torch.cuda.is_current_stream_capturing() else 1
 
 
+def _version_of(value: Tensor | Sharded | None) -> int:
+    """How often its memory was written to, as a view of something else too; -1 where torch does not count."""
+    local = value._local if isinstance(value, Sharded) else value
+    return -1 if local is None or is_dynamo_compiling() or local.is_inference() else local._version
+
+
 def _is_inference() -> bool:
     return not is_dynamo_compiling() and torch.is_inference_mode_enabled()
 
@@ -50,8 +56,8 @@ class Sharded:
     them. All ranks call the same functions in the same order. It is no torch.Tensor: local tensors carry the autograd
     graph, and `grad` is that of `local`.
 
-    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there, of values
-    that you made; a function's result keeps what it was moved to, and is not to be changed.
+    Not for functions that change a tensor in place (they raise), nor for random ones: work on `local` there. A
+    function's result keeps what it was moved to; where either was changed since, by all ranks, it is moved again.
 
     Attributes:
         local: This rank's part. Of a pending value: its term.
@@ -63,8 +69,8 @@ class Sharded:
 
     def __init__(self, local: Tensor | None, spec: Spec, product: PendingProduct | None = None, maker: int = 0) -> None:
         self._local, self.spec, self._product, self._maker = local, spec, product, maker
-        self._copies: dict[tuple[str, bool, bool], tuple[int, Any]] | None = None
-        self._ended: tuple[Tensor, Spec, bool] | None = None
+        self._copies: dict[tuple[str, bool, bool], tuple[int, Any, int]] | None = None
+        self._ended: tuple[Tensor, Spec, bool, int] | None = None
 
     # --- What it is
 
@@ -191,14 +197,14 @@ class Sharded:
         if moved is not None:
             return moved
         grad = torch.is_grad_enabled()
-        if self._ended is not None and self._ended[2] == grad:
+        if self._ended is not None and self._ended[2:] == (grad, _version_of(self._ended[0])):
             moved = _moved(self._ended[0], self._ended[1], target)
         elif self._product is not None:
             moved = self._product.ended(spec, target)
         if moved is None:
             moved = _moved(self.local, spec, target)
         if self._remember(target.text, moved) and self._ended is None and target.is_whole and not spec.is_whole:
-            self._ended = moved, target, grad
+            self._ended = moved, target, grad, _version_of(moved)
         return moved
 
     def _operand(self, target: Spec) -> Tensor:
@@ -223,21 +229,17 @@ class Sharded:
         """What it became before: the local tensor under a layout, or a Sharded of a dtype."""
         if self._copies is None or not self._keeps():
             return None
-        version, made = self._copies.get((what, torch.is_grad_enabled(), _is_inference()), (-2, None))
-        return made if version == self._version() else None
-
-    def _version(self) -> int:
-        """How often its memory was written to, as a view of something else too; -1 where torch does not count."""
-        if self._local is None or is_dynamo_compiling() or self._local.is_inference():
-            return -1
-        return self._local._version
+        found = self._copies.get((what, torch.is_grad_enabled(), _is_inference()))
+        if found is None or found[0] != _version_of(self._local) or found[2] != _version_of(found[1]):
+            return None
+        return found[1]
 
     def _remember(self, what: str, made: Any) -> bool:
         if not self._keeps():
             return False
         if self._copies is None:
             self._copies = {}
-        self._copies[what, torch.is_grad_enabled(), _is_inference()] = self._version(), made
+        self._copies[what, torch.is_grad_enabled(), _is_inference()] = _version_of(self._local), made, _version_of(made)
         return True
 
     def full(self) -> Tensor:

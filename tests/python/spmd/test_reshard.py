@@ -59,6 +59,47 @@ def test_a_pair_of_layouts(mesh, before, after, sent, seed):
     on_mesh(mesh, body, seed, cost=BYTES)
 
 
+HANDED_OUT = {
+    "full": lambda y: y.full(),
+    "reshard": lambda y: y.reshard(P(None, "x")).local,
+    "a part": lambda y: y.full()[1:, :2],
+    "detached": lambda y: y.full().detach(),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("before", ["[x],[]", "[],[] P{x}", "[],[x] P{y}"])
+@pytest.mark.parametrize("name", HANDED_OUT)
+def test_what_was_handed_out_may_be_changed(name, before, grad, seed):
+    """A result keeps what it is moved to; changed in place, that is no longer what it is moved to."""
+
+    def body(r):
+        x = r.randn(8, 6)
+        with torch.set_grad_enabled(grad):
+            y = r.place(x, before).requires_grad_(grad) * 1
+            moved = HANDED_OUT[name](y)
+            moved.zero_()
+            r.check(y, x, before)
+            torch.testing.assert_close(y.full(), x)
+            for after in ("[],[x]", "[x],[]", "[],[]", "[y],[] I{x}"):
+                r.check(y.reshard(after), x, after)
+            r.check(y.exp(), x.exp())
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_a_sum_that_was_changed_is_not_moved_on(seed):
+    def body(r):
+        a, b = r.randn(4, 8), r.randn(8, 6)
+        y = r.place(a, "[],[x]") @ r.place(b, "[x],[]")
+        y.full().zero_()
+        r.check(y.reshard("[x],[]"), a @ b, "[x],[]")
+        with r.sends():
+            r.check(y.reshard("[x],[]"), a @ b, "[x],[]")
+
+    on_mesh("x=2", body, seed)
+
+
 def test_exchanged_axes(seed):
     """T26: device 1 has rows 2:4 and columns 0:2."""
 
