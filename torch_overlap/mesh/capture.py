@@ -19,6 +19,7 @@ from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.expand import EXPANSIONS
 from torch_overlap.mesh.expand_sharded import SHARDED
 from torch_overlap.mesh.fast_calls import fast_call
+from torch_overlap.mesh.list_index import without_lists
 from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
 from torch_overlap.mesh.rules import rule_of
@@ -62,6 +63,8 @@ def capture(
         if call is not None:
             count = len(call.inputs)
             return Program(call.inputs, {}, [Recorded(call, tuple(range(count)), (count,))], {}, Ref(count))
+    if func is Tensor.__getitem__ and isinstance(args[0], Operand):
+        args = (args[0], without_lists(args[1], args[0].shape))
     recorder = _Recorder(layouts)
     leaves, spec = pytree.tree_flatten(_with_devices(func, args, kwargs))
     leaves = [recorder.argument(leaf, device) for leaf in leaves]

@@ -27,7 +27,7 @@ from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_pr
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, maker_of
-from torch_overlap.mesh.tracing import asked, is_dynamo_compiling, name_it, run_local
+from torch_overlap.mesh.tracing import Named, asked, is_dynamo_compiling, name_it, run_local
 from torch_overlap.mesh.value_spec import Spec, spec_of, whole_of
 
 __all__ = ["Executed", "Recipe", "call", "recipe_of"]
@@ -93,6 +93,25 @@ class Executed:
         return [Sharded(one, of, None, maker) for one, of in zip(out, self.outputs, strict=True)]
 
 
+class _Constant(Named):
+    """A tensor that a function has of its own: the same on every rank."""
+
+    def __init__(self, value: Tensor, mesh: MeshComms, device: torch.device) -> None:
+        super().__init__()
+        self.spec = whole_of(mesh, value.shape, value.dtype)
+        self.value = Sharded(value.to(device), self.spec)
+
+    def here(self) -> Sharded:
+        if not is_dynamo_compiling():
+            return self.value
+        return Sharded(run_local(self.traced_name, []), self.spec, None, 1)
+
+    def local(self, _: Sequence[Tensor]) -> Tensor:
+        """Made anew: a graph that is compiled takes no tensor from elsewhere."""
+        value = self.value.local
+        return torch.tensor(value.tolist(), dtype=value.dtype, device=value.device).reshape(value.shape)
+
+
 class Recipe:
     """How a function runs on operands that lie so.
 
@@ -100,7 +119,7 @@ class Recipe:
         steps: Its operators.
     """
 
-    def __init__(self, program: Program, steps: list[Executed], constants: dict[int, Sharded]) -> None:
+    def __init__(self, program: Program, steps: list[Executed], constants: dict[int, _Constant]) -> None:
         self.steps = steps
         self._program, self._constants = program, tuple(constants.items())
         # Operands that several operators take.
@@ -118,8 +137,8 @@ class Recipe:
         for number in self._shared:
             if number < len(operands):  # moved once for all of them, also what its maker may change after the call
                 values[number] = _as_result(operands[number])
-        for number, value in self._constants:
-            values[number] = value
+        for number, constant in self._constants:
+            values[number] = _Constant.here(constant)
         for step in self.steps:
             values.update(zip(step.numbers, Executed.run(step, values), strict=True))
         return Program.results(self._program, values.__getitem__)
@@ -273,7 +292,7 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             f"{_name(func)}: expected a function that changes no Sharded, got one in place; use the form that returns "
             "a new one, or work on .local"
         )
-    constants = {number: _constant(value, mesh, device) for number, value in program.constants.items()}
+    constants = {number: _Constant(value, mesh, device) for number, value in program.constants.items()}
     specs = {i: x.spec for i, x in enumerate(operands)} | {i: x.spec for i, x in constants.items()}
     reduced: dict[int, Spec] = {}  # what an operator had reduced is there for the next ones
     steps = []
@@ -291,11 +310,6 @@ def _make(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _as_result(x: Sharded) -> Sharded:
     return Sharded(x.local, x.spec, None, maker_of(x.spec)) if x._maker == 0 else x
-
-
-def _constant(value: Tensor, mesh: MeshComms, device: torch.device) -> Sharded:
-    """A tensor that the function itself makes: the same on every rank."""
-    return Sharded(value.to(device), whole_of(mesh, value.shape, value.dtype))
 
 
 def _as_operands(value: Any) -> Any:

@@ -73,6 +73,7 @@ CASES = {
     "shard": lambda s: shard(s.plain, s.mesh, P("tp")) * s.x,
     "shard again": lambda s: shard(s.x, s.mesh, P(None, "tp")),
     "reshard": lambda s: reshard(s.x, P(None, "tp")),
+    "lists as an index": lambda s: s.x[[0, -1], [1, 2]] + s.x[[2, 1]][:, 0],
     "reshard method": lambda s: s.x.reshard(None),
     "reshard to a layout": lambda s: reshard(s.w, (s.x * 2).layout),
     "reshard to text": lambda s: s.x.reshard("[],[tp]"),

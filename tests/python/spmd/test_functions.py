@@ -276,3 +276,54 @@ def test_copies_and_terms_are_not_mixed_up(seed):
         r.check(assume_partial(shard(x, r.mesh), ("x", "y"), "max"), x, "[],[] P{x:max,y:max}")
 
     on_mesh("x=2,y=2", body, seed)
+
+
+LISTS = {
+    "rows": ([0, 2],),
+    "from the end": ([-1, 3, 0],),
+    "columns": (slice(None), [4, 1, 1]),
+    "elements": ([0, -1], [1, 2]),
+    "broadcast": ([[0], [3]], [1, 2, 5]),
+    "two dimensions": ([[0, 1], [2, 3]],),
+    "last": (..., [1]),
+    "a row of it": (1, [1, 2]),
+    "a new dimension": (None, [1]),
+    "a range": (range(1, 3),),
+    "a mask": ([True, False, True, True],),
+    "a mask of columns": (..., [True] * 2 + [False] * 4),
+    "nothing": ([],),
+}
+
+
+@pytest.mark.parametrize("lies", ["[x],[]", "[],[x]", "[x],[y]", "[],[]", "[],[y] P{x}"])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_as_an_index(name, lies, seed):
+    index = LISTS[name] if len(LISTS[name]) > 1 else LISTS[name][0]
+
+    def body(r):
+        value = r.randn(4, 6)
+        expected = value.clone().requires_grad_()
+        x = r.place(value, lies).requires_grad_()
+        y = r.check(x[index], expected[index])
+        c = r.randn(*y.shape)
+        (expected[index] * c).sum().backward()
+        y.backward(shard(c, r.mesh))
+        r.check(x.grad, expected.grad)
+
+    on_mesh("x=2,y=2", body, seed)
+
+
+def test_lists_that_are_no_index(seed):
+    def body(r):
+        x = shard(r.randn(4, 6), r.mesh, P("x"))
+        for index, message in (
+            ([[True, False]], r"as many bools as dimension 0 of \(4, 6\) has, got 2"),
+            ((0, [True] * 5), "dimension 1 .* got 5"),
+            ([1, 4], r"in \[-4, 3\] of dimension 0 with size 4, got 4"),
+        ):
+            with pytest.raises(IndexError):
+                torch.zeros(4, 6)[index]
+            with pytest.raises(IndexError, match=message):
+                x[index]
+
+    on_mesh("x=2", body, seed)
