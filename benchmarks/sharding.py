@@ -8,8 +8,8 @@ what is on top of it. A sample is the CPU time of the process (other programs do
 row, divided by it. All variants take turns within every round; ratios are medians over rounds, with their IQR.
 
 Cold: operands of shapes that were not seen before; that of ours is `propagate` alone, the whole recipe (recipe_of),
-and the first call. A move starts from a value that was not moved before. From S0 to S1 DTensor gathers and cuts, as
-c10d has no all_to_all for CPU groups.
+and the first call. A move starts from a value that keeps nothing, unless it says so. From S0 to S1 DTensor gathers and
+cuts, as c10d has no all_to_all for CPU groups.
 """
 
 from __future__ import annotations
@@ -203,19 +203,17 @@ def moves(sides: Sides, calls: int) -> Iterator[Case]:
     mesh, device_mesh = sides.ours["1-D"], sides.theirs["1-D"]
     local = torch.randn(ROWS, WIDTH)
 
-    def move(x: Sharded, target: Any) -> None:
-        x.local = local  # else the second call finds what the first one brought
-        x.reshard(target)
-
     for source, target in (("S0", "R"), ("S1", "R"), ("S0", "S1"), ("P", "S0"), ("P", "R"), ("R", "S0")):
-        x = from_local(local, mesh, LAYOUTS[source][0])
+        x = from_local(local, mesh, LAYOUTS[source][0])  # of ours: moved each time
         dx = _distributed(local, device_mesh, [LAYOUTS[source][1]])
         ours, theirs = LAYOUTS[target]
-        yield Case(f"reshard, {source} to {target}", {"": again(calls, move, x, ours)},
+        yield Case(f"reshard, {source} to {target}", {"": again(calls, x.reshard, ours)},
                    {"DTensor": again(calls, dx.redistribute, device_mesh, [theirs])}, "move")  # fmt: skip
     x, to_columns = from_local(local, mesh, P("tp")), P(None, "tp")
-    yield Case("reshard, S0 to S1, moved before", {"": again(calls, x.reshard, to_columns)}, {})
-    layouts = x.layout, x.reshard(to_columns).layout
+    result = x * 1  # of a function: keeps what it is moved to
+    result.reshard(to_columns)
+    yield Case("reshard, S0 to S1, moved before", {"": again(calls, result.reshard, to_columns)}, {})
+    layouts = x.layout, result.reshard(to_columns).layout
     yield Case("plan of S0 to S1", {"": again(calls, mesh.plan, *layouts, x.shape, 4)}, {})
 
 
