@@ -156,7 +156,8 @@ sanitize-gpu: build
 stress: export TORCH_OVERLAP_STRESS ?= 20
 stress: build
 	$(CMAKE) --build $(CURRENT) --target torch_overlap_std_tests
-	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_std_tests ]; then $(CURRENT)/tests/cpp/torch_overlap_std_tests --gtest_brief=1; fi
+	@if [ -x $(CURRENT)/tests/cpp/torch_overlap_std_tests ]; then $(CURRENT)/tests/cpp/torch_overlap_std_tests --gtest_brief=1; \
+	else echo "stress: the planner's C++ tests are skipped: they were not built (googletest?)"; fi
 	$(PY) -m pytest tests/python -m 'stress and not gpu' --timeout 7200 $(PYTEST_ARGS)
 
 # ---- the text

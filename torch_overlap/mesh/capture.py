@@ -29,7 +29,7 @@ __all__ = ["capture"]
 # torch keeps the modes of this kind for all threads.
 _LOCK = threading.RLock()
 # What torch says where a meta tensor would have to be read.
-_READS = ("meta tensor", "data-independent", "data-dependent", "register_meta function")
+_READS = ("meta tensor", "with Meta tensors", "data-independent", "data-dependent", "register_meta function")
 
 
 def capture(

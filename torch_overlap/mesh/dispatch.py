@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import OpRule, Plan, Propagation, Strategy, propagate
 from torch_overlap.mesh.autocast import argument_dtype, autocast_of
+from torch_overlap.mesh.autograd import AUTOGRAD
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
@@ -162,6 +163,8 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         known = [_as_specs(a, operands) for a in args], {name: _as_specs(v, operands) for name, v in kwargs.items()}
         traced: Recipe = asked(_traced_recipe, func, *known)
         return Recipe.run(traced, operands)
+    if func in AUTOGRAD:
+        return AUTOGRAD[func](*args, **kwargs)
     recipe, operands = look_up(func, args, kwargs)
     return recipe.run(operands)
 

@@ -20,7 +20,6 @@ from torch_overlap.mesh.value_spec import (
     ranks_of,
     spec_of,
     target_of,
-    with_invariant_rest,
 )
 
 if TYPE_CHECKING:
@@ -146,6 +145,24 @@ class Sharded:
 
     def is_floating_point(self) -> bool:
         return self.spec.dtype.is_floating_point
+
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
+
+    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
+        if dtype is None:
+            return torch.empty(0, dtype=self.dtype, device=self.device).type()
+        return dispatch.call(Tensor.type, (self, dtype, non_blocking), {})
+
+    def cpu(self) -> Sharded:
+        """Itself on a mesh of CPUs; elsewhere an error."""
+        out: Sharded = dispatch.call(Tensor.to, (self, "cpu"), {})
+        return out
+
+    def cuda(self) -> Sharded:
+        """Itself on a mesh of GPUs; elsewhere an error."""
+        out: Sharded = dispatch.call(Tensor.to, (self, "cuda"), {})
+        return out
 
     def __len__(self) -> int:
         if not self.shape:
@@ -280,20 +297,8 @@ class Sharded:
     def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
                  create_graph: bool = False) -> None:  # fmt: skip
         """Of a scalar, or with a gradient of its shape, which is brought where the gradient belongs."""
-        if gradient is None:
-            if self.shape.numel() != 1:
-                raise InvalidValueError(
-                    f"backward: expected a scalar, got a Sharded of shape {tuple(self.shape)}; give a gradient"
-                )
-            ones = torch.ones(self.shape, dtype=self.dtype, device=self.device)
-            gradient = Sharded(ones, target_of(self.spec, None))
-        elif not isinstance(gradient, Sharded):
-            raise InvalidTypeError(f"backward: expected a Sharded as gradient, got {type(gradient).__name__}; shard it")
-        x = self
-        if set(self.layout.partial.values()) - {"sum"}:
-            x = self._reshard(with_invariant_rest(self.layout.with_partial(None)))  # it knows what a term's share is
-        own = gradient._reshard(gradient_of(x.spec).layout)
-        x.local.backward(own.local, retain_graph, create_graph)
+        local, own = autograd.begin(self, gradient)
+        local.backward(own, retain_graph, create_graph)
 
     # --- Numbers
 
@@ -367,6 +372,17 @@ def _in_place(name: str) -> Any:
     return method
 
 
+def _of_memory(name: str) -> Any:
+    def method(self: Sharded, *_: Any) -> NoReturn:
+        raise UnsupportedError(f"{name}: expected a tensor with memory of its own, got a Sharded; ask its .local")
+
+    return method
+
+
+_OF_MEMORY = "data_ptr untyped_storage storage storage_type is_set_to is_shared is_pinned register_hook"
+for _name in _OF_MEMORY.split():
+    setattr(Sharded, _name, _of_memory(_name))
+
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem"
 for _name in _IN_PLACE.split():
     setattr(Sharded, f"__{_name}__", _in_place(_name))
@@ -407,4 +423,4 @@ def _spec_of_local(
     return spec_of(mesh, layout, shape, dtype)
 
 
-from torch_overlap.mesh import dispatch  # noqa: E402 (it needs what is above)
+from torch_overlap.mesh import autograd, dispatch  # noqa: E402 (they need what is above)

@@ -124,6 +124,30 @@ def test_an_index_that_no_rank_has_inside_compile_and_vmap(seed):
     on_mesh("x=2", taken_inside, seed, backend="gloo")
 
 
+def test_what_it_says_of_itself(seed):
+    """Nothing is told of the tensors without data that functions are followed on."""
+
+    def body(r):
+        x = shard(r.randn(4, 6), r.mesh, P("x"))
+        assert (x.get_device(), x.type()) == (-1, "torch.DoubleTensor")
+        r.check(x.type(torch.float32), x.full().float())
+        r.check(x.cpu(), x.full(), "[x],[]")
+        refused(to.UnsupportedError, "expected the device of the operands, cpu, got cuda", x.cuda)
+        for name in ("data_ptr", "untyped_storage", "is_shared"):
+            message = f"{name}: expected a tensor with memory of its own, got a Sharded; ask its .local"
+            refused(to.UnsupportedError, message, getattr(x, name))
+        classes = shard(torch.tensor([1, 2, 1]), r.mesh)
+        for name, function in {
+            "equal": lambda: torch.equal(x, x),
+            "unique": lambda: torch.unique(x),
+            "bincount": lambda: torch.bincount(classes),
+            "masked_select": lambda: x.masked_select(x > 0),
+        }.items():
+            refused(to.UnsupportedError, f"{name}: expected a function .* reads elements .* gathered", function)
+
+    on_mesh("x=2", body, seed)
+
+
 def test_assignment(seed):
     """x[0] = 1 and x += 1 are refused: one would change a part, the other only look as if it changed x."""
 

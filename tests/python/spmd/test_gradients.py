@@ -15,6 +15,7 @@ from torch_overlap.mesh import (
     choosing,
     from_local,
     gather_all_axes,
+    gradient_layout,
     pmean,
     ppermute,
     reduce_scatter,
@@ -271,3 +272,33 @@ def test_gradients_of_a_mixture(seed):
         assert xs.grad is None
 
     on_mesh("dp=2,tp=2", body, seed)
+
+
+def test_gradients_by_torch_autograd(seed):
+    """torch.autograd.grad and backward, of one value and of several, as of plain tensors."""
+
+    def body(r):
+        a, b, c = r.randn(4, 6), r.randn(6, 8), r.randn(4, 8)
+        plain = [t.clone().requires_grad_() for t in (a, b)]
+        x, w = (r.place(t, lies).requires_grad_() for t, lies in ((a, "[y],[x]"), (b, "[x],[] I{y}")))
+        expected = torch.autograd.grad((plain[0] @ plain[1]).square().sum(), plain)
+        found = torch.autograd.grad((x @ w).square().sum(), [x, w])
+        for got, want, leaf in zip(found, expected, (x, w), strict=True):
+            r.check(got, want, str(gradient_layout(leaf.layout)))
+        expected = torch.autograd.grad([(plain[0] @ plain[1]).relu(), plain[0].relu()], plain[0], [c, a])
+        found = torch.autograd.grad([(x @ w).relu(), x.relu()], x, [shard(c, r.mesh), shard(a, r.mesh, P("x"))])
+        r.check(found[0], expected[0])
+        assert torch.autograd.grad(x.sum(), [w], allow_unused=True) == (None,)
+        r.check(torch.autograd.grad(x.sum(), [w], materialize_grads=True)[0], torch.zeros_like(b))
+        torch.autograd.backward([(x @ w).sum(), x.square().sum()])
+        torch.autograd.backward([(plain[0] @ plain[1]).sum(), plain[0].square().sum()])
+        r.check(x.grad, plain[0].grad)
+        r.check(w.grad, plain[1].grad)
+        with pytest.raises(ValueError, match=r"grad: expected a scalar, got a Sharded of shape \(4, 6\)"):
+            torch.autograd.grad(x * 1, x)
+        with pytest.raises(TypeError, match="grad: expected Sharded inputs, got Tensor"):
+            torch.autograd.grad(x.sum(), [x.local])
+        with pytest.raises(ValueError, match="backward: expected a gradient for each of 1 values, got 2"):
+            torch.autograd.backward([x * 1], [shard(a, r.mesh)] * 2)
+
+    on_mesh("x=2,y=2", body, seed)
