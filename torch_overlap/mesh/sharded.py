@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError, UnsupportedError
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, StateError
 from torch_overlap.mesh._core import Layout
+from torch_overlap.mesh.refused import REFUSED
 from torch_overlap.mesh.tracing import asked, is_argument, is_dynamo_compiling, layout_in_trace
 from torch_overlap.mesh.value_spec import (
     Spec,
@@ -362,30 +363,8 @@ def _method(function: Callable[..., Any]) -> Any:
     return method
 
 
-def _in_place(name: str) -> Any:
-    def method(self: Sharded, *_: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{name}: expected a function that changes no Sharded, got one in place; use the form that returns a new "
-            "one, or work on .local"
-        )
-
-    return method
-
-
-def _of_memory(name: str) -> Any:
-    def method(self: Sharded, *_: Any) -> NoReturn:
-        raise UnsupportedError(f"{name}: expected a tensor with memory of its own, got a Sharded; ask its .local")
-
-    return method
-
-
-_OF_MEMORY = "data_ptr untyped_storage storage storage_type is_set_to is_shared is_pinned register_hook"
-for _name in _OF_MEMORY.split():
-    setattr(Sharded, _name, _of_memory(_name))
-
-_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem"
-for _name in _IN_PLACE.split():
-    setattr(Sharded, f"__{_name}__", _in_place(_name))
+for _name, _refused in REFUSED.items():
+    setattr(Sharded, _name, _refused)
 
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs

@@ -284,7 +284,7 @@ LISTS = {
     "columns": (slice(None), [4, 1, 1]),
     "elements": ([0, -1], [1, 2]),
     "broadcast": ([[0], [3]], [1, 2, 5]),
-    "two dimensions": ([[0, 1], [2, 3]],),
+    "two dimensions": ([[0, 1], [2, 3]], slice(1, 5)),
     "last": (..., [1]),
     "a row of it": (1, [1, 2]),
     "a new dimension": (None, [1]),
@@ -317,7 +317,7 @@ def test_lists_that_are_no_index(seed):
     def body(r):
         x = shard(r.randn(4, 6), r.mesh, P("x"))
         for index, message in (
-            ([[True, False]], r"as many bools as dimension 0 of \(4, 6\) has, got 2"),
+            (([True, False],), r"as many bools as dimension 0 of \(4, 6\) has, got 2"),
             ((0, [True] * 5), "dimension 1 .* got 5"),
             ([1, 4], r"in \[-4, 3\] of dimension 0 with size 4, got 4"),
         ):
