@@ -51,7 +51,7 @@ def test_a_mesh_has_named_axes_over_any_ranks() -> None:
         mesh.group(7, "pp")
     with pytest.raises(ValueError, match="got one of 'b'"):
         Mesh({"a": 4}, links={"b": "network"})
-    with pytest.raises(TypeError, match="expected None, an axis or some axes, got int"):
+    with pytest.raises(TypeError, match="expected None, an axis or axes in order, got int"):
         Layout(mesh, [3])  # type: ignore[list-item]
 
 
@@ -70,6 +70,9 @@ def test_a_spelling_without_order_is_refused(axes: Any) -> None:
         DimSpec(axes)
     with pytest.raises(TypeError, match=f"to_layout: expected a layout or a sequence .*, got {name} "):
         to_layout(axes, mesh, 2)
+    if isinstance(axes, set | frozenset | dict):
+        with pytest.raises(TypeError, match=f"Layout: expected None, an axis or axes in order, got {name}"):
+            Layout(mesh, [axes, None])
 
 
 def test_what_is_no_spelling_is_refused() -> None:
