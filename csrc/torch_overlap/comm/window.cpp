@@ -71,14 +71,20 @@ void TorchCommWindow::tensor_register(const Tensor& tensor, bool owning) {
 
 void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& members,
                                     const Tensor& tensor, bool owning, const Fault& fault) {
+  Fault mine = fault;
   const BackendContext& context = members->context;
-  const Backend::RemoteSupport remote = members->backend->remote_support();
+  Backend::RemoteSupport remote;
+  try {
+    remote = members->backend->remote_support();
+  } catch (...) {
+    if (!mine) mine = Fault::current();
+  }
   const SymmetricMemory::Request request{
       .op = "tensor_register",
       .name = name_,
       .tensor = tensor,
-      .digest = fault ? "" : concat("a tensor of ", tensor.scalar_type()),
-      .fault = fault,
+      .digest = mine ? "" : concat("a tensor of ", tensor.scalar_type()),
+      .fault = mine,
       .partial = remote.can,
       .whole_because = remote.why,
       .apart = PretendUnreachable::is_on()};
@@ -293,7 +299,7 @@ at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
   TORCH_OVERLAP_CHECK(registered->memory->is_reachable(rank), kUnsupported,
                       "map_remote_tensor: expected a rank whose memory rank ", comm_->rank(),
                       " can reach, got ", rank, ": ", registered->memory->obstacle(rank),
-                      "; put() writes to it");
+                      registered->memory->remote() != nullptr ? "; put() writes to it" : "");
   return registered->memory->view(rank, registered->sizes, registered->dtype);
 }
 

@@ -16,6 +16,7 @@ std::atomic<int> opened{0};
 std::atomic<int> closed{0};
 std::atomic<int> rank_without{-1};
 std::atomic<int> rank_that_fails{-1};
+std::atomic<int> rank_that_cannot_say{-1};
 thread_local bool is_captured = false;
 
 class CountedAccess final : public RemoteAccess {
@@ -38,6 +39,7 @@ class RemoteBackend final : public Backend {
   bool is_aborted() const override { return inner_->is_aborted(); }
   bool has_windows() const override { return true; }
   RemoteSupport remote_support() const override {
+    if (rank_ == rank_that_cannot_say) fail(ErrorKind::kValue, "a wrong variable");
     if (rank_ == rank_without) return {.can = false, .why = "an old library"};
     return {.can = true};
   }
@@ -58,7 +60,7 @@ class RemoteWindow : public ::testing::Test {
  protected:
   void SetUp() override {
     opened = closed = 0;
-    rank_without = rank_that_fails = -1;
+    rank_without = rank_that_fails = rank_that_cannot_say = -1;
     register_capture_probe(c10::kCPU, [](c10::DeviceIndex) noexcept { return is_captured; });
     register_backend("local", {.make =
                                    [make = local_.make](const BackendContext& context) {
@@ -149,6 +151,16 @@ TEST_F(RemoteWindow, IsRefusedOnAllRanksWhereOneFailsToOpenIt) {
     const PretendUnreachable pretence;
     const Error error = error_of([&] { (void)comm->new_window(part()); });
     EXPECT_TRUE(contains(error.what(), "it broke")) << error.what();
+    comm->barrier(false);
+  });
+}
+
+TEST_F(RemoteWindow, IsRefusedOnAllRanksWhereOneCannotSayWhetherItCan) {
+  rank_that_cannot_say = 1;
+  run_local_ranks(3, [](const Comm& comm) {
+    const Error error = error_of([&] { (void)comm->new_window(part()); });
+    EXPECT_EQ(error.kind(), ErrorKind::kValue);
+    EXPECT_TRUE(contains(error.what(), "a wrong variable")) << error.what();
     comm->barrier(false);
   });
 }
