@@ -1,3 +1,5 @@
+#include <c10/util/Exception.h>
+
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -274,6 +276,7 @@ class Rendezvous {
         }
       } catch (...) {
         obstacles_[rank] = Fault::current().text;
+        if (failed_pair_.empty()) failed_pair_ = pair(me_, rank, obstacles_[rank]);
       }
       if (!obstacles_[rank].empty()) pads[rank] = memory->pointers_[rank] = nullptr;
     }
@@ -301,6 +304,7 @@ class Rendezvous {
     std::vector<std::string> mine = obstacles_;
     mine.push_back(request_.partial ? "partial" : "");
     mine.push_back(request_.whole_because);
+    mine.push_back(failed_pair_);
     std::vector<std::vector<std::string>> all;
     for (const auto& verdict : bootstrap_.all_gather(pack(mine))) {
       all.push_back(unpack(verdict));
@@ -314,10 +318,23 @@ class Rendezvous {
         if (why.empty()) continue;
         refuse_unless_partial(all, rank, peer, why);
         memory.obstacles_ = obstacles_;
-        memory.unreachable_pair_ =
-            concat("rank ", rank, " cannot reach the memory of rank ", peer, ": ", why);
-        return;
+        memory.unreachable_pair_ = pair(rank, peer, why);
+        return warn_of_failures(all);
       }
+    }
+  }
+
+  static std::string pair(int rank, int peer, const std::string& why) {
+    return concat("rank ", rank, " cannot reach the memory of rank ", peer, ": ", why);
+  }
+
+  // Ranks that should have mapped each other's memory: slower for a reason that nobody sees.
+  void warn_of_failures(const std::vector<std::vector<std::string>>& all) const {
+    for (const auto& verdict : all) {
+      if (verdict.back().empty()) continue;
+      TORCH_WARN(request_.op, ": memory of '", request_.name,
+                 "' could not be mapped, and is reached by other means: ", verdict.back());
+      return;
     }
   }
 
@@ -344,6 +361,7 @@ class Rendezvous {
   std::optional<DescriptorExchange> exchange_;
   std::vector<Card> cards_;             // by rank
   std::vector<std::string> obstacles_;  // by rank; empty: none
+  std::string failed_pair_;             // of which mapping should have worked; empty: none
 };
 
 std::shared_ptr<SymmetricMemory> SymmetricMemory::rendezvous(Bootstrap& bootstrap,
