@@ -23,7 +23,7 @@ class OneSidedSupport : public ::testing::Test {
     };
     api_.put_signal = [](const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int,
                          unsigned int, ncclComm_t, cudaStream_t) { return ncclSuccess; };
-    unsetenv("NCCL_NVLS_ENABLE");
+    api_.may_nvls = true;
   }
   void TearDown() override { unsetenv("NCCL_NVLS_ENABLE"); }
   NcclApi api_ = FakeNccl::api();
@@ -49,10 +49,29 @@ TEST_F(OneSidedSupport, MakesNoMulticastObjects) {
   const auto support = OneSided::support(api_, 3);
   EXPECT_FALSE(support.can);
   EXPECT_NE(support.why.find("NCCL_NVLS_ENABLE=0"), std::string::npos) << support.why;
-  setenv("NCCL_NVLS_ENABLE", "1", 1);
-  EXPECT_FALSE(OneSided::support(api_, 3).can);
-  setenv("NCCL_NVLS_ENABLE", "0", 1);
+  EXPECT_NE(support.why.find("before the first communicator"), std::string::npos) << support.why;
+  api_.may_nvls = false;
   EXPECT_TRUE(OneSided::support(api_, 3).can);
+}
+
+TEST_F(OneSidedSupport, TakesTheEnvironmentWhenNcclDoes) {
+  unsetenv("NCCL_NVLS_ENABLE");
+  EXPECT_TRUE(NcclApi().may_nvls);
+  setenv("NCCL_NVLS_ENABLE", "1", 1);
+  const NcclApi before;
+  EXPECT_TRUE(before.may_nvls);
+  setenv("NCCL_NVLS_ENABLE", "0", 1);
+  EXPECT_FALSE(NcclApi().may_nvls);
+  EXPECT_TRUE(before.may_nvls);
+}
+
+TEST(NcclErrors, SayWhetherNcclRefusesOrBroke) {
+  for (const auto result : {ncclInvalidArgument, ncclInvalidUsage, ncclSystemError}) {
+    EXPECT_TRUE(NcclError(result, "").is_refusal()) << result;
+  }
+  for (const auto result : {ncclInternalError, ncclUnhandledCudaError, ncclRemoteError}) {
+    EXPECT_FALSE(NcclError(result, "").is_refusal()) << result;
+  }
 }
 
 TEST(RemotePieces, OfTheWindowsOwnMemoryGoAtOnce) {

@@ -1,5 +1,7 @@
 #include "torch_overlap/comm/backends/nccl/api.h"
 
+#include "torch_overlap/base/env.h"
+
 // Functions younger than the oldest NCCL that may be loaded: null where they are missing.
 extern "C" {
 __attribute__((weak)) ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
@@ -21,7 +23,8 @@ NcclApi::NcclApi()
     : comm_revoke(ncclCommRevoke),
       comm_shrink(ncclCommShrink),
       comm_window_register(ncclCommWindowRegister),
-      put_signal(ncclPutSignal) {}
+      put_signal(ncclPutSignal),
+      may_nvls(Env::read().may_nvls) {}
 
 const NcclApi& NcclApi::loaded() {
   static const NcclApi* const api = new NcclApi;  // never freed: threads use it until the very end

@@ -50,6 +50,9 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclCommShrink) comm_shrink;
   decltype(&ncclCommWindowRegister) comm_window_register;
   NcclPutSignal put_signal;
+  // Whether it may make NVLink multicast objects. Read with the table, before the first
+  // communicator: NCCL does not look at its environment again.
+  bool may_nvls;
 
   NcclApi();
   static const NcclApi& loaded();
@@ -72,6 +75,8 @@ class TORCH_OVERLAP_API NcclError : public Error {
       : Error(ErrorKind::kRuntime, message), result_(result) {}
   // The communicator cannot be used any more. A refused argument leaves it as it was.
   bool is_fatal() const { return result_ != ncclInvalidArgument && result_ != ncclInvalidUsage; }
+  // NCCL says that this system or these arguments will not do, rather than that it broke.
+  bool is_refusal() const { return !is_fatal() || result_ == ncclSystemError; }
 
  private:
   ncclResult_t result_;

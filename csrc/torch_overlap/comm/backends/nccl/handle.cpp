@@ -18,12 +18,10 @@ constexpr const char* kUniqueIdKey = "nccl_unique_id";
 constexpr auto kStopGrace = std::chrono::milliseconds(500);
 // How long ncclCommAbort may take to raise its flags.
 constexpr auto kFlagsUp = std::chrono::milliseconds(100);
-// How long NCCL may take to let go: a thread that is inside after the abort flags are up, or
-// memory.
-constexpr auto kComeOut = std::chrono::seconds(10);
 
 // Rank 0 makes the id, the others read it from the store.
-ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) {
+ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context,
+                             const std::string& op) {
   ncclUniqueId id{};
   if (context.rank == 0) {
     nccl_check(api, api.get_unique_id(&id), "ncclGetUniqueId");
@@ -36,10 +34,10 @@ ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) 
     context.store->wait({kUniqueIdKey}, context.options.timeout);
     bytes = context.store->get(kUniqueIdKey);
   } catch (const std::exception& error) {
-    fail(ErrorKind::kTimeout, "new_comm: expected NCCL's unique id from rank 0 of '", context.name,
+    fail(ErrorKind::kTimeout, op, ": expected NCCL's unique id from rank 0 of '", context.name,
          "' within ", context.options.timeout.count(), " ms, got: ", error.what());
   }
-  TORCH_OVERLAP_CHECK(bytes.size() == sizeof(id), kRuntime, "new_comm: expected ", sizeof(id),
+  TORCH_OVERLAP_CHECK(bytes.size() == sizeof(id), kRuntime, op, ": expected ", sizeof(id),
                       " bytes as NCCL's unique id, got ", bytes.size(),
                       "; do all ranks load the same NCCL?");
   std::memcpy(&id, bytes.data(), sizeof(id));
@@ -55,18 +53,19 @@ ncclUniqueId share_unique_id(const NcclApi& api, const BackendContext& context) 
 
 }  // namespace
 
-std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const BackendContext& context) {
+std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const BackendContext& context,
+                                               const std::string& op) {
   auto native =
       std::make_shared<Native>(api, context.name, context.options.hints, context.device.index());
-  native->id = share_unique_id(api, context);
-  const auto make = [&api, native, rank = context.rank, size = context.size] {
+  native->id = share_unique_id(api, context, op);
+  const auto make = [&api, native, op, rank = context.rank, size = context.size] {
     const c10::cuda::CUDAGuard device(native->device);
     const ncclResult_t result =
         api.comm_init(&native->comm, size, native->id, rank, native->config.get());
     if (result == ncclInProgress) {
       (void)api.comm_abort(native->comm);
-      fail(ErrorKind::kUnsupported,
-           "new_comm: expected NCCL to make a blocking communicator, got a non-blocking one; unset "
+      fail(ErrorKind::kUnsupported, op,
+           ": expected NCCL to make a blocking communicator, got a non-blocking one; unset "
            "NCCL_COMM_BLOCKING");
     }
     nccl_check(api, result, "ncclCommInitRankConfig");
@@ -76,7 +75,7 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
     // it began to talk to anybody; while it does, abort frees nothing that it needs.
     ncclComm_t comm = std::atomic_ref(native->comm).load();
     run_bounded_on_cuda([&api, native, comm] { (void)api.comm_abort(comm); }, kComeOut);
-    timed_out("new_comm", context.name, context.options.timeout);
+    timed_out(op, context.name, context.options.timeout);
   }
   // NCCL returns when all ranks are there, so all have read it.
   if (context.rank == 0) delete_keys(*context.store, {kUniqueIdKey});

@@ -6,8 +6,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "torch_overlap/comm/backend.h"
@@ -35,8 +37,14 @@ namespace torch_overlap {
 // Threads: comm() under mutex(); everything else from any thread.
 class NcclHandle : public std::enable_shared_from_this<NcclHandle> {
  public:
-  // Collective. Throws kTimeout when not all ranks come within the communicator's timeout.
-  static std::shared_ptr<NcclHandle> create(const NcclApi& api, const BackendContext& context);
+  // How long NCCL may take to let go: a thread that is inside after the abort flags are up, or
+  // memory.
+  static constexpr std::chrono::seconds kComeOut{10};
+
+  // Collective. Throws kTimeout when not all ranks come within the communicator's timeout, and up
+  // to kComeOut later. `op` is what errors begin with.
+  static std::shared_ptr<NcclHandle> create(const NcclApi& api, const BackendContext& context,
+                                            const std::string& op = "new_comm");
   // Collective over the parent's ranks, none of which may have operations outstanding. Null for a
   // rank that is not a member. After a throw the parent is stopped: a rank may be stuck in it.
   std::shared_ptr<NcclHandle> split(const SplitRequest& request, Milliseconds timeout);

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <mutex>
 
-#include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -19,8 +18,8 @@ namespace {
 constexpr int kOneSidedSince = 22900;
 constexpr size_t kMostStaging = 16 << 20;
 constexpr size_t kPage = NCCL_WIN_REQUIRED_ALIGNMENT;
-// A rank that fails early waits for those that wait for it in NCCL: for the unique id, then for the
-// first operation.
+// A rank that fails early waits for those that wait for it in NCCL: for the unique id, for the
+// communicator, and for the first operation.
 constexpr int kStepsInNccl = 3;
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -28,8 +27,9 @@ size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 // For as long as it lives the bootstrap is more patient.
 class Patience {
  public:
-  Patience(Bootstrap& bootstrap, int factor) : bootstrap_(bootstrap), before_(bootstrap.timeout()) {
-    bootstrap.set_timeout(factor * before_);
+  Patience(Bootstrap& bootstrap, Milliseconds timeout)
+      : bootstrap_(bootstrap), before_(bootstrap.timeout()) {
+    bootstrap.set_timeout(timeout);
   }
   ~Patience() { bootstrap_.set_timeout(before_); }
   Patience(const Patience&) = delete;
@@ -65,11 +65,11 @@ Backend::RemoteSupport OneSided::support(const NcclApi& api, int size) {
                           " or newer, and ", nccl_version_string(version), " is loaded")};
   }
   // NCCL binds every window to a multicast object as soon as three GPUs share an NVLink domain.
-  if (size > 2 && Env::read().may_nvls) {
+  if (size > 2 && api.may_nvls) {
     return {.can = false,
             .why =
                 "NCCL's one-sided operations would make NVLink multicast objects of windows; "
-                "set NCCL_NVLS_ENABLE=0"};
+                "set NCCL_NVLS_ENABLE=0 before the first communicator of the process"};
   }
   return {.can = true};
 }
@@ -88,6 +88,29 @@ size_t OneSided::counts_bytes() const {
 
 uint64_t* OneSided::count_for(int dst) const {
   return reinterpret_cast<uint64_t*>(staging() + SignalPad::offset(dst));
+}
+
+void OneSided::stop(Milliseconds limit) {
+  {
+    const std::lock_guard lock(stop_mutex_);
+    is_stopped_ = true;
+  }
+  if (const auto handle = adopted()) handle->stop(limit);
+}
+
+void OneSided::require_running() {
+  const std::lock_guard lock(stop_mutex_);
+  TORCH_OVERLAP_CHECK(!is_stopped_, kState, "a communicator that was aborted meanwhile");
+}
+
+void OneSided::adopt(std::shared_ptr<NcclHandle> handle) {
+  const std::lock_guard lock(stop_mutex_);
+  handle_ = std::move(handle);
+}
+
+std::shared_ptr<NcclHandle> OneSided::adopted() {
+  const std::lock_guard lock(stop_mutex_);
+  return handle_;
 }
 
 void OneSided::allocate() {
@@ -154,10 +177,8 @@ void OneSided::enter(const std::vector<int>& peers) {
   cuda::check(cudaStreamSynchronize(stream.get().stream()), "cudaStreamSynchronize");
 }
 
-std::shared_ptr<OneSided> OneSided::open(const NcclApi& api, const BackendContext& context,
-                                         Bootstrap& bootstrap, std::string_view op,
-                                         SymmetricMemory& memory) {
-  std::shared_ptr<OneSided> made(new OneSided(memory));
+void OneSided::open(const NcclApi& api, const BackendContext& context, Bootstrap& bootstrap,
+                    std::string_view op, SymmetricMemory& memory) {
   Fault fault;
   const auto step = [&](const auto& body) {
     try {
@@ -170,33 +191,42 @@ std::shared_ptr<OneSided> OneSided::open(const NcclApi& api, const BackendContex
   };
   Place mine;
   step([&] {
-    made->allocate();
-    mine = made->place();
+    require_running();
+    allocate();
+    mine = place();
   });
   agree(bootstrap, op, fault);
-  made->exchange_places(bootstrap, op, mine);
+  exchange_places(bootstrap, op, mine);
 
   std::vector<int> peers;
-  for (int rank = 0; rank < made->size_; ++rank) {
+  for (int rank = 0; rank < size_; ++rank) {
     if (!memory.is_reachable(rank)) peers.push_back(rank);
   }
-  if (peers.empty()) peers.push_back(made->rank_);
+  if (peers.empty()) peers.push_back(rank_);
   step([&] {
-    made->handle_ = NcclHandle::create(api, context);
+    require_running();
+    adopt(NcclHandle::create(api, context, "the window's native communicator"));
+    require_running();
     // The tensor's memory lives as long as the thread needs it.
-    const auto enter = [made, peers, kept = memory.shared_from_this()] { made->enter(peers); };
+    const auto enter = [self = shared_from_this(), peers, kept = memory.shared_from_this()] {
+      try {
+        self->enter(peers);
+      } catch (const NcclError& error) {
+        if (!error.is_refusal()) throw;
+        fail(ErrorKind::kUnsupported, error.what(), "; NCCL_DEBUG=INFO shows what it lacks");
+      }
+    };
     TORCH_OVERLAP_CHECK(run_bounded_on_cuda(enter, context.options.timeout), kTimeout,
                         "no answer within ", context.options.timeout.count(),
                         " ms; look for the rank that did not come");
   });
-  const Patience patience(bootstrap, kStepsInNccl);
+  const Patience patience(bootstrap, kStepsInNccl * context.options.timeout + NcclHandle::kComeOut);
   try {
     agree(bootstrap, op, fault);
   } catch (...) {
-    if (made->handle_) made->stop(Milliseconds(0));
+    stop(Milliseconds(0));
     throw;
   }
-  return made;
 }
 
 void OneSided::put_from(const void* from, size_t bytes, int dst, ncclWindow_t window, size_t offset,
@@ -216,6 +246,7 @@ void OneSided::put(const void* from, size_t bytes, int dst, size_t offset, cudaS
   std::byte* const room = staging() + counts_bytes();
   for (const auto& piece : remote_pieces(from, bytes, offset, data_, bytes_, staging_bytes_)) {
     if (piece.is_staged) {
+      begun = true;  // the copy is on the stream, whatever NCCL then says
       cuda::check(cudaMemcpyAsync(room, piece.from, piece.bytes, cudaMemcpyDeviceToDevice, stream),
                   "put");
     }
@@ -236,9 +267,11 @@ void OneSided::signal(int dst, const cuda::WaitBoard& board, cudaStream_t stream
 }
 
 void OneSided::close(std::chrono::milliseconds limit) {
+  const auto handle = adopted();
+  if (!handle) return;  // its registration is under way
   // Nobody needs it any more, so nothing is lost but what NCCL keeps.
   try {
-    if (handle_->close(limit)) return;
+    if (handle->close(limit)) return;
     TORCH_WARN("NCCL did not free what a window had within ", limit.count(),
                " ms; it goes on in the background");
   } catch (const std::exception& error) {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "torch_overlap/comm/backend.h"
@@ -49,27 +50,32 @@ TORCH_OVERLAP_API RemotePieces remote_pieces(const void* from, size_t bytes, siz
 // parent with nothing outstanding, such as a wait for a signal.
 //
 // Threads: put() and signal() under the launch lock; the others any.
-class TORCH_OVERLAP_API OneSided final : public RemoteAccess {
+class TORCH_OVERLAP_API OneSided final : public RemoteAccess,
+                                         public std::enable_shared_from_this<OneSided> {
  public:
   // Of a group of `size`, with the NCCL that is loaded.
   static Backend::RemoteSupport support(const NcclApi& api, int size);
-  // Collective. `context` is of the native communicator: its name, and a store of its own. Bounded
-  // by its timeout for each step; an error of one rank is thrown on every rank.
-  static std::shared_ptr<OneSided> open(const NcclApi& api, const BackendContext& context,
-                                        Bootstrap& bootstrap, std::string_view op,
-                                        SymmetricMemory& memory);
+  explicit OneSided(const SymmetricMemory& memory);
+  // Collective, once, before all but stop() and close(). `context` is of the native communicator:
+  // its name, and a store of its own. Bounded by its timeout for each step; an error of one rank is
+  // thrown on every rank.
+  void open(const NcclApi& api, const BackendContext& context, Bootstrap& bootstrap,
+            std::string_view op, SymmetricMemory& memory);
 
   // `begun` becomes true when NCCL has taken something.
   void put(const void* from, size_t bytes, int dst, size_t offset, cudaStream_t stream,
            bool& begun);
   void signal(int dst, const cuda::WaitBoard& board, cudaStream_t stream, bool& begun);
 
-  // Ends what runs, without asking others.
-  void stop(Milliseconds limit) { handle_->stop(limit); }
+  // Ends what runs, without asking others. A communicator that is being made ends once NCCL has
+  // made it, or its timeout is over.
+  void stop(Milliseconds limit);
   void close(std::chrono::milliseconds limit) override;
 
  private:
-  explicit OneSided(const SymmetricMemory& memory);
+  void require_running();
+  void adopt(std::shared_ptr<NcclHandle> handle);
+  std::shared_ptr<NcclHandle> adopted();
   void allocate();
   // Of a tensor in its allocation.
   struct Place {
@@ -97,7 +103,9 @@ class TORCH_OVERLAP_API OneSided final : public RemoteAccess {
   size_t allocation_bytes_ = 0;
   size_t staging_bytes_ = 0;  // behind the counts
   at::Tensor staging_;
-  std::shared_ptr<NcclHandle> handle_;
+  std::mutex stop_mutex_;
+  bool is_stopped_ = false;
+  std::shared_ptr<NcclHandle> handle_;  // set once, under stop_mutex_; operations come later
   ncclWindow_t data_window_ = nullptr;
   ncclWindow_t pad_window_ = nullptr;
 };

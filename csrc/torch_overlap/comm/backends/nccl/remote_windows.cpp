@@ -15,11 +15,14 @@ std::shared_ptr<OneSided> RemoteWindows::open(const NcclApi& api, const BackendC
   }
   own.name = memory.name();
   own.options.timeout = context.timeout();
-  auto made = OneSided::open(api, own, bootstrap, op, memory);
-  const std::lock_guard lock(mutex_);
-  std::erase_if(windows_, [](const auto& weak) { return weak.expired(); });
-  windows_.push_back(made);
-  if (is_stopped_) made->stop(Milliseconds(0));
+  const auto made = std::make_shared<OneSided>(memory);
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(windows_, [](const auto& weak) { return weak.expired(); });
+    windows_.push_back(made);
+    if (is_stopped_) made->stop(Milliseconds(0));  // which the others hear of in open()
+  }
+  made->open(api, own, bootstrap, op, memory);
   return made;
 }
 

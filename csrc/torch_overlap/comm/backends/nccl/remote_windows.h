@@ -15,7 +15,8 @@ class RemoteWindows {
   std::shared_ptr<OneSided> open(const NcclApi& api, const BackendContext& context,
                                  Bootstrap& bootstrap, std::string_view op,
                                  SymmetricMemory& memory);
-  // Of all that live, and of those that are being made. Does not wait for it.
+  // All that live, and those that are being made: these at their next step, or inside NCCL once
+  // they have a native communicator. Does not wait for it.
   void stop();
   // Every operation has ended.
   void close(Milliseconds limit);
