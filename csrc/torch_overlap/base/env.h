@@ -58,7 +58,8 @@ struct TORCH_OVERLAP_API Env {
   // TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING: the default of the hint graph_timeouts. Default
   // false.
   bool graph_timeouts = false;
-  // NCCL_NVLS_ENABLE, NCCL's own: "0" keeps it from making NVLink multicast objects.
+  // NCCL_NVLS_ENABLE, NCCL's own: "0" keeps it from making NVLink multicast objects. Read once, at
+  // the first NCCL communicator, as NCCL does.
   bool may_nvls = true;
   // TORCH_OVERLAP_DIRECT_COLLECTIVES: the default of the hint direct_collectives
   // (comm/options.h). Default auto. Equal on all ranks.
