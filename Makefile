@@ -145,6 +145,7 @@ SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264)
 GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives fused gemm) \
   -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1
+sanitize-gpu: export CMAKE_ARGS += -DTORCH_OVERLAP_LINEINFO=ON
 sanitize-gpu: build
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 --no-python \
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \

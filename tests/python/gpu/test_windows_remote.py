@@ -260,20 +260,6 @@ def test_signals_count_and_do_not_leak(remote, ring):
     three.tensor_deregister()
 
 
-def test_a_window_is_made_while_another_waits(remote, make_comm, ring):
-    _, right, left = ring
-    busy = make_comm("busy_remote")
-    _, one = make(busy)
-    wait = one.wait_signal(left, async_op=True)
-    _, two = make(busy)
-    assert not wait.is_completed()
-    one.signal(right, async_op=False)
-    wait.wait_blocking()
-    one.tensor_deregister()
-    two.tensor_deregister()
-    meet(remote)
-
-
 def test_a_mapped_window_beside_it(remote, ring, seed):
     rank, right, left = ring
     far, through_nccl = make(remote)
