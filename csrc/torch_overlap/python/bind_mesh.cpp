@@ -102,10 +102,10 @@ AxisList to_axes(const Mesh& mesh, py::handle value) {
     return {to_axis(mesh, value)};
   }
   // The order of axes is part of a layout, and no two processes need agree on that of a set.
-  const bool is_ordered = py::isinstance<py::iterable>(value) && !py::isinstance<py::anyset>(value) &&
-                          !py::isinstance<py::dict>(value);
-  TORCH_OVERLAP_CHECK(is_ordered, kType,
-                      "Layout: expected None, an axis or axes in order, got ", type_name(value));
+  const bool is_ordered = py::isinstance<py::iterable>(value) &&
+                          !py::isinstance<py::anyset>(value) && !py::isinstance<py::dict>(value);
+  TORCH_OVERLAP_CHECK(is_ordered, kType, "Layout: expected None, an axis or axes in order, got ",
+                      type_name(value));
   AxisList out;
   for (const py::handle item : py::reinterpret_borrow<py::iterable>(value)) {
     out.push_back(to_axis(mesh, item));
