@@ -5,7 +5,7 @@
 One GPU; the shapes are those of one of `tp` ranks, bfloat16, weights [n, k]. Each variant is captured in a CUDA graph
 of several calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds
 of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
-The last line has the geometric mean and the worst over all shapes of the quickest of our kernels.
+At the end: the geometric mean and the worst over all shapes of the quickest of our kernels.
 """
 
 from __future__ import annotations

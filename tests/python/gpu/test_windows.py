@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from window_cases import COUNT, data
+from window_cases import COUNT, data, put_around
 
 import torch_overlap as to
 
@@ -45,23 +45,7 @@ def test_values_of_every_size(comm, ring, seed, dtype, async_op):
 
 
 def test_a_ring_a_hundred_times(comm, ring, seed):
-    rank, right, left = ring
-    buffer = to.symmetric_empty(COUNT, torch.float32, comm)
-    window = comm.new_window(buffer)
-    kept = []
-    for step in range(100):
-        if step > 0:
-            window.wait_signal(right, async_op=False)  # was read
-        window.put(data(COUNT, torch.float32, seed + 64 * step + rank), right, 0, async_op=step % 2 == 0)
-        window.signal(right, async_op=step % 2 == 0)
-        window.wait_signal(left, async_op=step % 3 == 0).wait()
-        kept.append(buffer.clone())
-        window.signal(left, async_op=False)
-    for step, got in enumerate(kept):
-        assert torch.equal(got, data(COUNT, torch.float32, seed + 64 * step + left)), step
-    window.wait_signal(right, async_op=False)
-    torch.cuda.synchronize()
-    window.tensor_deregister()
+    put_around(comm.new_window(to.symmetric_empty(COUNT, torch.float32, comm)), ring, seed, 100)
 
 
 def test_everyone_writes_to_everyone(comm, seed):

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from window_cases import COUNT, data
+from window_cases import COUNT, data, put_around
 
 import torch_overlap as to
 
@@ -162,24 +162,12 @@ def test_the_own_rank(remote, ring, seed):
 
 
 def test_a_ring_two_hundred_times_with_a_late_rank(remote, ring, seed):
-    rank, right, left = ring
-    buffer, window = make(remote)
-    kept = []
-    for step in range(200):
-        if step > 0:
-            window.wait_signal(right, async_op=False)  # was read
-        if step % 20 == 0 and rank == step // 20 % remote.get_size():
+    def late(step):
+        if step % 20 == 0 and remote.get_rank() == step // 20 % remote.get_size():
             torch.cuda._sleep(20_000_000)
-        window.put(data(COUNT, torch.float32, seed + 64 * step + rank), right, 0, async_op=step % 2 == 0)
-        window.signal(right, async_op=step % 2 == 0)
-        window.wait_signal(left, async_op=step % 3 == 0).wait()
-        kept.append(buffer.clone())
-        window.signal(left, async_op=False)
-    for step, got in enumerate(kept):
-        assert torch.equal(got, data(COUNT, torch.float32, seed + 64 * step + left)), step
-    window.wait_signal(right, async_op=False)
-    torch.cuda.synchronize()
-    window.tensor_deregister()
+
+    _, window = make(remote)
+    put_around(window, ring, seed, 200, late)
 
 
 def test_everyone_writes_to_everyone(remote, seed):

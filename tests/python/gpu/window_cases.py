@@ -12,6 +12,27 @@ def data(count, dtype, seed):
     return torch.randint(0, 2 if dtype == torch.bool else 100, (count,), device="cuda", generator=generator).to(dtype)
 
 
+def put_around(window, ring, seed, steps, late=lambda step: None):
+    """Every rank's data go to its right neighbour, which signals back that it has read; eager, sync and async mixed.
+    `late(step)` may hold a rank up. Ends with the window deregistered."""
+    rank, right, left = ring
+    buffer, kept = window.get_tensor(), []
+    for step in range(steps):
+        if step > 0:
+            window.wait_signal(right, async_op=False)  # was read
+        late(step)
+        window.put(data(COUNT, torch.float32, seed + 64 * step + rank), right, 0, async_op=step % 2 == 0)
+        window.signal(right, async_op=step % 2 == 0)
+        window.wait_signal(left, async_op=step % 3 == 0).wait()
+        kept.append(buffer.clone())
+        window.signal(left, async_op=False)
+    for step, got in enumerate(kept):
+        assert torch.equal(got, data(COUNT, torch.float32, seed + 64 * step + left)), step
+    window.wait_signal(right, async_op=False)
+    torch.cuda.synchronize()
+    window.tensor_deregister()
+
+
 class Ring:
     """The captured step: out = what the left neighbour's x was, with a signal back. `x` changes between replays."""
 

@@ -90,12 +90,12 @@ uint64_t* OneSided::count_for(int dst) const {
   return reinterpret_cast<uint64_t*>(staging() + SignalPad::offset(dst));
 }
 
-void OneSided::stop(Milliseconds limit) {
+void OneSided::stop() {
   {
     const std::lock_guard lock(stop_mutex_);
     is_stopped_ = true;
   }
-  if (const auto handle = adopted()) handle->stop(limit);
+  if (const auto handle = adopted()) handle->stop(Milliseconds(0));
 }
 
 void OneSided::require_running() {
@@ -133,10 +133,10 @@ OneSided::Place OneSided::place() const {
 void OneSided::exchange_places(Bootstrap& bootstrap, std::string_view op, const Place& mine) {
   allocation_bytes_ = mine.allocation_bytes;
   const auto all = bootstrap.all_gather(pack({concat(mine.offset), concat(mine.allocation_bytes)}));
+  const auto first = unpack(all[0]);
   for (int rank = 0; rank < size_; ++rank) {
     const auto fields = unpack(all[rank]);
     offsets_.push_back(parse_int(fields.at(0), "the place of another rank's tensor"));
-    const auto first = unpack(all[0]);
     TORCH_OVERLAP_CHECK(fields.at(1) == first.at(1), kValue, op,
                         ": expected tensors in allocations of one size, as NCCL reaches memory "
                         "that is not mapped, got one of ",
@@ -224,7 +224,7 @@ void OneSided::open(const NcclApi& api, const BackendContext& context, Bootstrap
   try {
     agree(bootstrap, op, fault);
   } catch (...) {
-    stop(Milliseconds(0));
+    stop();
     throw;
   }
 }

@@ -69,7 +69,7 @@ class TORCH_OVERLAP_API OneSided final : public RemoteAccess,
 
   // Ends what runs, without asking others. A communicator that is being made ends once NCCL has
   // made it, or its timeout is over.
-  void stop(Milliseconds limit);
+  void stop();
   void close(std::chrono::milliseconds limit) override;
 
  private:

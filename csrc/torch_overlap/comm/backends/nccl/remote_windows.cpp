@@ -20,7 +20,7 @@ std::shared_ptr<OneSided> RemoteWindows::open(const NcclApi& api, const BackendC
     const std::lock_guard lock(mutex_);
     std::erase_if(windows_, [](const auto& weak) { return weak.expired(); });
     windows_.push_back(made);
-    if (is_stopped_) made->stop(Milliseconds(0));  // which the others hear of in open()
+    if (is_stopped_) made->stop();  // which the others hear of in open()
   }
   made->open(api, own, bootstrap, op, memory);
   return made;
@@ -40,7 +40,7 @@ void RemoteWindows::stop() {
     const std::lock_guard lock(mutex_);
     is_stopped_ = true;
   }
-  for (const auto& window : alive()) window->stop(Milliseconds(0));
+  for (const auto& window : alive()) window->stop();
 }
 
 void RemoteWindows::close(Milliseconds limit) {
