@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,11 +22,6 @@ FALLBACKS = {
     "fused_all_gather_matmul": "_fused_all_gather_matmul_fallback",
     "fused_matmul_reduce_scatter": "_fused_matmul_reduce_scatter_fallback",
 }
-
-
-@pytest.fixture
-def seed() -> int:
-    return random.SystemRandom().randrange(2**31)
 
 
 def one_after_the_other(comm: to.TorchComm, told: list[str]) -> Products:

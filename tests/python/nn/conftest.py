@@ -1,7 +1,6 @@
 """References for the modules: the same in plain torch, whole, in fp64."""
 
 import os
-import random
 import sys
 from collections.abc import Callable
 
@@ -28,11 +27,6 @@ class Problem:
         if bias:
             layer.bias = nn.Parameter(self(outputs))
         return layer
-
-
-@pytest.fixture
-def seed() -> int:
-    return random.SystemRandom().randrange(2**31)
 
 
 @pytest.fixture

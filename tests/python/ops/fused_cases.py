@@ -1,7 +1,6 @@
 """What the tests of the fused products share: data, references, and where each algorithm runs."""
 
 import itertools
-import random
 
 import torch
 
@@ -25,10 +24,6 @@ class Data:
 
     def __call__(self, *shape):
         return torch.randn(*shape, generator=self.gen, dtype=torch.float64).to(self.dtype)
-
-
-def seed():
-    return random.SystemRandom().randrange(2**31)
 
 
 def leaf(x):

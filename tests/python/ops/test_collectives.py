@@ -1,7 +1,6 @@
 """Values of the collectives against fp64 references, on ranks that are threads."""
 
 import concurrent.futures
-import random
 import time
 
 import pytest
@@ -13,10 +12,6 @@ from torch_overlap.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
 pytestmark = pytest.mark.timeout(300)
-
-
-def seed() -> int:
-    return random.SystemRandom().randrange(2**31)
 
 
 def inputs(size, shape, seed, dtype=torch.float32):
@@ -50,11 +45,9 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", REDUCTIONS)
-def test_all_reduce_equals_the_reduction_of_all_inputs(size, op):
-    number = seed()
-
+def test_all_reduce_equals_the_reduction_of_all_inputs(size, op, seed):
     def rank(comm):
-        xs = inputs(size, (5, 3), number)
+        xs = inputs(size, (5, 3), seed)
         want = REDUCTIONS[op](torch.stack(xs).double())
         mine = xs[comm.get_rank()]
         results = [
@@ -72,11 +65,9 @@ def test_all_reduce_equals_the_reduction_of_all_inputs(size, op):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_all_reduce_of_bits_and_with_a_factor(size):
-    number = seed()
-
+def test_all_reduce_of_bits_and_with_a_factor(size, seed):
     def rank(comm):
-        xs = torch.stack(inputs(size, (7,), number, torch.int64))
+        xs = torch.stack(inputs(size, (7,), seed, torch.int64))
         mine = xs[comm.get_rank()]
         want = {"band": xs[0], "bor": xs[0], "bxor": xs[0]}
         for other in xs[1:]:
@@ -85,7 +76,7 @@ def test_all_reduce_of_bits_and_with_a_factor(size):
             assert torch.equal(ops.all_reduce(mine, comm, op), value)
         assert torch.equal(ops.all_reduce(mine, comm, to.ReduceOp.MAX), xs.amax(0))
 
-        reals = torch.stack(inputs(size, (7,), number))
+        reals = torch.stack(inputs(size, (7,), seed))
         factors = torch.arange(size, dtype=torch.float64) + 0.5
         want = (reals.double() * factors[:, None]).sum(0)
         mine, factor = reals[comm.get_rank()], float(factors[comm.get_rank()])
@@ -99,11 +90,9 @@ def test_all_reduce_of_bits_and_with_a_factor(size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
-def test_all_gather_equals_cat(size, dtype):
-    number = seed()
-
+def test_all_gather_equals_cat(size, dtype, seed):
     def rank(comm):
-        xs = inputs(size, (2, 3, 4), number, torch.float32 if dtype.is_complex else dtype)
+        xs = inputs(size, (2, 3, 4), seed, torch.float32 if dtype.is_complex else dtype)
         xs = [x.to(dtype) * 1j if dtype.is_complex else x for x in xs]
         mine = xs[comm.get_rank()]
         for dim in (-3, -2, -1, 0, 1, 2):
@@ -120,11 +109,9 @@ def test_all_gather_equals_cat(size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
-def test_reduce_scatter_equals_a_part_of_the_reduction(size, op):
-    number = seed()
-
+def test_reduce_scatter_equals_a_part_of_the_reduction(size, op, seed):
     def rank(comm):
-        xs = inputs(size, (12, 24, 36), number)
+        xs = inputs(size, (12, 24, 36), seed)
         mine = xs[comm.get_rank()]
         for dim in (-1, 0, 1, 2):
             want = REDUCTIONS[op](torch.stack(xs).double()).chunk(size, dim)[comm.get_rank()]
@@ -138,11 +125,9 @@ def test_reduce_scatter_equals_a_part_of_the_reduction(size, op):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_moves_a_sharding(size):
-    number = seed()
-
+def test_all_to_all_moves_a_sharding(size, seed):
     def rank(comm):
-        xs = inputs(size, (12, 24, 4), number)
+        xs = inputs(size, (12, 24, 4), seed)
         mine = xs[comm.get_rank()]
         for split, concat in [(0, 0), (0, 1), (1, 0), (1, 1), (-2, -1), (1, -1)]:
             want = torch.cat([x.chunk(size, split)[comm.get_rank()] for x in xs], concat)
@@ -155,13 +140,12 @@ def test_all_to_all_moves_a_sharding(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_v_takes_any_sizes(size):
-    number = seed()
-    sizes = torch.randint(0, 4, (size, size), generator=torch.Generator().manual_seed(number))
+def test_all_to_all_v_takes_any_sizes(size, seed):
+    sizes = torch.randint(0, 4, (size, size), generator=torch.Generator().manual_seed(seed))
 
     def rank(comm):
         me = comm.get_rank()
-        gen = torch.Generator().manual_seed(number + 1)
+        gen = torch.Generator().manual_seed(seed + 1)
         xs = [torch.randn(int(sizes[r].sum()), 3, generator=gen) for r in range(size)]
         want = torch.cat([xs[r].split(sizes[r].tolist())[me] for r in range(size)])
         out_splits, in_splits = sizes[:, me].tolist(), sizes[me].tolist()
@@ -173,11 +157,9 @@ def test_all_to_all_v_takes_any_sizes(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_and_permute(size):
-    number = seed()
-
+def test_broadcast_and_permute(size, seed):
     def rank(comm):
-        xs, me = inputs(size, (3, 2), number), comm.get_rank()
+        xs, me = inputs(size, (3, 2), seed), comm.get_rank()
         for root in range(size):
             assert torch.equal(ops.broadcast(xs[me], comm, root), xs[root])
             assert torch.equal(ops.wait_tensor(ops.broadcast_async(strided(xs[me]), comm, root)), xs[root])
@@ -193,11 +175,9 @@ def test_broadcast_and_permute(size):
     local(rank, size)
 
 
-def test_send_and_recv_meet():
-    number = seed()
-
+def test_send_and_recv_meet(seed):
     def rank(comm):
-        xs, me = inputs(2, (4,), number), comm.get_rank()
+        xs, me = inputs(2, (4,), seed), comm.get_rank()
         target = torch.full((4,), float("nan"))
         version = target._version
         if me == 0:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks, seed
+from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
@@ -43,8 +43,8 @@ def all_gather_matmul_rank(comm, algorithm, number, shape, dim, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 0), ((2, 3, 5), 1), ((2, 3, 2, 5), -2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_all_gather_matmul(size, algorithm, shape, dim, dtype):
-    on_ranks(all_gather_matmul_rank, size, algorithm, seed(), shape, dim, dtype)
+def test_all_gather_matmul(size, algorithm, shape, dim, dtype, seed):
+    on_ranks(all_gather_matmul_rank, size, algorithm, seed, shape, dim, dtype)
 
 
 def matmul_reduce_scatter_rank(comm, algorithm, number, shape, dim, dtype, op):
@@ -66,8 +66,8 @@ def matmul_reduce_scatter_rank(comm, algorithm, number, shape, dim, dtype, op):
 @pytest.mark.parametrize(("shape", "dim"), [((12, 5), 0), ((12, 3, 5), 0), ((2, 12, 5), 1), ((2, 12, 3, 5), -3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op):
-    on_ranks(matmul_reduce_scatter_rank, size, algorithm, seed(), shape, dim, dtype, op)
+def test_matmul_reduce_scatter(size, algorithm, shape, dim, dtype, op, seed):
+    on_ranks(matmul_reduce_scatter_rank, size, algorithm, seed, shape, dim, dtype, op)
 
 
 def matmul_all_reduce_rank(comm, algorithm, number, shape, op):
@@ -84,8 +84,8 @@ def matmul_all_reduce_rank(comm, algorithm, number, shape, op):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(1, 5), (9, 5), (2, 7, 5)])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_matmul_all_reduce(size, algorithm, shape, op):
-    on_ranks(matmul_all_reduce_rank, size, algorithm, seed(), shape, op)
+def test_matmul_all_reduce(size, algorithm, shape, op, seed):
+    on_ranks(matmul_all_reduce_rank, size, algorithm, seed, shape, op)
 
 
 # --- Gradients: of the sum of all ranks' losses, first and second order ------------------------------
@@ -106,8 +106,8 @@ def all_gather_matmul_gradients_rank(comm, algorithm, parts, dim, keep):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 5), 1)])
 @pytest.mark.parametrize("keep", [False, True])
-def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep):
-    data = Data(seed())
+def test_gradients_of_all_gather_matmul(size, algorithm, shape, dim, keep, seed):
+    data = Data(seed)
     xs, weights, biases = gather_problem(data, size, shape, (4, 6))
 
     def reference(leaves):
@@ -132,8 +132,8 @@ def reduced_gradients_rank(comm, algorithm, parts, kind, dim, op):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("kind", ["reduce_scatter 0", "reduce_scatter 1", "all_reduce"])
-def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind):
-    data = Data(seed())
+def test_gradients_of_products_that_are_reduced(size, algorithm, op, kind, seed):
+    data = Data(seed)
     shape = (2, 12, 5) if kind == "reduce_scatter 1" else (12, 2, 5)
     dim = 1 if kind == "reduce_scatter 1" else 0
 
@@ -167,9 +167,9 @@ def asked_gradients_rank(comm, algorithm, xs, weights):
 
 
 @pytest.mark.parametrize("algorithm", FORCED)
-def test_only_the_gradients_that_are_asked_are_computed(algorithm):
+def test_only_the_gradients_that_are_asked_are_computed(algorithm, seed):
     """Any part of the operands may be constant, and any product unused."""
-    xs, weights, _ = gather_problem(Data(seed()), 2, (3, 5), (4, 6))
+    xs, weights, _ = gather_problem(Data(seed), 2, (3, 5), (4, 6))
     on_ranks(asked_gradients_rank, 2, algorithm, xs, weights)
 
 
@@ -184,9 +184,9 @@ def rounded_once_rank(comm, algorithm, number, dtype):
 
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype):
+def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed):
     """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
-    on_ranks(rounded_once_rank, 1, algorithm, seed(), dtype)
+    on_ranks(rounded_once_rank, 1, algorithm, seed, dtype)
 
 
 # --- Order of transfers and products -----------------------------------------------------------------
@@ -267,8 +267,8 @@ def test_the_next_transfer_is_issued_before_a_product_ends(size):
 # --- autocast, errors ---------------------------------------------------------------------------------
 
 
-def test_autocast_casts_the_operands():
-    data = Data(seed(), torch.float32)
+def test_autocast_casts_the_operands(seed):
+    data = Data(seed, torch.float32)
     xs, weights, biases = gather_problem(data, 2, (2, 5), (4,))
 
     def rank(comm):

@@ -1,6 +1,5 @@
 """The memory that fused operators share, after an operation that ended half way: gone until reconfigure."""
 
-import random
 from datetime import timedelta
 
 import pytest
@@ -59,5 +58,5 @@ def recovery_rank(rank, size, store, seed):
     comm.finalize()
 
 
-def test_reconfigure_brings_the_operators_back():
-    run_ranks(recovery_rank, 3, random.SystemRandom().randrange(2**31), comm=False, timeout=240)
+def test_reconfigure_brings_the_operators_back(seed):
+    run_ranks(recovery_rank, 3, seed, comm=False, timeout=240)

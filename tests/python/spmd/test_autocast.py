@@ -12,7 +12,8 @@ from torch_overlap.testing import run_ranks
 def check(comm, seed):
     mesh = connect({"dp": 2, "tp": 2}, comm)
     generator = torch.Generator().manual_seed(seed)
-    x, w, v = (torch.randn(*s, generator=generator) for s in ((8, 16), (32, 16), (4, 32)))
+    # Logits of about one: where they are large, what bfloat16 rounds off of them is most of the softmax.
+    x, w, v = (torch.randn(*s, generator=generator) / s[1] ** 0.5 for s in ((8, 16), (32, 16), (4, 32)))
     leaves = [shard(t, mesh, p).requires_grad_() for t, p in ((x, P("dp")), (w, P("tp")), (v, P(None, "tp")))]
     with torch.autocast("cpu", torch.bfloat16):
         h = F.gelu(F.linear(leaves[0], leaves[1]))
@@ -26,10 +27,12 @@ def check(comm, seed):
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.linear(F.gelu(F.linear(plain[0], plain[1])), plain[2]).float().softmax(-1)
     expected.square().sum().backward()
-    torch.testing.assert_close(p.full(), expected, rtol=2e-2, atol=2e-2)  # pending sums are rounded apart
+    torch.testing.assert_close(p.full(), expected, rtol=1e-2, atol=0)  # pending sums are rounded apart
     for leaf, reference in zip(leaves, plain, strict=True):
         assert leaf.grad.dtype == torch.float32
-        torch.testing.assert_close(leaf.grad.full(), reference.grad, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(
+            leaf.grad.full(), reference.grad, rtol=0, atol=4e-2 * float(reference.grad.abs().max())
+        )
     half = leaves[0].detach().to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert F.linear(half, half).dtype == torch.bfloat16
