@@ -7,6 +7,8 @@ import tempfile
 import pytest
 import torch
 
+# torch asks for the name of whoever connects to a TCPStore. Where the name server lets a query drop, that is 5 s each.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Tests of timeouts make dumps; those of a run lie in a folder of their own.
 os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
 

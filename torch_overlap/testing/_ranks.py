@@ -13,6 +13,7 @@ from typing import Any
 from torch_overlap.testing._body import Job, Task, environment, run_body
 from torch_overlap.testing._pool import GRACE_SECONDS, call_name, pool
 from torch_overlap.testing._report import Outcome, values
+from torch_overlap.testing._torchrun import is_chosen, run_here
 
 
 def run_ranks(
@@ -33,6 +34,9 @@ def run_ranks(
     that leaves no global state behind; arguments and results are pickled. Of the backend "local" ranks are threads of
     this process, and any callable will do. Of "fake" the ranks run one after the other, here.
 
+    Where every process of a torchrun makes the same calls (pytest, say) and TORCH_OVERLAP_TEST_RANKS is "torchrun",
+    these processes are the ranks in place of threads, over gloo; a call of more ranks than there are is skipped.
+
     Communicators are finalized after `fn`; if `fn` raises, aborted, which frees the ranks that wait for this one. They
     have half of `timeout` as their own and raise rather than end the process. A rank not back after `timeout`, or dead,
     costs all rank processes: new ones start with the next call.
@@ -48,7 +52,8 @@ def run_ranks(
     what = f"{getattr(fn, '__qualname__', fn)} on {size} ranks of {backend}"
     changes = dict(env or {})
     if comm and backend == "local":
-        return values(what, _run_threads(job, fn, args, changes))
+        run = run_here if is_chosen() else _run_threads
+        return values(what, run(job, fn, args, changes))
     if comm and backend == "fake":
         with environment(changes):
             return values(what, {rank: run_body(job, rank, None, fn, args) for rank in range(size)})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks, seed
+from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
@@ -49,15 +49,15 @@ def bulk_rank(comm, algorithm, number, collective, shape, dim, dtypes):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("shape", "dim"), [((12,), 0), ((12, 3), 0), ((3, 12), 1), ((2, 12, 5), -2), ((0, 3), 0)])
-def test_bulk_overlap_matmul(size, algorithm, collective, shape, dim):
+def test_bulk_overlap_matmul(size, algorithm, collective, shape, dim, seed):
     for dtypes in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        on_ranks(bulk_rank, size, algorithm, seed(), collective, shape, dim, dtypes)
+        on_ranks(bulk_rank, size, algorithm, seed, collective, shape, dim, dtypes)
 
 
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_parts_of_an_odd_number_of_elements(algorithm, collective):
-    on_ranks(bulk_rank, 2, algorithm, seed(), collective, (2 * 8193,), 0, (torch.float32, torch.bfloat16))
+def test_parts_of_an_odd_number_of_elements(algorithm, collective, seed):
+    on_ranks(bulk_rank, 2, algorithm, seed, collective, (2 * 8193,), 0, (torch.float32, torch.bfloat16))
 
 
 def integers_rank(comm, algorithm):
@@ -79,8 +79,8 @@ def test_integers(algorithm):
     on_ranks(integers_rank, 2, algorithm)
 
 
-def test_the_larger_of_two_problems_gets_a_larger_channel():
-    on_ranks(growing_rank, 2, "bulk", seed())
+def test_the_larger_of_two_problems_gets_a_larger_channel(seed):
+    on_ranks(growing_rank, 2, "bulk", seed)
 
 
 def growing_rank(comm, algorithm, number):
@@ -104,8 +104,8 @@ def gradients_rank(comm, algorithm, parts, collective, dim):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("shape", "dim"), [((12, 2), 0), ((2, 12), 1)])
-def test_gradients(size, algorithm, collective, shape, dim):
-    data = Data(seed())
+def test_gradients(size, algorithm, collective, shape, dim, seed):
+    data = Data(seed)
     leaves = [[data(2, 3, 5), data(4, 5), data(4), data(*shape)] for _ in range(size)]
 
     def reference(leaves):
@@ -149,8 +149,8 @@ def asked_gradients_rank(comm, algorithm, collective, x, w, b, other):
 
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_only_the_gradients_that_are_asked_are_computed(algorithm, collective):
-    data = Data(seed())
+def test_only_the_gradients_that_are_asked_are_computed(algorithm, collective, seed):
+    data = Data(seed)
     on_ranks(asked_gradients_rank, 2, algorithm, collective, data(3, 5), data(4, 5), data(4), data(6))
 
 
@@ -170,8 +170,8 @@ def test_the_collective_is_under_way_during_the_product():
     run_ranks(order_rank, 2, backend="gloo")
 
 
-def test_autocast_casts_the_operands_of_the_product():
-    data = Data(seed(), torch.float32)
+def test_autocast_casts_the_operands_of_the_product(seed):
+    data = Data(seed, torch.float32)
     x, w, other = data(3, 5), data(4, 5), data(6)
 
     def rank(comm):

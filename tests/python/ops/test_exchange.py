@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks, seed
+from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
 from torch_overlap import InvalidTypeError, ops
 from torch_overlap.testing import run_ranks
@@ -42,8 +42,8 @@ def all_to_all_matmul_rank(comm, algorithm, number, shape, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(36, 5), (12, 5), (12, 2, 3), (0, 5)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_all_to_all_matmul(size, algorithm, shape, dtype):
-    on_ranks(all_to_all_matmul_rank, size, algorithm, seed(), shape, dtype)
+def test_all_to_all_matmul(size, algorithm, shape, dtype, seed):
+    on_ranks(all_to_all_matmul_rank, size, algorithm, seed, shape, dtype)
 
 
 def matmul_all_to_all_rank(comm, algorithm, number, shape, dtype):
@@ -67,8 +67,8 @@ def matmul_all_to_all_rank(comm, algorithm, number, shape, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(7, 5), (3, 2, 5), (0, 5)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_matmul_all_to_all(size, algorithm, shape, dtype):
-    on_ranks(matmul_all_to_all_rank, size, algorithm, seed(), shape, dtype)
+def test_matmul_all_to_all(size, algorithm, shape, dtype, seed):
+    on_ranks(matmul_all_to_all_rank, size, algorithm, seed, shape, dtype)
 
 
 # --- Gradients ---------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def all_to_all_matmul_gradients_rank(comm, algorithm, parts):
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(12, 3), (24, 2, 3)])
-def test_gradients_of_all_to_all_matmul(size, algorithm, shape):
-    data = Data(seed())
+def test_gradients_of_all_to_all_matmul(size, algorithm, shape, seed):
+    data = Data(seed)
     leaves = [[data(*shape), data(4, size * shape[-1]), data(4)] for _ in range(size)]
 
     def reference(leaves):
@@ -107,8 +107,8 @@ def matmul_all_to_all_gradients_rank(comm, algorithm, parts):
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(5, 3), (3, 2, 3)])
-def test_gradients_of_matmul_all_to_all(size, algorithm, shape):
-    data = Data(seed())
+def test_gradients_of_matmul_all_to_all(size, algorithm, shape, seed):
+    data = Data(seed)
     leaves = [[data(*shape), data(2 * size, shape[-1]), data(size, shape[-1]), data(size)] for _ in range(size)]
 
     def reference(leaves):
@@ -151,17 +151,17 @@ def asked_gradients_rank(comm, algorithm, xs, weights, biases):
 
 
 @pytest.mark.parametrize("algorithm", FORCED)
-def test_only_the_gradients_that_are_asked_are_computed(algorithm):
-    data = Data(seed())
+def test_only_the_gradients_that_are_asked_are_computed(algorithm, seed):
+    data = Data(seed)
     parts = [[data(*shape) for _ in range(2)] for shape in ((3, 5), (4, 5), (4,))]
     on_ranks(asked_gradients_rank, 2, algorithm, *parts)
 
 
 @pytest.mark.parametrize("algorithm", FORCED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype):
+def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed):
     """Two large terms cancel; what is left has the precision of the third only if nothing was rounded before."""
-    data = Data(seed(), dtype)
+    data = Data(seed, dtype)
     x, w, v, grad = data(4, 5), data(6, 5) * 64, data(6, 5), data(4, 6)
 
     def rank(comm):
@@ -213,8 +213,8 @@ def test_transfers_are_issued_before_the_products_that_hide_them(size):
     run_ranks(order_rank, size, backend="gloo")
 
 
-def test_autocast_casts_the_operands():
-    data = Data(seed(), torch.float32)
+def test_autocast_casts_the_operands(seed):
+    data = Data(seed, torch.float32)
     xs, w, v, b = [data(4, 3) for _ in range(2)], data(5, 6), data(6, 5), data(6)
 
     def rank(comm):

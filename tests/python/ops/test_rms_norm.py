@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, on_ranks, seed
+from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, on_ranks
 
 from torch_overlap import InvalidTypeError, InvalidValueError, ops
 from torch_overlap.testing import run_ranks
@@ -43,8 +43,8 @@ def all_reduce_rank(comm, number, shape, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_all_reduce_rms_norm(size, shape, dtype):
-    run_ranks(all_reduce_rank, size, seed(), shape, dtype, backend="local")
+def test_all_reduce_rms_norm(size, shape, dtype, seed):
+    run_ranks(all_reduce_rank, size, seed, shape, dtype, backend="local")
 
 
 def matmul_rank(comm, algorithm, number, shape, dtype):
@@ -67,8 +67,8 @@ def matmul_rank(comm, algorithm, number, shape, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [(9, 5), (2, 3, 5)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_matmul_all_reduce_rms_norm(size, algorithm, shape, dtype):
-    on_ranks(matmul_rank, size, algorithm, seed(), shape, dtype)
+def test_matmul_all_reduce_rms_norm(size, algorithm, shape, dtype, seed):
+    on_ranks(matmul_rank, size, algorithm, seed, shape, dtype)
 
 
 def all_reduce_gradients(comm, parts):
@@ -80,9 +80,9 @@ def all_reduce_gradients(comm, parts):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_of_all_reduce(size):
+def test_gradients_of_all_reduce(size, seed):
     """Of first and second order, of the sum of all ranks' losses."""
-    data = Data(seed())
+    data = Data(seed)
     leaves = [[data(3, 4), data(4), data(3, 4), data(4)] for _ in range(size)]
 
     def reference(every):
@@ -103,8 +103,8 @@ def matmul_gradients(comm, algorithm, parts):
 
 @pytest.mark.parametrize("algorithm", ["sequential", "chunked"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_of_matmul(size, algorithm):
-    data = Data(seed())
+def test_gradients_of_matmul(size, algorithm, seed):
+    data = Data(seed)
     leaves = [[data(3, 4), data(6, 4), data(6), data(3, 6), data(6)] for _ in range(size)]
 
     def reference(every):

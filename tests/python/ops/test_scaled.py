@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import SIZES, Data, on_ranks, seed
+from fused_cases import SIZES, Data, on_ranks
 
 from torch_overlap import ops
 from torch_overlap.testing import run_ranks
@@ -53,8 +53,8 @@ def gather_rank(comm, algorithm, number, shape, dim, out_dtype, dtypes):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 32), 0), ((2, 3, 16), 1)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scaled_all_gather_matmul(size, algorithm, shape, dim, out_dtype):
-    on_ranks(gather_rank, size, algorithm, seed(), shape, dim, out_dtype, (E4M3, E4M3))
+def test_scaled_all_gather_matmul(size, algorithm, shape, dim, out_dtype, seed):
+    on_ranks(gather_rank, size, algorithm, seed, shape, dim, out_dtype, (E4M3, E4M3))
 
 
 def scatter_rank(comm, algorithm, number, shape, dim, op, out_dtype, dtypes):
@@ -76,15 +76,15 @@ def scatter_rank(comm, algorithm, number, shape, dim, op, out_dtype, dtypes):
 @pytest.mark.parametrize(("shape", "dim"), [((12, 32), 0), ((2, 12, 16), 1)])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scaled_matmul_reduce_scatter(size, algorithm, shape, dim, op, out_dtype):
-    on_ranks(scatter_rank, size, algorithm, seed(), shape, dim, op, out_dtype, (E4M3, E4M3))
+def test_scaled_matmul_reduce_scatter(size, algorithm, shape, dim, op, out_dtype, seed):
+    on_ranks(scatter_rank, size, algorithm, seed, shape, dim, op, out_dtype, (E4M3, E4M3))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)])
-def test_two_8_bit_types(algorithm, dtypes):
-    on_ranks(gather_rank, 2, algorithm, seed(), (3, 16), 0, torch.float32, dtypes)
-    on_ranks(scatter_rank, 2, algorithm, seed(), (4, 16), 0, "sum", torch.float32, dtypes)
+def test_two_8_bit_types(algorithm, dtypes, seed):
+    on_ranks(gather_rank, 2, algorithm, seed, (3, 16), 0, torch.float32, dtypes)
+    on_ranks(scatter_rank, 2, algorithm, seed, (4, 16), 0, "sum", torch.float32, dtypes)
 
 
 def test_the_default_is_bfloat16():

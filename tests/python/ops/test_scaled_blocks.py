@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_cases import Data, on_ranks, seed
+from fused_cases import Data, on_ranks
 from test_scaled import E4M3, check
 
 import torch_overlap as to
@@ -62,8 +62,8 @@ def gather_rank(comm, algorithm, number, mode, shape, dim):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(("size", "shape", "dim"), [(2, (8, K), 0), (3, (2, 8, K), 1), (3, (4, 2, K), 0)])
-def test_all_gather_with_scales(algorithm, mode, size, shape, dim):
-    on_ranks(gather_rank, size, algorithm, seed(), mode, shape, dim)
+def test_all_gather_with_scales(algorithm, mode, size, shape, dim, seed):
+    on_ranks(gather_rank, size, algorithm, seed, mode, shape, dim)
 
 
 def scatter_rank(comm, algorithm, number, mode, shape, dim, op):
@@ -83,8 +83,8 @@ def scatter_rank(comm, algorithm, number, mode, shape, dim, op):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(("size", "shape", "dim", "op"), [(2, (16, K), 0, "sum"), (3, (8, 6, K), 1, "avg")])
-def test_reduce_scatter_with_scales(algorithm, mode, size, shape, dim, op):
-    on_ranks(scatter_rank, size, algorithm, seed(), mode, shape, dim, op)
+def test_reduce_scatter_with_scales(algorithm, mode, size, shape, dim, op, seed):
+    on_ranks(scatter_rank, size, algorithm, seed, mode, shape, dim, op)
 
 
 def kept_rank(comm, algorithm, number):
@@ -101,8 +101,8 @@ def kept_rank(comm, algorithm, number):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_return_gathered(algorithm):
-    on_ranks(kept_rank, 3, algorithm, seed())
+def test_return_gathered(algorithm, seed):
+    on_ranks(kept_rank, 3, algorithm, seed)
 
 
 def errors_rank(comm):

@@ -4,7 +4,6 @@ What needs real ranks runs on gloo processes: a compiler's state belongs to its 
 """
 
 import os
-import random
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -194,14 +193,14 @@ GROUPS = [NAMES[i::4] for i in range(4)]
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("names", GROUPS, ids=["0", "1", "2", "3"])
-def test_values_and_gradients(names, backend):
-    run_ranks(cases_rank, 2, names, backend, random.randrange(2**31), backend="gloo", timeout=280)
+def test_values_and_gradients(names, backend, seed):
+    run_ranks(cases_rank, 2, names, backend, seed, backend="gloo", timeout=280)
 
 
 @inductor
 @pytest.mark.parametrize("names", [NAMES[i::8] for i in range(8)], ids=map(str, range(8)))
-def test_values_and_gradients_inductor(names):
-    run_ranks(cases_rank, 2, names, "inductor", random.randrange(2**31), backend="gloo", timeout=1700)
+def test_values_and_gradients_inductor(names, seed):
+    run_ranks(cases_rank, 2, names, "inductor", seed, backend="gloo", timeout=1700)
 
 
 # --- Modules --------------------------------------------------------------------------------------------
@@ -255,16 +254,13 @@ def module_rank(comm, backend, layouts, lies, seed, algorithm, dtype=torch.float
 
 @pytest.mark.parametrize("algorithm", ["auto", "fused"])
 @pytest.mark.parametrize("lies", [P(), P("tp"), P(None, "tp")], ids=str)
-def test_modules(lies, algorithm):
+def test_modules(lies, algorithm, seed):
     layouts = COLUMNS | {"embedding.weight": P("tp")}
-    run_ranks(
-        module_rank, 2, "aot_eager", layouts, lies, random.randrange(2**31), algorithm, backend="gloo", timeout=240
-    )
+    run_ranks(module_rank, 2, "aot_eager", layouts, lies, seed, algorithm, backend="gloo", timeout=240)
 
 
 @inductor
-def test_modules_inductor():
-    seed = random.randrange(2**31)
+def test_modules_inductor(seed):
     args = COLUMNS, P(), seed, "auto", INDUCTOR_DTYPE
     run_ranks(module_rank, 2, "inductor", *args, backend="gloo", timeout=1700)
 
@@ -308,15 +304,13 @@ def gpt_rank(comm, backend, axes, algorithm, seed, dtype=torch.float64, autocast
 
 @pytest.mark.parametrize("algorithm", ["auto", "fused"])
 @pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}], ids=["tp", "dp"])
-def test_the_gpt_of_the_examples(axes, algorithm):
-    seed = random.randrange(2**31)
+def test_the_gpt_of_the_examples(axes, algorithm, seed):
     run_ranks(gpt_rank, 2, "aot_eager", axes, algorithm, seed, backend="gloo", timeout=240)
 
 
-def test_the_gpt_of_the_examples_under_autocast():
+def test_the_gpt_of_the_examples_under_autocast(seed):
     """The same collectives as in eager mode: casts keep their anchors there too, and are made once."""
-    seed, axes = random.randrange(2**31), {"dp": 1, "tp": 2}
-    args = axes, "plain", seed, torch.float32, True
+    args = {"dp": 1, "tp": 2}, "plain", seed, torch.float32, True
     eager, compiled = run_ranks(gpt_rank, 2, "aot_eager", *args, backend="gloo", timeout=240)[0]
     gather, scatter = "all_gather_single", "reduce_scatter_single"
     assert eager.count(gather) == compiled.count(gather) == 2 * 4
@@ -324,7 +318,6 @@ def test_the_gpt_of_the_examples_under_autocast():
 
 
 @inductor
-def test_the_gpt_of_the_examples_inductor():
-    seed = random.randrange(2**31)
+def test_the_gpt_of_the_examples_inductor(seed):
     axes = {"dp": 1, "tp": 2}
     run_ranks(gpt_rank, 2, "inductor", axes, "auto", seed, INDUCTOR_DTYPE, backend="gloo", timeout=1700)

@@ -1,34 +1,43 @@
-"""A choice of the cases on ranks that are processes, over gloo."""
+"""The cases on ranks that are processes, over gloo: every rank of a torchrun runs the tests whose ranks are threads."""
 
-import process_cases
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from spmd_ranks import on_mesh
 
-pytestmark = pytest.mark.timeout(300)
-
-
-def test_layouts(seed):
-    """T1-T4, T22-T26, T43."""
-    shapes = on_mesh("x=2,y=2", process_cases.layouts, seed, backend="gloo")
-    assert shapes == [(2, 2), (1, 2), (1, 2), (1, 2)]
+ROOT = Path(__file__).resolve().parents[3]
+RANKS = 8 if "TORCH_OVERLAP_STRESS" in os.environ else 4  # tests of more are skipped
+SECONDS = 600
+FILES = ("autocast", "costs", "functions", "gradients", "layouts", "moving", "operators", "pipeline", "products",
+         "reducing", "reshapes", "reshard", "reshard_gradients", "same_everywhere", "vmap")  # fmt: skip
 
 
-def test_communication(seed):
-    """T5-T21, B1, B5-B9."""
-    on_mesh("x=2,y=2", process_cases.communication, seed, backend="gloo")
-
-
-def test_products(seed):
-    """T27-T33."""
-    on_mesh("x=2,y=2", process_cases.products, seed, backend="gloo")
-
-
-@pytest.mark.parametrize("mesh", ["x=2,y=2", "x=4,y=1", "x=1,y=4"])
-def test_random_reshards(mesh, seed):
-    """Layouts of every kind, and the gradients."""
-    on_mesh(mesh, process_cases.random_reshards, seed, 20, backend="gloo")
-
-
-def test_parts_of_an_axis(seed):
-    """T45, B2."""
-    on_mesh("d=4", process_cases.parts_of_an_axis, seed, backend="gloo", sub_axes=("d:(1)2", "d:(2)2"))
+@pytest.mark.slow
+@pytest.mark.stress
+@pytest.mark.timeout(SECONDS + 60)
+def test_cases_hold_on_processes(seed, tmp_path):
+    """T1-T45, T52-T57, B1-B20, as far as they are of values and of what is sent."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", "--redirects", "3",
+                "--log-dir", str(tmp_path)]  # fmt: skip
+    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
+    env = os.environ | {"TORCH_OVERLAP_TEST_RANKS": "torchrun", "TEST_SEED": str(seed), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env.pop("TORCH_OVERLAP_STRESS", None)
+    with subprocess.Popen([*torchrun, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m",
+                           "not gpu", *tests], env=env, cwd=ROOT, start_new_session=True) as process:  # fmt: skip
+        try:
+            code = process.wait(SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    printed = [log.read_text()[-4000:] for log in sorted(tmp_path.glob("*/attempt_0/*/stdout.log"))]
+    assert code == 0, printed[0] if printed else f"torchrun ended with {code}"
+    passed = [int(found[1]) for text in printed if (found := re.search(r"(\d+) passed", text))]
+    assert len(passed) == RANKS
+    assert set(passed) == {passed[0]}, passed
+    assert passed[0] > 400, printed[0]
