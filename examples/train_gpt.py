@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
         default="none",
         help="products on 8-bit floats, and how they are scaled; --dtype is that of the results (default: %(default)s)",
     )
+    add("--keep-gathered", action="store_true", help="more memory for fewer gathers: keep the blocks' gathered inputs")
     add("--mesh", type=mesh_axes, help="dp=..,tp=..: the plain model, sharded so by torch_overlap.mesh")
     for name in ("dim", "layers", "heads", "sequence", "batch"):
         add(f"--{name}", type=int, help="size of the model or batch (default: depends on the device)")
@@ -91,7 +92,7 @@ def make_trainer(args: argparse.Namespace, comm: to.TorchComm, text: Text) -> Tr
     kind = Trainer if args.mesh is None or comm.get_size() == 1 else MeshTrainer
     return kind(config, comm, text, batch_size=args.batch, steps=args.steps, rate=args.rate, seed=args.seed,
                 dtype=getattr(torch, args.dtype), algorithm=args.algorithm, fp8=fp8, graph=not args.no_graph,
-                mesh=args.mesh)  # fmt: skip
+                keep_gathered=args.keep_gathered, mesh=args.mesh)  # fmt: skip
 
 
 def train(args: argparse.Namespace, trainer: Trainer, *, shown: bool) -> list[float]:

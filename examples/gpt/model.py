@@ -54,11 +54,13 @@ class GPT(nn.Module):
     """Bytes [S/n, B] of this rank's rows -> logits [S/n, B, 256] in fp32.
 
     `dtype` is that of the matrix products and of what they send; parameters and the residual stream are fp32. `fp8`:
-    the products of the blocks are those of 8-bit floats, with results in `dtype`.
+    the products of the blocks are those of 8-bit floats, with results in `dtype`. `keep_gathered`: the gathered inputs
+    of the blocks' products are kept until the backward pass.
     """
 
     def __init__(self, config: Config, comm: to.TorchComm, *, seed: int, device: torch.device, dtype: torch.dtype,
-                 algorithm: str, fp8: to.nn.Float8Recipe | None = None) -> None:  # fmt: skip
+                 algorithm: str, fp8: to.nn.Float8Recipe | None = None,
+                 keep_gathered: bool = False) -> None:  # fmt: skip
         super().__init__()
         config.check(comm.get_size())
         generator = torch.Generator().manual_seed(seed)  # every rank draws full weights and keeps its part
@@ -67,7 +69,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             to.nn.ParallelTransformerBlock(
                 config.dim, config.heads, 4 * config.dim, comm, activation="gelu_tanh", bias=False,
-                algorithm=algorithm, fp8=fp8, device="cpu", init=normal(generator),
+                algorithm=algorithm, fp8=fp8, keep_gathered=keep_gathered, device="cpu", init=normal(generator),
                 output_init=normal(generator, gain=(2 * config.layers) ** -0.5),
             )
             for _ in range(config.layers)

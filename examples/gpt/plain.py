@@ -70,7 +70,8 @@ class PlainGPT(nn.Module):
 class MeshTrainer(Trainer):
     """A Trainer of the plain model on a mesh with axes dp and tp."""
 
-    def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None) -> None:
+    def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None, keep_gathered: bool) -> None:
+        """As Trainer's. Values on a mesh keep what they were gathered to in any case."""
         if fp8 is not None:
             raise ValueError("train_gpt: expected --fp8 none with --mesh, got 8-bit floats; leave one out")
         self.dtype = dtype

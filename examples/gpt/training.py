@@ -59,12 +59,13 @@ class Trainer:
 
     def __init__(self, config: Config, comm: to.TorchComm, text: Text, *, batch_size: int, steps: int, rate: float,
                  seed: int, dtype: torch.dtype, algorithm: str, graph: bool,
-                 fp8: to.nn.Float8Recipe | None = None, mesh: Mapping[str, int] | None = None) -> None:  # fmt: skip
+                 fp8: to.nn.Float8Recipe | None = None, keep_gathered: bool = False,
+                 mesh: Mapping[str, int] | None = None) -> None:  # fmt: skip
         self.config, self.comm, self.text = config, comm, text
         self.batch_size, self.steps, self.rate, self.seed = batch_size, steps, rate, seed
         self.device, self.mesh_axes = comm.get_device(), dict(mesh or {})
         cuda = self.device.type == "cuda"
-        self.make(dtype, algorithm, fp8)
+        self.make(dtype, algorithm, fp8, keep_gathered)
         parameters = list(self.model.parameters())
         self.learning_rate = torch.zeros((), device=self.device)
         self.optimizer = torch.optim.AdamW(
@@ -82,10 +83,10 @@ class Trainer:
         self.stream = torch.cuda.Stream() if self.graph is not None else None
         self.captured = False
 
-    def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None) -> None:
+    def make(self, dtype: torch.dtype, algorithm: str, fp8: to.nn.Float8Recipe | None, keep_gathered: bool) -> None:
         """The model, and where its loss is after a step."""
         self.model = GPT(self.config, self.comm, seed=self.seed, device=self.device, dtype=dtype, algorithm=algorithm,
-                         fp8=fp8)  # fmt: skip
+                         fp8=fp8, keep_gathered=keep_gathered)  # fmt: skip
         self.gradients = Gradients(self.model, self.device)
         self.loss = self.gradients.loss
 

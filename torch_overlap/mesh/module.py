@@ -61,7 +61,7 @@ def shard_module(
 
     Raises:
         InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
-        UnsupportedError: a style with `algorithm`, `require_fused` or `fp8`: here the mesh decides.
+        UnsupportedError: a style with `algorithm`, `require_fused`, `fp8` or `keep_gathered`: here the mesh decides.
     """
     left, hooks = without_styles(module, mesh, layouts or {}, axis)
     used = set()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["without_styles"]
 
 # The mesh decides these by itself.
-_DECIDED = {"algorithm": "auto", "require_fused": False, "fp8": None}
+_DECIDED = {"algorithm": "auto", "require_fused": False, "fp8": None, "keep_gathered": False}
 
 
 def without_styles(

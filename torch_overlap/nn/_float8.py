@@ -45,17 +45,19 @@ def column_products(
     state: Float8State,
     dim: int | None,
     algorithm: str,
+    keep_gathered: bool,
 ) -> list[Tensor]:
     """linear(all_gather(x, dim), w, b) for each of this rank's weights and biases.
 
-    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products.
+    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products. keep_gathered: the 8-bit
+    rows of all ranks are kept for the gradients of the weights.
     """
     plan = _plan("ColumnParallelLinear", x, weights, state, dim, algorithm)
     mine, weight = _quantize_forward(x, weights, state, x_columns=False)
     outputs: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
-        plan, state, *mine[:2], *weight, x, *weights, *biases
+        plan, state, keep_gathered, *mine[:2], *weight, x, *weights, *biases
     )
-    return list(outputs)
+    return list(outputs[: len(weights)])
 
 
 def row_product(
@@ -117,42 +119,56 @@ def _bias_grad(grad: Tensor, bias_dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
 
 
+def _materialized(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Zeros for outputs [..., size] that were not used, but for one at least."""
+    used = next(g for g in grads if g is not None)
+    return [used.new_zeros(*used.shape[:-1], n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(plan: Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, w8: Tensor, w_scale_inv: Tensor,
-                w_columns: Tensor | None, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    def forward(plan: Plan, state: Float8State, keep_gathered: bool, x8: Tensor, x_scale_inv: Tensor, w8: Tensor,
+                w_scale_inv: Tensor, w_columns: Tensor | None, x: Tensor,
+                *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
         biases = parameters[len(plan.sizes) :]
-        outputs = gather_products(plan, (x8, x_scale_inv), w8.split(plan.sizes), w_scale_inv, biases,
-                                      split_accumulator=plan.split_accumulator)  # fmt: skip
-        return tuple(outputs)
+        outputs, gathered = gather_products(plan, (x8, x_scale_inv), w8.split(plan.sizes), w_scale_inv, biases,
+                                            split_accumulator=plan.split_accumulator,
+                                            return_gathered=keep_gathered)  # fmt: skip
+        return (*outputs, gathered) if keep_gathered else tuple(outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        plan, state, x8, x_scale_inv, _, w_scale_inv, w_columns, x, *parameters = inputs
-        ctx.plan, ctx.state = plan, state
+        plan, state, keep_gathered, x8, x_scale_inv, _, w_scale_inv, w_columns, x, *parameters = inputs
+        ctx.plan, ctx.state, ctx.is_gathered = plan, state, keep_gathered or plan.dim is None
         ctx.dtypes = [x.dtype, *(None if p is None else p.dtype for p in parameters)]
+        if keep_gathered:
+            x8 = output[-1]
+            ctx.mark_non_differentiable(x8)
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(x8, x_scale_inv, w_columns, w_scale_inv)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Any, ...]:
         plan, x8, (x_dtype, *dtypes) = ctx.plan, ctx.saved_tensors[0], ctx.dtypes
         _, x_scale_inv, w_columns, w_scale_inv = ctx.saved_tensors
-        x_wanted, *wanted = ctx.needs_input_grad[7:]
-        count = len(grads)
+        x_wanted, *wanted = ctx.needs_input_grad[8:]
+        count = len(plan.sizes)
+        grads = _materialized(output_grads[:count], plan.sizes)
         weights_wanted = any(wanted[:count])
         x_grad = None
         found: list[Tensor | None] = [None] * count
         if x_wanted or weights_wanted:
             grad = _quantize_backward(grads, ctx.state, columnwise=weights_wanted)
             is_bulk = plan.algorithm == "bulk" and plan.dim is not None
-            if weights_wanted and plan.dim is not None:
+            gathers = weights_wanted and not ctx.is_gathered
+            if gathers:
                 x8 = begin_gather(plan, x8)  # travels under dx
             if x_wanted and is_bulk:
                 x_grad = product(grad[:2], (w_columns, w_scale_inv), plan.dtype)
             elif x_wanted:
                 x_grad = product_scatter(plan, grad[:2], (w_columns, w_scale_inv), None, split_accumulator=True)
-            if weights_wanted and plan.dim is not None:
+            if gathers:
                 x8 = _ops.wait_tensor(x8)
             if x_wanted and is_bulk:  # travels under dw
                 x_grad = _ops.reduce_scatter_async(x_grad, plan.dim, "sum", plan.comm, plan.size)
@@ -165,7 +181,7 @@ class _Column(torch.autograd.Function):
                 x_grad = (_ops.wait_tensor(x_grad) if is_bulk else x_grad).to(x_dtype)
         found += [_bias_grad(g, dtype) if needed else None
                   for g, needed, dtype in zip(grads, wanted[count:], dtypes[count:], strict=True)]  # fmt: skip
-        return *[None] * 7, x_grad, *found
+        return *[None] * 8, x_grad, *found
 
 
 def _row_gradient(
@@ -182,7 +198,7 @@ def _row_gradient(
     if not overlaps:
         rows = rows if plan.dim is None else _ops.wait_tensor(rows)
         return product((rows, grad.scale_inv), weight, plan.dtype) if x_wanted else None, rows
-    (x_grad,) = gather_products(plan, grad[:2], [weight[0]], weight[1], [None], split_accumulator=True)
+    (x_grad,), _ = gather_products(plan, grad[:2], [weight[0]], weight[1], [None], split_accumulator=True)
     return x_grad, _ops.wait_tensor(rows) if weight_wanted else rows
 
 

@@ -85,18 +85,19 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 
 def gather_products(plan: Plan, x: Scaled, weights: Sequence[Tensor], weight_scale_inv: Tensor,
-                     biases: Sequence[Tensor | None], *, split_accumulator: bool) -> list[Tensor]:  # fmt: skip
-    """The products of all rows with each weight."""
+                     biases: Sequence[Tensor | None], *, split_accumulator: bool,
+                     return_gathered: bool = False) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """The products of all rows with each weight; these rows, if asked: x's data, gathered."""
     cast = [None if b is None else b.to(plan.dtype) for b in biases]
     if plan.dim is None:
         return [product(x, (w, weight_scale_inv), plan.dtype, b, split_accumulator=split_accumulator)
-                for w, b in zip(weights, cast, strict=True)]  # fmt: skip
+                for w, b in zip(weights, cast, strict=True)], x[0]  # fmt: skip
     with _no_autocast(x[0]):
-        outputs: list[Tensor] = _ops.scaled_all_gather_matmul(
+        outputs, gathered, _ = _ops.scaled_all_gather_matmul(
             *x, weights, [weight_scale_inv] * len(weights), cast, plan.comm, plan.size, plan.dim, plan.dtype,
-            split_accumulator, plan.fused,
-        )[0]  # fmt: skip
-    return outputs
+            split_accumulator, plan.fused, int(ScalingMode.CURRENT_TENSOR_SCALING), return_gathered,
+        )  # fmt: skip
+    return outputs, gathered
 
 
 def product_scatter(plan: Plan, x: Scaled, weight: Scaled, bias: Tensor | None, *,

@@ -106,6 +106,8 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: gather the output features too, so that every rank has [..., out_features]. Its gradient is
             then expected whole on every rank, as when all ranks compute the same loss.
         gather_dim: the dimension of x along which rows are gathered, with sequence_parallel. 0 needs no copies.
+        keep_gathered: keep all rows of x until the backward pass, n times the memory of this rank's, in place of
+            gathering them again for the gradient of the weight.
         device: default: that of comm. "meta" draws nothing; call reset_parameters() after to_empty().
         algorithm: of the operators; see torch_overlap.ops.
         require_fused: raise UnsupportedError in forward where the operator would not overlap (one rank never raises).
@@ -128,6 +130,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = True,
         gather_output: bool = False,
         gather_dim: int = 0,
+        keep_gathered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         algorithm: str = "auto",
@@ -137,7 +140,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(comm, sequence_parallel=sequence_parallel, algorithm=algorithm, require_fused=require_fused,
                          init=init, fp8=fp8)  # fmt: skip
-        self.in_features = in_features
+        self.in_features, self.keep_gathered = in_features, keep_gathered
         self.out_features = out_features if isinstance(out_features, int) else list(out_features)
         self.gather_output, self.gather_dim = gather_output, gather_dim
         if isinstance(self.out_features, int):
@@ -184,15 +187,18 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         features = sum(w.size(0) for w in weights)
+        # The operator saves the gathered rows that it returns.
+        keep = self.keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
         if self.float8 is not None:
             self._require_fused_float8("scaled_all_gather_matmul", x, features)
             dim = self.gather_dim if self.sequence_parallel else None
-            outputs = column_products(x, weights, biases, self.float8, dim, self.algorithm)
+            outputs = column_products(x, weights, biases, self.float8, dim, self.algorithm, keep and dim is not None)
         elif self.sequence_parallel:
             self._require_fused("all_gather_matmul", x, features)
             outputs, _ = ops.all_gather_matmul(
-                x, weights, self.comm, biases, gather_dim=self.gather_dim, algorithm=self.algorithm
-            )
+                x, weights, self.comm, biases, gather_dim=self.gather_dim, return_gathered=keep,
+                algorithm=self.algorithm,
+            )  # fmt: skip
         else:
             if x.dim() < 2:
                 raise ValueError(f"ColumnParallelLinear: expected x of two or more dimensions, got shape "
@@ -205,7 +211,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def extra_repr(self) -> str:
         return self._describe(in_features=self.in_features, out_features=self.out_features,
-                              bias=self.biases[0] is not None, gather_output=self.gather_output)  # fmt: skip
+                              bias=self.biases[0] is not None, gather_output=self.gather_output,
+                              keep_gathered=self.keep_gathered)  # fmt: skip
 
     @classmethod
     def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear], comm: TorchComm,

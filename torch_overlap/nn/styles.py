@@ -119,7 +119,7 @@ class ColumnParallel(Style):
         sequence_parallel: the input is this rank's part of `sequence_dim`; else the same on all ranks.
         sequence_dim: of the input.
         multiple_of: what each rank's output features are a multiple of, such as the size of a head.
-        gather_output, algorithm, require_fused, fp8: as for ColumnParallelLinear.
+        gather_output, keep_gathered, algorithm, require_fused, fp8: as for ColumnParallelLinear.
 
     Raises:
         TypeError, ValueError: not an nn.Linear; features that do not divide. As from `comm_of`.

@@ -38,6 +38,7 @@ class ParallelMLP(nn.Module):
         features, hidden: of the whole layer; hidden is divisible by the number of ranks.
         activation: "gelu", "gelu_tanh", or "swiglu", whose gate and up projections share one gather.
         sequence_dim: the dimension of rows that sequence parallelism splits.
+        keep_gathered: of the first projections; see ColumnParallelLinear.
         init, output_init: of the first projections and of the last; see ColumnParallelLinear.
         options: bias, sequence_parallel, device, dtype, algorithm, require_fused, fp8, as for ColumnParallelLinear.
     """
@@ -50,6 +51,7 @@ class ParallelMLP(nn.Module):
         *,
         activation: str = "gelu",
         sequence_dim: int = 0,
+        keep_gathered: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
         **options: Unpack[LayerOptions],
@@ -59,7 +61,8 @@ class ParallelMLP(nn.Module):
         self.is_gated = activation == "swiglu"
         per_rank("ParallelMLP", "hidden", hidden, comm)
         self.up = ColumnParallelLinear(features, [hidden, hidden] if self.is_gated else [hidden], comm,
-                                       gather_dim=sequence_dim, init=init, **options)  # fmt: skip
+                                       gather_dim=sequence_dim, keep_gathered=keep_gathered, init=init,
+                                       **options)  # fmt: skip
         self.down = RowParallelLinear(hidden, features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,6 +100,7 @@ class ParallelSelfAttention(nn.Module):
         head_dim: int | None = None,
         causal: bool = True,
         sequence_dim: int = 0,
+        keep_gathered: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
         **options: Unpack[LayerOptions],
@@ -113,7 +117,8 @@ class ParallelSelfAttention(nn.Module):
         self.head_dim = head_dim if head_dim else features // heads
         self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]
-        self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, init=init, **options)
+        self.qkv = ColumnParallelLinear(features, sizes, comm, gather_dim=sequence_dim, keep_gathered=keep_gathered,
+                                        init=init, **options)  # fmt: skip
         self.out = RowParallelLinear(sizes[0], features, comm, scatter_dim=sequence_dim, init=output_init, **options)
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -163,6 +168,7 @@ class ParallelTransformerBlock(nn.Module):
         norm: str = "layer",
         norm_eps: float | None = None,
         sequence_dim: int = 0,
+        keep_gathered: bool = False,
         init: Init | None = None,
         output_init: Init | None = None,
         **options: Unpack[LayerOptions],
@@ -179,11 +185,12 @@ class ParallelTransformerBlock(nn.Module):
         self.attention_norm = make_norm(features, **of_norm)
         self.attention = ParallelSelfAttention(
             features, heads, comm, kv_heads=kv_heads, head_dim=head_dim, causal=causal, sequence_dim=sequence_dim,
-            init=init, output_init=output_init, **options,
+            keep_gathered=keep_gathered, init=init, output_init=output_init, **options,
         )  # fmt: skip
         self.mlp_norm = make_norm(features, **of_norm)
-        self.mlp = ParallelMLP(features, hidden, comm, activation=activation, sequence_dim=sequence_dim, init=init,
-                               output_init=output_init, **options)  # fmt: skip
+        self.mlp = ParallelMLP(features, hidden, comm, activation=activation, sequence_dim=sequence_dim,
+                               keep_gathered=keep_gathered, init=init, output_init=output_init,
+                               **options)  # fmt: skip
         if options.get("sequence_parallel", True):
             mark_replicated(self.attention_norm, comm)
             mark_replicated(self.mlp_norm, comm)

@@ -74,7 +74,7 @@ def test_the_plain_model_on_a_mesh_equals_one_rank(launcher, tmp_path, ranks, me
 AXES = ("dp",), ("tp",), ("dp", "tp")
 
 
-def collectives_of_a_step(comm, mesh, dtype):
+def collectives_of_a_step(comm, mesh, dtype, keep_gathered=False):
     """A training step's collectives, "all_reduce dp" on a mesh, and the losses."""
     sys.path.insert(0, str(TRAIN_GPT.parent))
     from gpt.model import Config
@@ -85,7 +85,8 @@ def collectives_of_a_step(comm, mesh, dtype):
     letters = torch.randint(256, (2, 5000), generator=torch.Generator().manual_seed(7)).to(torch.uint8)
     kind = Trainer if mesh is None else MeshTrainer
     trainer = kind(Config(64, 2, 4, 32), comm, Text(*letters, 1), batch_size=4, steps=3, rate=1e-3, seed=0,
-                   dtype=dtype, algorithm="sequential", graph=False, mesh=mesh)  # fmt: skip
+                   dtype=dtype, algorithm="sequential", graph=False, keep_gathered=keep_gathered,
+                   mesh=mesh)  # fmt: skip
     trainer.train_step(0)
     log: list[str] = []
     sets = [axes for axes in AXES if set(axes) <= set(mesh or ())]
@@ -102,16 +103,23 @@ def collectives_of_a_step(comm, mesh, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_the_mesh_puts_in_the_collectives_that_a_hand_does_but_for_rows_it_kept(dtype, tolerance):
-    """A block has 4 forwards and 4 backwards, a step one for all gradients. By hand, to save memory, the two gathered
-    inputs of a block are gathered again for the gradients of the weights; values on a mesh keep what they were moved
-    to, so each of these is one less. All the others are the same, in the same order."""
-    by_hand, losses = run_ranks(collectives_of_a_step, 2, None, dtype)[0]
+def test_the_mesh_puts_in_the_collectives_that_a_hand_does(dtype, tolerance):
+    """A block has 4 forwards and 4 backwards, a step one for all gradients: the same, in the same order."""
+    by_hand, losses = run_ranks(collectives_of_a_step, 2, None, dtype, True)[0]
     on_mesh, mesh_losses = run_ranks(collectives_of_a_step, 2, {"tp": 2}, dtype)[0]
     assert mesh_losses == pytest.approx(losses, abs=tolerance)
+    blocks = 2
+    assert by_hand == [*["all_gather_single", "reduce_scatter_single"] * 4 * blocks, "all_reduce"]
+    assert on_mesh == [f"{name} tp" for name in by_hand]
+
+
+def test_inputs_that_are_not_kept_are_gathered_again():
+    """For the gradients of the weights: two in each block."""
+    sent, losses = run_ranks(collectives_of_a_step, 2, None, torch.float32)[0]
+    _, kept_losses = run_ranks(collectives_of_a_step, 2, None, torch.float32, True)[0]
+    assert losses == pytest.approx(kept_losses, abs=1e-6)
     gather, scatter, blocks = "all_gather_single", "reduce_scatter_single", 2
-    assert on_mesh == [*[f"{gather} tp", f"{scatter} tp"] * 4 * blocks, "all_reduce tp"]
-    assert by_hand == [*[gather, scatter] * 2 * blocks, *[gather, gather, scatter] * 2 * blocks, "all_reduce"]
+    assert sent == [*[gather, scatter] * 2 * blocks, *[gather, gather, scatter] * 2 * blocks, "all_reduce"]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
