@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
 from torch_overlap.mesh._core import OpRule, Plan, Propagation, Strategy, propagate
@@ -180,13 +181,28 @@ def look_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             f"{_name(func)}: expected Sharded values as arguments, in lists, tuples or alone, got none that is found"
         )
     recipes = operands[0].spec.recipes
-    recipe: Recipe | None = recipes.get(key)
+    try:
+        recipe: Recipe | None = recipes.get(key)
+    except TypeError:
+        found = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves((args, kwargs)) if not _has_hash(leaf)})
+        raise InvalidTypeError(
+            f"{_name(func)}: expected Sharded values, numbers, text, and lists of these as arguments, got "
+            f"{', '.join(found)}; of an array take x.tolist() for an index, shard(torch.from_numpy(x), mesh) as value"
+        ) from None
     if recipe is None:
         recipe = _make(func, args, kwargs, operands)
         if len(recipes) >= MOST_RECIPES:
             recipes.clear()
         recipes[key] = recipe
     return recipe, operands
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _traced_recipe(func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
