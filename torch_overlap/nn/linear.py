@@ -212,7 +212,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def extra_repr(self) -> str:
         return self._describe(in_features=self.in_features, out_features=self.out_features,
                               bias=self.biases[0] is not None, gather_output=self.gather_output,
-                              keep_gathered=self.keep_gathered)  # fmt: skip
+                              **{"keep_gathered": True} if self.keep_gathered else {})  # fmt: skip
 
     @classmethod
     def from_linear(cls: type[_Column], linear: nn.Linear | Sequence[nn.Linear], comm: TorchComm,

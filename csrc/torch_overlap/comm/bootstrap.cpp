@@ -4,8 +4,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
@@ -166,12 +169,28 @@ void publish(c10d::Store& store, const std::string& key, int rank, int size,
   done_with_keys(store, readers_key(key), size, part_keys(key, size));
 }
 
+// In slices: a wait keeps the connection from other threads, and what they would say to it may be
+// what the missing ranks wait for.
+void wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys, Milliseconds timeout) {
+  constexpr Milliseconds kSlice{200};
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (true) {
+    const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
+    try {
+      return store.wait(keys, std::clamp(left, Milliseconds(1), kSlice));
+    } catch (const c10::DistStoreError&) {
+      if (left <= kSlice) throw;
+    }
+    std::this_thread::sleep_for(Milliseconds(1));
+  }
+}
+
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout) {
   const auto keys = part_keys(key, size);
   in_store(key, [&] { put_part(store, key, rank, mine); });
   try {
-    store.wait(keys, timeout);
+    wait_for_keys(store, keys, timeout);
   } catch (const std::exception& error) {
     std::vector<int> missing;
     in_store(key, [&] {

@@ -13,7 +13,11 @@ constexpr std::string_view kTanh = "tanh";
 double largest_8_bit(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn ? 448. : 57344.; }
 
 void store_8_bit(const GemmArgs& args, const at::Tensor& value) {
-  if (args.out_amax.defined()) args.out_amax.squeeze().copy_(value.abs().amax());
+  if (args.out_amax.defined() && value.numel() == 0) {
+    args.out_amax.zero_();
+  } else if (args.out_amax.defined()) {
+    args.out_amax.squeeze().copy_(value.abs().amax());
+  }
   const double largest = largest_8_bit(args.out.scalar_type());
   args.out.copy_(value.mul(args.out_scale.squeeze()).clamp_(-largest, largest));
 }

@@ -17,16 +17,27 @@
 namespace torch_overlap {
 namespace {
 
-// Nothing to multiply; the epilogue may still have work.
+// Nothing to multiply; the epilogue may still have work, sums of no rows among it.
 bool finish_empty(const GemmProblem& problem) {
   const auto [m, n, k] = problem.shape;
-  if (m == 0 || n == 0) return true;
-  if (k != 0) return false;
+  if (m != 0 && n != 0 && k != 0) return false;
   const auto type = problem.args.out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const c10::DeviceGuard guard(problem.args.out.device());
   compose_bias_grad(problem);
   compose_epilogue(problem, at::zeros({m, n}, problem.args.out.options().dtype(type)));
   return true;
+}
+
+// Products of a group run side by side.
+void check_outputs_apart(std::string_view op, const std::vector<GemmArgs>& group) {
+  std::vector<const void*> outs;
+  for (const auto& args : group) {
+    if (args.out.numel() > 0) outs.push_back(args.out.const_data_ptr());
+  }
+  std::sort(outs.begin(), outs.end());
+  TORCH_OVERLAP_CHECK(std::adjacent_find(outs.begin(), outs.end()) == outs.end(), kValue, op,
+                      ": expected an out of its own for each product of the group, got one tensor "
+                      "twice");
 }
 
 }  // namespace
@@ -85,6 +96,7 @@ void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
                         ": expected one device for the group, got ", group[0].out.device(), " and ",
                         args.out.device(), "; make a group of each device");
   }
+  check_outputs_apart(op, group);
   const auto device = group[0].out.device();
   GemmBackend& backend = gemm_backend(op, device.type());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

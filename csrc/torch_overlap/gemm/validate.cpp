@@ -1,5 +1,7 @@
 #include "torch_overlap/gemm/validate.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
@@ -32,6 +34,18 @@ void check_devices(std::string_view op, const GemmArgs& args) {
   check_device(op, "out_scale", args.out_scale, device);
   check_device(op, "out_amax", args.out_amax, device);
   check_device(op, "workspace", args.workspace, device);
+}
+
+// A product writes while it still reads.
+void check_apart(std::string_view op, std::string_view name, const at::Tensor& operand,
+                 const at::Tensor& out) {
+  if (!operand.is_alias_of(out) || operand.numel() == 0 || out.numel() == 0) return;
+  const auto status = at::get_overlap_status(operand, out);
+  TORCH_OVERLAP_CHECK(status != at::MemOverlapStatus::Full &&
+                          status != at::MemOverlapStatus::Partial &&
+                          operand.const_data_ptr() != out.const_data_ptr(),
+                      kValue, op, ": expected out to be apart from ", name,
+                      ", got memory of both in one place; write to another tensor");
 }
 
 void check_pair(std::string_view op, const GemmProblem& problem) {
@@ -188,6 +202,8 @@ GemmProblem checked_problem(std::string_view op, const GemmArgs& args) {
   check_devices(op, args);
   check_pair(op, problem);
   check_out(op, problem);
+  check_apart(op, "lhs", args.lhs.data, args.out);
+  check_apart(op, "rhs", args.rhs.data, args.out);
   check_8_bit_out(op, args);
   if (problem.lhs.scaled() && problem.shape.m > 0 && problem.shape.n > 0) {
     check_8_bit_sizes(op, problem);

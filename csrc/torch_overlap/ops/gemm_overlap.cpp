@@ -1,5 +1,7 @@
 #include <ATen/ops/empty.h>
 
+#include <exception>
+
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/gemm_call.h"
@@ -19,6 +21,25 @@ std::vector<c10::SymInt> scaled_sizes(c10::SymIntArrayRef sizes, int64_t times, 
   scaled[0] = scaled[0] * times / parts;
   return scaled;
 }
+
+// The tokens of a call; those of before again where it throws.
+class ActiveTokens {
+ public:
+  ActiveTokens(CommOverlapCore& buffer, int64_t tokens)
+      : buffer_(buffer), before_(buffer.active_tokens()), throwing_(std::uncaught_exceptions()) {
+    buffer_.set_active_tokens(tokens);
+  }
+  ~ActiveTokens() {
+    if (std::uncaught_exceptions() > throwing_) buffer_.set_active_tokens(before_);
+  }
+  ActiveTokens(const ActiveTokens&) = delete;
+  ActiveTokens& operator=(const ActiveTokens&) = delete;
+
+ private:
+  CommOverlapCore& buffer_;
+  const int64_t before_;
+  const int throwing_;
+};
 
 at::Tensor as_matrix(const at::Tensor& tensor, int64_t columns) {
   return tensor.reshape({-1, columns});
@@ -58,10 +79,11 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
       " overlap auxiliary output is sized incorrectly: expected aux_in of at most ", most,
       " rows of ", config.buffer_shape[1], " features of ", bytes,
       " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size());
-  const auto use = buffer->use();
-  buffer->set_active_tokens(gathers ? rows * tp : rows);
-  buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
   const auto args = gemm_args(call, results);
+  check_gemm(kGemm, args);  // before the buffer is written to
+  const auto use = buffer->use();
+  const ActiveTokens active(*buffer, gathers ? rows * tp : rows);
+  buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
   const auto target = as_matrix(aux_out, columns);
   buffer->bulk_overlap(args, type, gathers ? at::Tensor() : target);
   if (gathers) target.copy_(buffer->get_buffer().view(target.scalar_type()));
@@ -86,7 +108,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
   const auto use = buffer->use();
-  buffer->set_active_tokens(rows * buffer->get_tp_size());
+  const ActiveTokens active(*buffer, rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
   TORCH_OVERLAP_CHECK(
       gathered.size(1) == columns && gathered.element_size() == call.lhs.element_size(), kValue,
@@ -108,6 +130,9 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
 GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for RS with a method other than BULK, got one");
+  TORCH_OVERLAP_CHECK(!call.fuse_gelu && !(call.fuse_bias && call.grad), kUnsupported, kGemm,
+                      ": expected no ", call.fuse_gelu ? "fuse_gelu" : "bias gradient",
+                      " with comm_type RS, got it: it belongs behind the sum");
   const auto shape = gemm_result_shape(call);
   const int64_t tp = buffer->get_tp_size();
   TORCH_OVERLAP_CHECK(shape.sizes[0] % tp == 0, kValue, kGemm,
@@ -123,7 +148,7 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                       ": expected an output of ", buffer->config().buffer_shape[1],
                       " features, as the buffer has, got ", shape.n);
   const auto use = buffer->use();
-  buffer->set_active_tokens(shape.m.expect_int());
+  const ActiveTokens active(*buffer, shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
   std::get<0>(partial) = buffer->get_buffer();

@@ -194,6 +194,11 @@ void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs
   lanes.run(lane, "gemm", [op, own] { torch_overlap::gemm(op, own); });
 }
 
+void OverlapChannel::Session::sum(int lane, const SumArgs& args) {
+  if (channel.logs_) channel.log_sum(lane, args);
+  lanes.run(lane, "sum", [&device = channel.device(), args] { device.sum(args); });
+}
+
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
   std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": chunk ",
                       move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to, ", chunk ",
@@ -204,6 +209,12 @@ void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
   const auto [m, n, k] = gemm_shape(args);
   std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": product ", m,
                       " x ", n, " x ", k, " on lane ", lane, "\n");
+}
+
+void OverlapChannel::log_sum(int lane, const SumArgs& args) const {
+  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": sum of ",
+                      args.parts.size(), " parts of ", args.out.size(0), " x ", args.out.size(1),
+                      " on lane ", lane, "\n");
 }
 
 OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channel,

@@ -126,6 +126,9 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::unique_lock<std::recursive_mutex> lock_;
   };
 
+  // While it lives no other thread begins an operation.
+  std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
+
   // Whether an operation ended half way: none is taken any more.
   bool is_broken() const;
   // Throws if a wait of an operation has expired since, in a replay too.
@@ -146,6 +149,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     }
     // Puts a product on the lane.
     void gemm(int lane, std::string_view op, const GemmArgs& args);
+    // Puts a sum on the lane.
+    void sum(int lane, const SumArgs& args);
     void arrived(int lane, const std::vector<int>& flags) { transport.arrived(lanes, lane, flags); }
     void post(int lane, int flag) { transport.post(lanes, lane, flag); }
   };
@@ -194,6 +199,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   void end_quietly() noexcept;
   void log_exchange(const Transport::Move& move) const;
   void log_gemm(int lane, const GemmArgs& args) const;
+  void log_sum(int lane, const SumArgs& args) const;
   std::string broken_;  // what ended an operation half way; empty: nothing has
 };
 

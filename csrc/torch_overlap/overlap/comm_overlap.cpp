@@ -86,7 +86,9 @@ std::string CommOverlapCore::describe(std::string_view op, size_t products) cons
   // No cuBLASLt of CUDA 13 counts tiles: flags tell products of chunks what counters told one.
   const bool is_atomic = op.starts_with("atomic");
   return concat(channel_->transport().name(), ", ", products, " products on ", streams, " streams",
-                is_atomic ? ", flags in place of counters" : "",
+                !is_atomic         ? ""
+                : obstacle.empty() ? ", flags in place of counters"
+                                   : ", as the split method",
                 obstacle.empty() ? "" : concat(" (", obstacle, ")"));
 }
 
@@ -104,10 +106,12 @@ void CommOverlapCore::set_active_tokens(int64_t tokens) {
   TORCH_OVERLAP_CHECK(tokens >= 0 && tokens <= config_.buffer_shape[0], kValue,
                       "set_active_tokens: expected at most the ", config_.buffer_shape[0],
                       " tokens of the buffer, got ", tokens);
+  const auto lock = channel_->lock();
   tokens_ = tokens;
 }
 
 at::Tensor CommOverlapCore::get_buffer(bool local_chunk) const {
+  const auto lock = channel_->lock();
   const auto active = data_.narrow(0, 0, tokens_ * config_.buffer_shape[1])
                           .view({tokens_, config_.buffer_shape[1]});
   return local_chunk ? active.narrow(0, rows().begin(rank()), rows().length(rank())) : active;
@@ -117,10 +121,12 @@ at::Tensor CommOverlapCore::get_buffer_chunk_by_id(int chunk_id) const {
   TORCH_OVERLAP_CHECK(chunk_id >= 0 && chunk_id < config_.tp_size, kValue,
                       "get_buffer_chunk_by_id: expected a chunk in [0, ", config_.tp_size,
                       "), got ", chunk_id);
+  const auto lock = channel_->lock();
   return get_buffer().narrow(0, rows().begin(chunk_id), rows().length(chunk_id));
 }
 
 void CommOverlapCore::copy_into_buffer(const Tensor& input, bool local_chunk) {
+  const auto lock = channel_->lock();
   const auto target = get_buffer(local_chunk);
   TORCH_OVERLAP_CHECK(input.defined() && input.element_size() == target.element_size(), kType,
                       "copy_into_buffer: expected elements of ", target.element_size(),
@@ -150,7 +156,13 @@ void CommOverlapCore::set_ubuf_scale_inv(const Tensor& scale_inv) {
       scale_inv.defined()
           ? concat(scale_inv.sizes(), " ", scale_inv.scalar_type(), " on ", scale_inv.device())
           : "no tensor");
+  const auto lock = channel_->lock();
   scale_inv_ = scale_inv;
+}
+
+at::Tensor CommOverlapCore::ubuf_scale_inv() const {
+  const auto lock = channel_->lock();
+  return scale_inv_;
 }
 
 at::Tensor CommOverlapCore::scale_of_sum(std::string_view op) const {
@@ -224,6 +236,7 @@ void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
   TORCH_OVERLAP_CHECK(config_.comm_type == CommOverlapType::NONE || config_.comm_type == type,
                       kValue, kOp, ": invalid collective type: expected that of the buffer, ",
                       to_string(config_.comm_type), ", got ", to_string(type));
+  const auto lock = channel_->lock();
   do_bulk(args, type, rs_output);
 }
 
@@ -239,24 +252,28 @@ void CommOverlapCore::bulk_overlap_external_ag(CommOverlapCore& lender) {
 void CommOverlapCore::split_overlap_ag(const GemmArgs& args, const Tensor& gathered) {
   constexpr std::string_view kOp = "split_overlap_ag";
   require_split(kOp, CommOverlapType::AG, /*atomic=*/false);
+  const auto lock = channel_->lock();
   do_ag(kOp, args, gathered);
 }
 
 void CommOverlapCore::split_overlap_rs(const GemmArgs& args, const Tensor& rs_output) {
   constexpr std::string_view kOp = "split_overlap_rs";
   require_split(kOp, CommOverlapType::RS, /*atomic=*/false);
+  const auto lock = channel_->lock();
   do_rs(kOp, args, rs_output);
 }
 
 void CommOverlapCore::atomic_gemm_overlap_ag(const GemmArgs& args, const Tensor& gathered) {
   constexpr std::string_view kOp = "atomic_gemm_overlap_ag";
   require_split(kOp, CommOverlapType::AG, /*atomic=*/true);
+  const auto lock = channel_->lock();
   do_ag(kOp, args, gathered);
 }
 
 void CommOverlapCore::atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor& rs_output) {
   constexpr std::string_view kOp = "atomic_gemm_overlap_rs";
   require_split(kOp, CommOverlapType::RS, /*atomic=*/true);
+  const auto lock = channel_->lock();
   do_rs(kOp, args, rs_output);
 }
 

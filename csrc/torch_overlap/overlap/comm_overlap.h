@@ -40,7 +40,7 @@ namespace torch_overlap {
 //
 // Life. A class is made collectively, over a TorchComm or two callbacks of an outside framework;
 // its end asks nobody. What the views of get_buffer() need lives as long as they do.
-// Threads: any; calls are ordered by a lock.
+// Threads: any; a lock orders what they call, checks and settings included.
 class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<CommOverlapCore> {
  public:
   using Tensor = at::Tensor;
@@ -64,7 +64,8 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   void* get_ubuf_dptr() const { return data_.mutable_data_ptr(); }
   // Which way the last call went, and why if it is not the fastest: "split_overlap_ag: copy engine,
   // 4 products on 3 streams". An atomic method goes the way of the split one, and says so: ",
-  // flags in place of counters".
+  // flags in place of counters"; where ranks do not reach each other's memory, without flags, ", as
+  // the split method".
   std::string last_path() const;
   const OverlapGroup& group() const { return channel_->group(); }
 
@@ -89,7 +90,7 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // For 8-bit buffers: one fp32 that all ranks have the same of. value = data * scale_inv. It is
   // read when a call is executed.
   void set_ubuf_scale_inv(const Tensor& scale_inv);
-  const Tensor& ubuf_scale_inv() const { return scale_inv_; }
+  Tensor ubuf_scale_inv() const;
 
   // --- Products ----------------------------------------------------------------------------------
   // The product of `args` beside the all-gather of the buffer, or beside its reduce-scatter: into

@@ -98,6 +98,11 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       ": expected buffer_dtype to be one of float64, float32, float16, bfloat16, "
                       "float8_e4m3fn, float8_e5m2, uint8, got ",
                       c10::toString(buffer_dtype));
+  constexpr int64_t kMostBytes = int64_t{1} << 47;  // of an address space
+  const auto element = static_cast<int64_t>(c10::elementSize(buffer_dtype));
+  TORCH_OVERLAP_CHECK(buffer_shape[0] <= kMostBytes / buffer_shape[1] / element, kValue, op,
+                      ": expected a buffer of at most 2^47 bytes, got buffer_shape ",
+                      list_string(buffer_shape), " of ", c10::toString(buffer_dtype));
   TORCH_OVERLAP_CHECK(!(buffer_dtype == c10::ScalarType::Byte && comm_type == Type::RS), kType, op,
                       ": expected a floating-point buffer_dtype for RS, got uint8, which has no "
                       "sums");

@@ -53,7 +53,7 @@ void put_reduce_scatter(OverlapChannel& channel, OverlapChannel::Session& sessio
     }
   }
   if (length == 0) return;
-  session.lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
+  session.sum(lane, sum);
 }
 
 // What others read directly may be written again after the operation: so it ends when all have.

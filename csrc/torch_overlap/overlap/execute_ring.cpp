@@ -173,9 +173,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     }
     // On the lane of the own product, which is the last.
     session.arrived(lane, flags_of_others(channel.group(), 0));
-    if (length > 0) {
-      lanes.run(lane, "sum", [&device = channel.device(), sum] { device.sum(sum); });
-    }
+    if (length > 0) session.sum(lane, sum);
   };
   channel.operate(op, body, {.rows = rows.rows});
   largest.finish();

@@ -1,6 +1,8 @@
 #include "torch_overlap/overlap/registry.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <list>
 #include <mutex>
 #include <utility>
 
@@ -16,9 +18,17 @@ struct Held {
   std::shared_ptr<CommOverlapCore> buffer;
 };
 
+// A buffer that a thread is making: others that want the same wait for it.
+struct Making {
+  const TorchComm* comm_address;
+  const CommOverlapConfig& config;
+};
+
 struct Buffers {
   std::mutex mutex;
+  std::condition_variable made;
   std::map<int64_t, Held> by_id;
+  std::list<Making> making;
   int64_t last = 0;
 };
 
@@ -52,21 +62,42 @@ std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
 
 int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                                    const CommOverlapConfig& config) {
-  {
-    const std::lock_guard lock(buffers().mutex);
-    if (const auto found = find_equal(*comm, config); found != buffers().by_id.end()) {
+  Buffers& all = buffers();
+  std::unique_lock lock(all.mutex);
+  while (true) {
+    if (const auto found = find_equal(*comm, config); found != all.by_id.end()) {
       ++found->second.entry.holds;
       return found->first;
     }
+    const bool is_made =
+        std::any_of(all.making.begin(), all.making.end(), [&](const Making& other) {
+          return other.comm_address == comm.get() && other.config == config;
+        });
+    if (!is_made) break;
+    all.made.wait(lock);
   }
-  // Without the lock: it waits for the other ranks, which may be threads of this process.
-  auto buffer = CommOverlapCore::create(OverlapGroup::of(comm), config);
-  const std::lock_guard lock(buffers().mutex);
-  const int64_t id = ++buffers().last;
-  buffers().by_id.emplace(id, Held{.comm = comm,
-                                   .comm_address = comm.get(),
-                                   .entry = {comm->name(), config, 1},
-                                   .buffer = std::move(buffer)});
+  const auto mine = all.making.insert(all.making.end(), {comm.get(), config});
+  const auto done = [&] {
+    all.making.erase(mine);
+    all.made.notify_all();
+  };
+  lock.unlock();
+  std::shared_ptr<CommOverlapCore> buffer;
+  try {
+    // Without the lock: it waits for the other ranks, which may be threads of this process.
+    buffer = CommOverlapCore::create(OverlapGroup::of(comm), config);
+  } catch (...) {
+    lock.lock();
+    done();
+    throw;
+  }
+  lock.lock();
+  done();
+  const int64_t id = ++all.last;
+  all.by_id.emplace(id, Held{.comm = comm,
+                             .comm_address = comm.get(),
+                             .entry = {comm->name(), config, 1},
+                             .buffer = std::move(buffer)});
   return id;
 }
 

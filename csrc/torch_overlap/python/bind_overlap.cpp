@@ -266,12 +266,17 @@ void register_overlap(py::module_& m) {
       .def("last_path", &CommOverlapCore::last_path)
       .def("check", &CommOverlapCore::check,
            "Raises if a wait for another rank has expired since the last call, in a replay too.")
-      .def("set_active_tokens", &CommOverlapCore::set_active_tokens, py::arg("tokens"))
+      .def("set_active_tokens", &CommOverlapCore::set_active_tokens, py::arg("tokens"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("active_tokens", &CommOverlapCore::active_tokens)
       .def("copy_into_buffer", &CommOverlapCore::copy_into_buffer, py::arg("input"),
            py::arg("local_chunk") = false, py::call_guard<py::gil_scoped_release>())
-      .def("get_buffer", &CommOverlapCore::get_buffer, py::arg("local_chunk") = false)
-      .def("get_buffer_chunk_by_id", &CommOverlapCore::get_buffer_chunk_by_id, py::arg("chunk_id"))
-      .def("set_ubuf_scale_inv", &CommOverlapCore::set_ubuf_scale_inv, py::arg("scale_inv"))
+      .def("get_buffer", &CommOverlapCore::get_buffer, py::arg("local_chunk") = false,
+           py::call_guard<py::gil_scoped_release>())
+      .def("get_buffer_chunk_by_id", &CommOverlapCore::get_buffer_chunk_by_id, py::arg("chunk_id"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("set_ubuf_scale_inv", &CommOverlapCore::set_ubuf_scale_inv, py::arg("scale_inv"),
+           py::call_guard<py::gil_scoped_release>())
       .def(
           "bulk_overlap_external_ag",
           [](CommOverlapCore& self, const std::shared_ptr<CommOverlapCore>& lender) {

@@ -72,6 +72,31 @@ def test_small_sizes(sizes, epilogue):
         case.check()
     else:
         assert torch.equal(case.args.out, before)
+        if case.args.bias_grad is not None:
+            case.check()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sums_of_nothing_are_zero(quantized):
+    args = make_case(16, 32, 64, dtype=E4M3, scaling="current").args
+
+    def part(operand, rows):
+        return GemmOperand(
+            operand.data[:rows], operand.transposed, scaling=operand.scaling, scale_inv=operand.scale_inv
+        )
+
+    def poison(*shape, dtype=torch.bfloat16):
+        return torch.full(shape, float("nan")).to(dtype)
+
+    out_dtype = E4M3 if quantized else torch.bfloat16
+    more = {"out_scale": torch.ones(1), "out_amax": torch.full((1,), 5.0)} if quantized else {}
+    no_rows = {"gelu_input": poison(0, 32), "bias_grad": poison(32)}
+    gemm(GemmArgs(part(args.lhs, 0), args.rhs, poison(0, 32, dtype=out_dtype), **no_rows, **more))
+    assert torch.equal(no_rows["bias_grad"], torch.zeros(32, dtype=torch.bfloat16))
+    assert not quantized or more["out_amax"].item() == 0
+    sums = poison(16, dtype=torch.float32)  # of lhs, over k
+    gemm(GemmArgs(args.lhs, part(args.rhs, 0), poison(16, 0, dtype=out_dtype), bias_grad=sums, **more))
+    torch.testing.assert_close(sums, (args.lhs.data.double() * args.lhs.scale_inv.double()).sum(1).float())
 
 
 def test_an_empty_inner_dimension_of_8_bit_operands():

@@ -67,6 +67,23 @@ def test_shapes():
         refuses(VALUE, r"out of shape \[16, 32\].*output buffer size is incorrect", changed(args, out=zeros(*shape)))
 
 
+def test_out_apart_from_the_operands():
+    args = make_case(32, 32, 32).args
+    for name in ("lhs", "rhs"):
+        operand = getattr(args, name).data
+        refuses(VALUE, f"out to be apart from {name}", changed(args, out=operand))
+    memory = zeros(48, 32, dtype=args.out.dtype)
+    refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=memory[:32], out=memory[16:]))
+    wide = zeros(32, 64, dtype=args.out.dtype)
+    gemm(changed(args, lhs__data=wide[:, :32], out=wide[:, 32:]))  # side by side
+
+
+def test_groups_write_each_product_once():
+    one, other = make_case(8, 16, 24).args, make_case(8, 16, 24).args
+    with pytest.raises(VALUE, match=r"^grouped_gemm: expected an out of its own for each product of the group"):
+        to.gemm.grouped_gemm([one, changed(other, out=one.out)])
+
+
 def test_strides():
     args = plain()
     columns = zeros(48, 16).t()

@@ -11,6 +11,7 @@ import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
 from torch_overlap import CommOverlapType as Type
 from torch_overlap import TorchComm
+from torch_overlap.gemm import GemmArgs, GemmOperand, gemm
 from torch_overlap.testing import run_ranks
 
 
@@ -109,6 +110,34 @@ def test_chunks_are_passed_on_to_the_neighbour_only_where_that_is_asked_for() ->
             given = [line.split(" to rank ")[1].split(",")[0] for line in log.splitlines() if " to rank " in line]
             others = [(rank + (1 if relay else step)) % size for step in range(1, size)]
             assert given == [str(other) for other in others], log
+
+
+def run_gradients_into_the_buffer(comm: TorchComm, seed: int) -> None:
+    """The gradient of an input is multiplied into the buffer, whose sum then hides under that of the weight."""
+    rank, size = comm.get_rank(), comm.get_size()
+    tokens, outputs, features = 4 * size, 6, 8
+    config = to.CommOverlapConfig(Type.RS, Method.BULK, [tokens, features], torch.float64, size)
+    buffer = to.CommOverlapBase(comm, config)
+    grads = [draw(tokens, outputs, seed=seed + 3 * r) for r in range(size)]
+    weights = [draw(outputs, features, seed=seed + 3 * r + 1) for r in range(size)]
+    x = draw(tokens, features, seed=seed + 3 * rank + 2)
+    grad, weight = grads[rank], weights[rank]
+    place = buffer.get_buffer()
+    assert place.data_ptr() == buffer.get_ubuf_dptr()
+    gemm(GemmArgs(GemmOperand(grad), GemmOperand(weight), place))
+    torch.testing.assert_close(buffer.get_buffer(), grad @ weight, rtol=1e-12, atol=1e-12)
+    weight_grad = torch.empty(outputs, features, dtype=torch.float64)
+    log = logged(lambda: buffer.bulk_overlap(x, False, grad, True, weight_grad, comm_type=Type.RS))
+    torch.testing.assert_close(weight_grad, grad.T @ x, rtol=1e-12, atol=1e-12)
+    mine = sum(g @ w for g, w in zip(grads, weights, strict=True)).chunk(size)[rank]
+    torch.testing.assert_close(buffer.get_buffer(local_chunk=True), mine, rtol=1e-12, atol=1e-12)
+    # Nothing is put on the lanes but the product and the sum, which reads the buffers where they are.
+    assert [line.split(": ")[2].split(" ")[0] for line in log.splitlines()] == ["sum", "product"]
+
+
+def test_a_gradient_is_multiplied_into_the_buffer_that_is_reduced(seed: int) -> None:
+    run_ranks(run_gradients_into_the_buffer, 2, seed, env={"TORCH_OVERLAP_LOG_CHUNKS": "1"})
+    run_ranks(run_gradients_into_the_buffer, 3, seed, env={"TORCH_OVERLAP_LOG_CHUNKS": "1"})
 
 
 def run_workspaces(comm: TorchComm, seed: int) -> None:

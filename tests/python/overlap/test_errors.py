@@ -99,6 +99,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"expected sizes in \[1, 2\^31\) in buffer_shape, got",
     ),
     "many tokens": ({"buffer_shape": [1 << 31, 8]}, to.InvalidValueError, r"expected sizes in \[1, 2\^31\)"),
+    "many bytes": (
+        {"buffer_shape": [1 << 30, 1 << 30], "buffer_dtype": torch.float64},
+        to.InvalidValueError,
+        r"expected a buffer of at most 2\^47 bytes, got buffer_shape \[1073741824, 1073741824\] of Double",
+    ),
     "negative": ({"buffer_shape": [8, -8]}, to.InvalidValueError, r"expected sizes in \[1, 2\^31\)"),
     "dtype": (
         {"buffer_dtype": torch.int64},

@@ -190,11 +190,53 @@ def wrong(comm: TorchComm) -> None:
         with pytest.raises(to.InvalidValueError, match=message):
             OP(torch.zeros(rows, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,
                comm_overlap_id=id, rhs_transposed=True)  # fmt: skip
+    for name, more in [("fuse_gelu", {"fuse_gelu": True}), ("bias gradient", {"fuse_bias": True, "grad": True})]:
+        with pytest.raises(to.UnsupportedError, match=f"^gemm: expected no {name} with comm_type RS, got it"):
+            OP(torch.zeros(4, K, dtype=torch.float64), None, w, None, comm_type=1, comm_overlap_method=2,
+               comm_overlap_id=id, rhs_transposed=True, **more)  # fmt: skip
     to.destroy_comm_overlap_buffer(id)
 
 
 def test_errors() -> None:
     run_ranks(wrong, 2)
+
+
+def unchanged(comm: TorchComm) -> None:
+    """A call that is refused leaves the buffer, and how many tokens of it are active, as they are."""
+    size = comm.get_size()
+    f64 = torch.float64
+    bulk = to.create_comm_overlap_buffer(comm, Type.NONE, Method.BULK, (TOKENS, K), f64)
+    ag = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS, K), f64)
+    rs = to.create_comm_overlap_buffer(comm, Type.RS, Method.RING_EXCHANGE, (TOKENS, N), f64)
+    x, few = torch.zeros(7, 5, dtype=f64), torch.ones(size, K, dtype=f64)
+    short = torch.ones(1, dtype=f64)
+    wrong_calls = [
+        (bulk, {"lhs": x, "rhs": torch.zeros(6, 3, dtype=f64), "aux_in": few, "comm_type": 1, "method": 1}),
+        (bulk, {"lhs": x, "rhs": torch.zeros(5, 3, dtype=f64), "aux_in": few, "comm_type": 2, "method": 1,
+                "fuse_bias": True, "bias": short}),
+        (ag, {"lhs": few, "rhs": torch.zeros(K, N, dtype=f64), "comm_type": 2, "method": 3, "fuse_bias": True,
+              "bias": short}),
+        (rs, {"lhs": few, "rhs": torch.zeros(K, N, dtype=f64), "comm_type": 1, "method": 3, "fuse_bias": True,
+              "bias": torch.ones(N)}),
+    ]  # fmt: skip
+    for id, arguments in wrong_calls:
+        buffer = to.comm_overlap_buffer(id)
+        held = draw(*buffer.get_buffer().shape, seed=comm.get_rank())
+        buffer.copy_into_buffer(held)
+        call = dict(arguments)
+        lhs, rhs, bias = call.pop("lhs"), call.pop("rhs"), call.pop("bias", None)
+        with pytest.raises((to.InvalidValueError, RuntimeError), match="expected"):
+            OP(lhs, None, rhs, None, bias, comm_overlap_method=call.pop("method"), comm_overlap_id=id,
+               rhs_axis_boundary=1, **call)  # fmt: skip
+        assert buffer.active_tokens() == TOKENS
+        assert torch.equal(buffer.get_buffer(), held)
+        comm.barrier(async_op=False)
+    for id in (bulk, ag, rs):
+        to.destroy_comm_overlap_buffer(id)
+
+
+def test_a_refused_call_changes_no_buffer() -> None:
+    run_ranks(unchanged, 2)
 
 
 def wrong_bulk(comm: TorchComm) -> None:

@@ -74,6 +74,19 @@ def test_aggregate_ag_makes_half_as_many_products_of_two_chunks() -> None:
     run_ranks(run_aggregate, 4, env=LOG)
 
 
+def run_sums(comm: to.TorchComm) -> None:
+    buffer = make(comm, RS, PIPELINE, (2 * ROWS, N), torch.float64, num_splits=3)
+    x, w = torch.ones(2 * ROWS, K).double(), torch.ones(N, K).double()
+    out = torch.empty(ROWS, N).double()
+    log = logged(lambda: buffer.split_overlap_rs(w, True, x, False, None, rs_output=out))
+    assert re.findall(r"sum of (\d+) parts of (\d+) x (\d+)", log) == [("2", str(ROWS), str(N // 3))] * 3
+    assert len(re.findall("product", log)) == 3
+
+
+def test_sums_from_the_memory_of_others_are_logged_too() -> None:
+    run_ranks(run_sums, 2, env=LOG)
+
+
 def run_first(comm: to.TorchComm) -> None:
     """Two ranks that do not sum from each other's memory have one exchange for each piece."""
     orders = {}

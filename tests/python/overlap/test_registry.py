@@ -207,6 +207,57 @@ def test_threads() -> None:
     run_ranks(run_threads, 2)
 
 
+def at_once(*bodies: Any) -> list[Any]:
+    """Results of functions that run at once."""
+    barrier, results = threading.Barrier(len(bodies)), {}
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = bodies[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[i] for i in range(len(bodies))]
+
+
+def run_first_threads(comm: to.TorchComm) -> None:
+    """Threads that ask for what is not there yet."""
+    for turn in range(5):
+        ids = at_once(*[lambda: create(comm, buffer_shape=(8, 16 + turn))] * 4)  # noqa: B023  (called here)
+        assert set(ids) == {ids[0]}, ids
+        assert to.comm_overlap_buffers()[ids[0]].holds == 4
+        for id in ids:
+            to.destroy_comm_overlap_buffer(id)
+
+
+def test_equal_requests_at_once_get_one_buffer() -> None:
+    run_ranks(run_first_threads, 2)
+    run_ranks(run_first_threads, 1)
+
+
+def run_threads_of_two_communicators(comm: to.TorchComm) -> None:
+    """Each rank's threads come in another order."""
+    comms = [comm, comm.split(list(range(comm.get_size())), "other")]
+    order = comms if comm.get_rank() == 0 else comms[::-1]
+    for _ in range(5):
+        ids = at_once(*[lambda c=c: create(c) for c in order])
+        assert all(isinstance(id, int) for id in ids), ids
+        assert len(set(ids)) == 2
+        for id in ids:
+            to.destroy_comm_overlap_buffer(id)
+    comms[1].finalize()
+
+
+def test_threads_of_two_communicators_do_not_hold_each_other_up() -> None:
+    run_ranks(run_threads_of_two_communicators, 2)
+
+
 def run_helper(comm: to.TorchComm) -> None:
     off = CommOverlapHelper()
     assert not off.is_enabled
