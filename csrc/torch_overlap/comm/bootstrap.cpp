@@ -169,19 +169,23 @@ void publish(c10d::Store& store, const std::string& key, int rank, int size,
   done_with_keys(store, readers_key(key), size, part_keys(key, size));
 }
 
-// In slices: a wait keeps the connection from other threads, and what they would say to it may be
-// what the missing ranks wait for.
-void wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys, Milliseconds timeout) {
-  constexpr Milliseconds kSlice{200};
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+// Whether all keys are there within the timeout. Asks now and again: Store::wait() would keep the
+// connection from other threads of this process, and what they have to say may be what the missing
+// ranks wait for.
+bool await_keys(c10d::Store& store, const std::vector<std::string>& keys, Milliseconds timeout) {
+  using std::chrono::microseconds;
+  const auto begin = std::chrono::steady_clock::now();
+  size_t next = 0;
   while (true) {
-    const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
-    try {
-      return store.wait(keys, std::clamp(left, Milliseconds(1), kSlice));
-    } catch (const c10::DistStoreError&) {
-      if (left <= kSlice) throw;
+    for (; next < keys.size() && store.check({keys[next]}); ++next) {
+      if (store.check(keys)) return true;
     }
-    std::this_thread::sleep_for(Milliseconds(1));
+    if (next == keys.size()) next = 0;  // a rank that was there has given up
+    const auto waited =
+        std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - begin);
+    if (waited >= timeout) return false;
+    const auto pause = std::clamp(waited / 8, microseconds(200), microseconds(100'000));
+    std::this_thread::sleep_for(std::min(pause, microseconds(timeout) - waited));
   }
 }
 
@@ -189,9 +193,7 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
                                   const std::string& mine, Milliseconds timeout) {
   const auto keys = part_keys(key, size);
   in_store(key, [&] { put_part(store, key, rank, mine); });
-  try {
-    wait_for_keys(store, keys, timeout);
-  } catch (const std::exception& error) {
+  if (!in_store(key, [&] { return await_keys(store, keys, timeout); })) {
     std::vector<int> missing;
     in_store(key, [&] {
       for (int r = 0; r < size; ++r) {
@@ -199,11 +201,9 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
       }
       (void)store.deleteKey(keys[rank]);  // who comes later must not take this rank for present
     });
-    if (missing.empty()) {
-      fail(ErrorKind::kRuntime, key, ": the store failed: ", what_happened(error));
-    }
     fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
-         " ms, got none of ranks ", list_string(missing));
+         " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
+         missing.empty() ? "" : list_string(missing));
   }
   std::vector<std::string> all;
   for (const auto& name : keys) {
