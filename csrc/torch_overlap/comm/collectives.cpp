@@ -107,7 +107,7 @@ void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& part
 Checker TorchComm::checker(std::string_view op) const {
   auto members = membership();
   const auto& context = members->context;
-  return {op, device_, context.rank, context.size, std::move(members)};
+  return {op, device_, context.rank, context.size, std::move(members), backend_name_ != "fake"};
 }
 
 // --- Point to point ------------------------------------------------------------------------------

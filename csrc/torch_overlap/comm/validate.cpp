@@ -5,6 +5,19 @@
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
+namespace {
+
+// Whether every element lies in memory: not under FakeTensorMode, in subclasses that wrap other
+// tensors, within vmap or grad, or after a resize of the storage.
+bool has_memory(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (storage->_mutable_data_ptr_no_checks().get() == nullptr) return false;
+  const int64_t elements = tensor.storage_offset() + tensor.numel();
+  return storage->nbytes() >= static_cast<size_t>(elements) * tensor.element_size();
+}
+
+}  // namespace
 
 void Checker::tensor(const at::Tensor& tensor, std::string_view what) const {
   TORCH_OVERLAP_CHECK(tensor.defined(), kType, op, ": expected a tensor as ", what, ", got none");
@@ -18,6 +31,10 @@ void Checker::tensor(const at::Tensor& tensor, std::string_view what) const {
   TORCH_OVERLAP_CHECK(!tensor.is_conj() && !tensor.is_neg(), kValue, op,
                       ": expected plain memory as ", what,
                       ", got a lazy conjugate or negative; call .resolve_conj().resolve_neg()");
+  TORCH_OVERLAP_CHECK(!moves_data || tensor.numel() == 0 || has_memory(tensor), kType, op,
+                      ": expected a tensor with memory of its own as ", what,
+                      ", got one without (a fake, zero, wrapped or batched tensor, or of a resized "
+                      "storage); torch.ops.torch_overlap has operators that trace and map");
 }
 
 void Checker::tensor_like(const at::Tensor& tensor, const at::Tensor& like,

@@ -20,8 +20,9 @@ struct Checker {
   int rank;
   int size;
   std::shared_ptr<const Membership> members = nullptr;  // whose these are
+  bool moves_data = true;                               // else tensors need no memory
 
-  // Defined, dense, contiguous, on the communicator's device.
+  // Defined, dense, contiguous, on the communicator's device, with memory of its own.
   void tensor(const at::Tensor& tensor, std::string_view what) const;
   // Also of `like`'s dtype.
   void tensor_like(const at::Tensor& tensor, const at::Tensor& like, std::string_view what) const;

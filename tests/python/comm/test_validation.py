@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_overlap import Error, InvalidTypeError, InvalidValueError, ReduceOp, TorchComm
+from torch_overlap import Error, InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, symmetric_empty
 from torch_overlap.testing import run_ranks
 
 Mistake = tuple[str, type[Error], Callable[[TorchComm, Tensor], object]]
@@ -135,6 +136,68 @@ def run_another_device(comm: TorchComm) -> None:
     for wrong in (torch.ones(2, device=other), torch.ones(2)):
         with pytest.raises(InvalidTypeError, match=f"expected tensor on {comm.get_device()}, got {wrong.device}"):
             comm.all_reduce(wrong, SUM, False)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are elsewhere, as DTensor's are."""
+
+    @staticmethod
+    def __new__(cls) -> "Wrapper":
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, (4,), dtype=torch.float32, device="cpu")  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise NotImplementedError(str(func))
+
+
+def _resized(count: int) -> Tensor:
+    x = torch.ones(4)
+    x.untyped_storage().resize_(count)
+    return x
+
+
+def _refuse_without_memory(comm: TorchComm) -> None:
+    peer = 1 - comm.get_rank()
+    makers: list[Callable[[], Tensor]] = [
+        lambda: _resized(0), lambda: _resized(12), lambda: torch._efficientzerotensor(4), Wrapper,
+    ]  # fmt: skip
+    is_alone = comm.get_backend() == "gloo"  # in its process: modes and maps are not for several threads at once
+    if is_alone:
+        with FakeTensorMode():
+            fake = torch.ones(4)
+        makers.append(lambda: fake)
+    calls: list[Callable[[Tensor], object]] = [
+        lambda x: comm.all_reduce(x, SUM, False), lambda x: comm.send(x, peer, False),
+        lambda x: comm.recv(x, peer, True), lambda x: comm.all_gather_single(torch.empty(8), x, False),
+        lambda x: comm.all_gather([torch.empty(4), x], torch.ones(4), False),
+        lambda x: comm.reduce_scatter_single(x, torch.empty(8), SUM, True),
+    ]  # fmt: skip
+    for make in makers:
+        for call in calls:
+            with pytest.raises(InvalidTypeError, match=r"^\w+: expected a tensor with memory of its own as "):
+                call(make())
+    if is_alone:
+        with pytest.raises(InvalidTypeError, match=r"^all_reduce: expected a tensor with memory of its own as "):
+            torch.vmap(lambda x: (comm.all_reduce(x, SUM, False), x)[1])(torch.ones(2, 4))
+    good = torch.ones(4)
+    comm.all_reduce(good, SUM, False)
+    comm.all_reduce(torch.empty(0), SUM, False)
+    assert good.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_tensors_without_memory_are_refused(backend: str) -> None:
+    run_ranks(_refuse_without_memory, 2, backend=backend)
+
+
+def _ask_for_more_than_there_is(comm: TorchComm) -> None:
+    with pytest.raises(Error, match=r"expected at most the [0-9]+ bytes of memory of this machine, got"):
+        symmetric_empty(1 << 50, torch.float32, comm)
+
+
+def test_more_shared_memory_than_the_machine_has_is_an_error() -> None:
+    run_ranks(_ask_for_more_than_there_is, 2, backend="gloo")
 
 
 @pytest.mark.gpu(2)

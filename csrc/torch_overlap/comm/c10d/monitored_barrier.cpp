@@ -20,7 +20,7 @@ std::string gave_up_key(const std::string& key) { return key + "/gave_up"; }
 
 // Waits until `key` is there; false at the deadline. Anything else that the store says is thrown.
 bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
+  const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());  // no end before it
   if (left < Milliseconds(1)) return store.check({key});
   try {
     store.wait({key}, left);

@@ -22,6 +22,11 @@ class HostAllocation {
   explicit HostAllocation(uint64_t bytes)
       : bytes_(bytes), descriptor_(memfd_create("torch_overlap", MFD_CLOEXEC)) {
     check(static_cast<bool>(descriptor_), "a descriptor");
+    // More than there is would not fail below: it would end processes of this machine.
+    const auto most = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
+                      static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    TORCH_OVERLAP_CHECK(bytes <= most, kRuntime, "symmetric_empty: expected at most the ", most,
+                        " bytes of memory of this machine, got ", bytes);
     // Now, so that too little memory is an error here and not a signal at the first write.
     int result = 0;
     do {
