@@ -154,6 +154,8 @@ class _Column(torch.autograd.Function):
         _, x_scale_inv, w_columns, w_scale_inv = ctx.saved_tensors
         x_wanted, *wanted = ctx.needs_input_grad[8:]
         count = len(plan.sizes)
+        if all(grad is None for grad in output_grads[:count]):
+            return (None,) * (9 + len(wanted))
         grads = _materialized(output_grads[:count], plan.sizes)
         weights_wanted = any(wanted[:count])
         x_grad = None

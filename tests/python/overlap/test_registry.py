@@ -176,37 +176,6 @@ def test_ranks_as_threads() -> None:
     assert len({id for own in ids for id in own}) == 32
 
 
-def run_threads(comm: to.TorchComm) -> None:
-    """Many threads create what is there, look it up, list all and destroy, all at once."""
-    mine = create(comm)
-    failures: list[BaseException] = []
-
-    def body(seed: int) -> None:
-        try:
-            for _ in range(200):
-                assert create(comm) == mine
-                assert to.comm_overlap_buffers()[mine].holds >= 2
-                assert to.comm_overlap_buffer(mine).get_tp_size() == comm.get_size()
-                with pytest.raises(to.InvalidValueError):
-                    to.destroy_comm_overlap_buffer(-seed)
-                to.destroy_comm_overlap_buffer(mine)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    assert to.comm_overlap_buffers()[mine].holds == 1
-    to.destroy_comm_overlap_buffer(mine)
-
-
-def test_threads() -> None:
-    run_ranks(run_threads, 2)
-
-
 def at_once(*bodies: Any) -> list[Any]:
     """Results of functions that run at once."""
     barrier, results = threading.Barrier(len(bodies)), {}
@@ -224,6 +193,29 @@ def at_once(*bodies: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return [results[i] for i in range(len(bodies))]
+
+
+def run_threads(comm: to.TorchComm) -> None:
+    """Many threads create what is there, look it up, list all and destroy, all at once."""
+    mine = create(comm)
+
+    def body(seed: int) -> None:
+        for _ in range(200):
+            assert create(comm) == mine
+            assert to.comm_overlap_buffers()[mine].holds >= 2
+            assert to.comm_overlap_buffer(mine).get_tp_size() == comm.get_size()
+            with pytest.raises(to.InvalidValueError):
+                to.destroy_comm_overlap_buffer(-seed)
+            to.destroy_comm_overlap_buffer(mine)
+
+    results = at_once(*[lambda i=i: body(i) for i in range(8)])
+    assert results == [None] * 8, results
+    assert to.comm_overlap_buffers()[mine].holds == 1
+    to.destroy_comm_overlap_buffer(mine)
+
+
+def test_threads() -> None:
+    run_ranks(run_threads, 2)
 
 
 def run_first_threads(comm: to.TorchComm) -> None:
