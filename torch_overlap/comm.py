@@ -9,15 +9,13 @@ import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any, SupportsIndex
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from torch_overlap import _C, _gloo
 from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 # Packages that bring a backend name a function in this group; loading it registers the backend.
 ENTRY_POINT_GROUP = "torch_overlap.backends"
@@ -66,9 +64,17 @@ def new_comm(
         OperationTimeoutError: another rank did not come.
         StateError: a CUDA graph captures the current stream.
     """
+    given = dict(
+        backend=backend, name=name, timeout=timeout, hints=hints, store=store, options=options, rank=rank, size=size,
+        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error, enable_reconfigure=enable_reconfigure,
+        is_high_priority_stream=is_high_priority_stream,
+    )  # fmt: skip
+    for what, value in given.items():
+        _expect(what, value)
+    where = _device(device)
     if backend.lower() not in built_backends():
         _load_backend(backend)
-    merged = _copy(options) if options is not None else CommOptions()
+    merged = options.__copy__() if options is not None else CommOptions()
     if timeout is not None:
         merged.timeout = timeout
     if hints is not None:
@@ -83,16 +89,44 @@ def new_comm(
         merged.is_high_priority_stream = is_high_priority_stream
     if enable_reconfigure is not None:
         merged.enable_reconfigure = enable_reconfigure
-    return _C._new_comm(backend, torch.device(device), name, merged, rank, size)
+    return _C._new_comm(backend, where, name, merged, rank, size)
 
 
 _PRIORITY_HINTS = ("is_high_priority_stream", "torchcomm::ncclx::high_priority_stream")
 
 
-def _copy(options: CommOptions) -> CommOptions:
-    if not isinstance(options, CommOptions):
-        raise _C.InvalidTypeError(f"new_comm: expected options as CommOptions, got {options!r}")
-    return options.__copy__()
+def _expect(what: str, value: object) -> None:
+    """Checks the type of an argument of new_comm; all but the backend may be None.
+
+    Raises:
+        InvalidTypeError: it is another.
+    """
+    kind, text = _TYPES.get(what, (bool, "a bool"))
+    fits = isinstance(value, kind) or (value is None and what != "backend")
+    if fits and isinstance(value, Mapping):
+        fits = all(isinstance(one, str) for pair in value.items() for one in pair)
+    if not fits:
+        raise _C.InvalidTypeError(f"new_comm: expected {what} as {text}, got {value!r} ({type(value).__name__})")
+
+
+_TYPES: dict[str, tuple[Any, str]] = {
+    "backend": (str, "a string"),
+    "name": (str, "a string"),
+    "timeout": (timedelta, "a datetime.timedelta"),
+    "hints": (Mapping, "a dict of strings"),
+    "store": (Store, "a torch.distributed.Store"),
+    "options": (CommOptions, "CommOptions"),
+    "rank": (SupportsIndex, "an int"),
+    "size": (SupportsIndex, "an int"),
+}
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        kind = _C.InvalidValueError if isinstance(device, str) else _C.InvalidTypeError
+        raise kind(f"new_comm: expected device as a torch.device or its name, got {device!r}") from error
 
 
 def is_backend_built(name: str) -> bool:

@@ -85,6 +85,8 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Ends all operations at once, on this rank, without asking others. Never ends the process. May
   // be called from any thread, also while another is inside launch().
   virtual void abort() = 0;
+  // The same, but what takes long goes on in the background: for who has a deadline.
+  virtual void give_up() { abort(); }
   virtual bool is_aborted() const = 0;
 
   // The backend of the next generation. Ends everything that is under way with an error, calls

@@ -4,57 +4,20 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <algorithm>
-#include <chrono>
 #include <map>
 #include <mutex>
-#include <thread>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/store_access.h"
 
 namespace torch_overlap {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-// Without the backtrace that c10's errors carry.
-std::string what_happened(const std::exception& error) {
-  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
-  return from_c10 != nullptr ? from_c10->what_without_backtrace() : error.what();
-}
-
-// Runs `body`; the store's own error becomes ours.
-template <typename Body>
-auto in_store(const std::string& key, const Body& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    fail(ErrorKind::kRuntime, key, ": expected the store to answer, got: ", what_happened(error),
-         "; has the process that serves it ended?");
-  }
-}
-
-std::string part_key(const std::string& key, int rank) { return concat(key, "/", rank); }
-
-std::vector<std::string> part_keys(const std::string& key, int size) {
-  std::vector<std::string> keys;
-  keys.reserve(size);
-  for (int r = 0; r < size; ++r) keys.push_back(part_key(key, r));
-  return keys;
-}
-
 std::string readers_key(const std::string& key) { return key + "/read"; }
-
-void put_part(c10d::Store& store, const std::string& key, int rank, const std::string& mine) {
-  // A value must not be empty: some stores cannot tell that from a key that is not there.
-  store.set(part_key(key, rank), to_bytes("=" + mine));
-}
-
-std::string size_key(int rank) { return concat("size/", rank); }
 
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
@@ -96,18 +59,6 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   return stores->by_address.try_emplace(address, std::move(store)).first->second;
 }
 
-// What the ranks that came last with this name said about its size, where it is not ours.
-std::string other_sizes(c10d::Store& sizes, RankAndSize who) {
-  std::string text;
-  for (int r = 0; r < who.size; ++r) {
-    if (!sizes.check({size_key(r)})) continue;
-    const auto bytes = sizes.get(size_key(r));
-    const std::string size(bytes.begin(), bytes.end());
-    if (size != concat(who.size)) text += concat("; rank ", r, " came with size ", size);
-  }
-  return text;
-}
-
 }  // namespace
 
 RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
@@ -145,6 +96,12 @@ c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std:
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
+// The name comes last and its length first.
+std::string name_prefix(const Env& env, const std::string& what, const std::string& name) {
+  return concat("torch_overlap/", env.run_id, "/", env.restart_count, "/", what, "/", name.size(),
+                "/", name);
+}
+
 void delete_keys(c10d::Store& store, const std::vector<std::string>& keys) noexcept {
   try {
     for (const auto& key : keys) (void)store.deleteKey(key);
@@ -165,95 +122,32 @@ void done_with_keys(c10d::Store& store, const std::string& count, int readers,
 
 void publish(c10d::Store& store, const std::string& key, int rank, int size,
              const std::string& mine) {
-  put_part(store, key, rank, mine);
-  done_with_keys(store, readers_key(key), size, part_keys(key, size));
-}
-
-// Whether all keys are there within the timeout. Asks now and again: Store::wait() would keep the
-// connection from other threads of this process, and what they have to say may be what the missing
-// ranks wait for.
-bool await_keys(c10d::Store& store, const std::vector<std::string>& keys, Milliseconds timeout) {
-  using std::chrono::microseconds;
-  const auto begin = std::chrono::steady_clock::now();
-  size_t next = 0;
-  while (true) {
-    for (; next < keys.size() && store.check({keys[next]}); ++next) {
-      if (store.check(keys)) return true;
-    }
-    if (next == keys.size()) next = 0;  // a rank that was there has given up
-    const auto waited =
-        std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - begin);
-    if (waited >= timeout) return false;
-    const auto pause = std::clamp(waited / 8, microseconds(200), microseconds(100'000));
-    std::this_thread::sleep_for(std::min(pause, microseconds(timeout) - waited));
-  }
+  const auto keys = part_keys(key, size);
+  put_part(store, keys[rank], mine);
+  done_with_keys(store, readers_key(key), size, keys);
 }
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout) {
-  const auto keys = part_keys(key, size);
-  in_store(key, [&] { put_part(store, key, rank, mine); });
-  if (!in_store(key, [&] { return await_keys(store, keys, timeout); })) {
-    std::vector<int> missing;
-    in_store(key, [&] {
-      for (int r = 0; r < size; ++r) {
-        if (!store.check({keys[r]})) missing.push_back(r);
-      }
-      (void)store.deleteKey(keys[rank]);  // who comes later must not take this rank for present
-    });
-    fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
-         " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
-         missing.empty() ? "" : list_string(missing));
-  }
-  std::vector<std::string> all;
-  for (const auto& name : keys) {
-    const auto value = in_store(key, [&] { return store.get(name); });
-    TORCH_OVERLAP_CHECK(!value.empty(), kRuntime, key, ": expected a value under ", name,
-                        ", got an empty one");
-    all.emplace_back(value.begin() + 1, value.end());
-  }
-  done_with_keys(store, readers_key(key), size, keys);
-  return all;
+  KeysThere parts(part_keys(key, size));
+  return in_store(key, [&] {
+    put_part(store, parts.keys()[rank], mine);
+    if (!poll(timeout, [&] { return parts.all(store); })) {
+      const auto missing = parts.missing(store);
+      (void)store.deleteKey(parts.keys()[rank]);  // nobody may take this rank for present
+      fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
+           " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
+           missing.empty() ? "" : list_string(missing));
+    }
+    auto all = get_parts(store, parts.keys());
+    done_with_keys(store, readers_key(key), size, parts.keys());
+    return all;
+  });
 }
 
 StorePtr open_store(const Env& env, const StorePtr& given, RankAndSize who, const std::string& op,
                     Milliseconds timeout) {
   return own_connection(given ? given : process_store(env, who, timeout), op, timeout);
-}
-
-StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
-                    Milliseconds timeout, StorePtr store, RankAndSize who) {
-  const std::string what = concat("new_comm '", name, "'");
-  store = open_store(env, store, who, what, timeout);
-  // The name comes last and its length first, so that no name can be taken for part of another key.
-  const auto place = [&](const auto& size) {
-    return prefixed_store(store, concat("torch_overlap/", env.run_id, "/", env.restart_count, "/",
-                                        size, "/", name.size(), "/", name));
-  };
-  // Ranks that do not agree on the size meet nobody: this is how they learn why.
-  const auto sizes = place("sizes");
-  const auto common = place(who.size);
-  const int64_t arrival = in_store(what, [&] {
-    sizes->set(size_key(who.rank), to_bytes(concat(who.size)));
-    return common->add("arrivals", 1) - 1;
-  });
-  const int64_t generation = arrival / who.size;
-  StorePtr mine_alone = prefixed_store(common, concat(generation));
-
-  const auto mine = concat(digest, " size=", who.size);
-  std::vector<std::string> all;
-  try {
-    all = exchange(*mine_alone, what, who.rank, who.size, mine, timeout);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimeout) throw;
-    fail(ErrorKind::kTimeout, error.what(), other_sizes(*sizes, who));
-  }
-  for (int r = 0; r < who.size; ++r) {
-    TORCH_OVERLAP_CHECK(all[r] == mine, kValue, "new_comm: expected the same request for '", name,
-                        "' on all ranks, got '", mine, "' on rank ", who.rank, " and '", all[r],
-                        "' on rank ", r);
-  }
-  return mine_alone;
 }
 
 c10::Device resolve_device(c10::Device device, const Env& env, int rank) {

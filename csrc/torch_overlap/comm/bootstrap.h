@@ -42,13 +42,19 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(
 // difference is an error on every rank that shows both sides). Returns a store that is this
 // communicator's alone.
 //
-// A name may be used again: ranks count their arrivals at it in the store, and the n-th `size` of
-// them are generation n. torchrun's run id and restart count are part of every key. What stays in
-// the store for good is that counter and `size` small keys for each name, not for each generation
-// (torch's gloo leaves its addresses, too).
+// Throws kTimeout, naming the ranks that did not come; then all may try again, whichever of them
+// had given up before. A rank succeeds only if all do. A name may also be used again after it was
+// met: each time is another generation. torchrun's run id and restart count are part of every key.
+// What stays in the store for good is a number and `size` small keys for each name, not for each
+// generation (torch's gloo leaves its addresses, too), and a word for each time that ranks gave up.
+// The store has compare_set, as torch's own have.
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> rendezvous(
     const Env& env, const std::string& name, const std::string& digest, Milliseconds timeout,
     c10::intrusive_ptr<c10d::Store> store, RankAndSize who);
+
+// Where the keys of a name begin, for one of the things that are done under names: of this run and
+// restart alone. No name can be taken for a part of another key.
+std::string name_prefix(const Env& env, const std::string& what, const std::string& name);
 
 // Deletes what nobody needs any more. The keys stay where a store cannot delete, or is gone.
 TORCH_OVERLAP_API void delete_keys(c10d::Store& store,

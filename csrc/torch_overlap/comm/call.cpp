@@ -85,6 +85,45 @@ Call::Tensors Call::tensors() const {
   return kept;
 }
 
+void Call::bump_versions(int rank) const {
+  const auto bump = [](const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  };
+  const auto bump_out = [&] {
+    if (out.parts.empty()) return bump(out.flat);
+    for (const auto& part : out.parts) bump(part);
+  };
+  switch (primitive) {
+    case Primitive::all_reduce:
+      bump(tensor);
+      if (norm) bump(norm->residual_out);
+      return;
+    case Primitive::reduce_scatter:
+    case Primitive::scatter:
+      return bump(tensor);
+    case Primitive::broadcast:
+      if (rank != root) bump(tensor);
+      return;
+    case Primitive::reduce:
+      if (rank == root) bump(tensor);
+      return;
+    case Primitive::all_gather:
+    case Primitive::all_to_all:
+    case Primitive::gather:  // no outputs but on the root
+      return bump_out();
+    case Primitive::p2p:
+      for (const auto& op : p2p) {
+        if (op.type == P2POp::Type::RECV) bump(op.tensor);
+      }
+      return;
+    case Primitive::barrier:
+    case Primitive::put:
+    case Primitive::signal:
+    case Primitive::wait_signal:
+      return;
+  }
+}
+
 std::string Call::describe() const { return concat(to_string(name), " #", id, " on '", comm, "'"); }
 
 }  // namespace torch_overlap

@@ -133,6 +133,9 @@ struct Call {
   // Every tensor that must live until the operation is done.
   using Tensors = c10::SmallVector<at::Tensor, 4>;
   TORCH_OVERLAP_API Tensors tensors() const;
+  // Counts up the versions of the tensors that the call writes on `rank`, as every operation in
+  // place does, so that autograd finds out when one of them was saved for a backward.
+  TORCH_OVERLAP_API void bump_versions(int rank) const;
   // "all_reduce #12 on 'tp'": how errors name this call.
   TORCH_OVERLAP_API std::string describe() const;
 };

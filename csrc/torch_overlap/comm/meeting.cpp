@@ -138,10 +138,8 @@ void order_candidates(std::vector<Candidate>& candidates) {
 
 Meeting meet(const c10::intrusive_ptr<c10d::Store>& store, const MeetingRequest& request,
              Milliseconds timeout, const std::function<void()>& give_up) {
-  const Env env = Env::read();
-  const auto place =
-      prefixed_store(store, concat("torch_overlap/", env.run_id, "/reconfigure/",
-                                   request.name.size(), "/", request.name, "/", request.uuid));
+  const auto place = prefixed_store(
+      store, concat(name_prefix(Env::read(), "reconfigure", request.name), "/", request.uuid));
   const auto said = Meeter(prefixed_store(place, "members"), request).run(timeout, give_up);
 
   std::vector<Candidate> members;
@@ -158,7 +156,8 @@ Meeting meet(const c10::intrusive_ptr<c10d::Store>& store, const MeetingRequest&
     meeting.generation = std::max(meeting.generation, members[r].generation + 1);
   }
   if (!together) meeting.old_ranks.clear();
-  meeting.store = prefixed_store(place, "store");
+  // Rank 0 uses a uuid once: nobody has written there, also not in another life of the name.
+  meeting.store = prefixed_store(place, concat("store/", meeting.handles[0]));
   return meeting;
 }
 

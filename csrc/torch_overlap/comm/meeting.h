@@ -26,9 +26,10 @@ struct Candidate {
 // under the generation's uuid, who it is and whom it expects, and waits until all whom it expects
 // have said the same. See TorchComm::reconfigure.
 //
-//   torch_overlap/<run id>/reconfigure/<name>/<uuid>/<handle> = who I am, and my list
+//   torch_overlap/<run id>/<restart>/reconfigure/<name>/<uuid>/members/<handle> = who I am, my list
 //
-// A uuid is a place of its own: who comes late to an old one finds nobody there.
+// A uuid is a place of its own: who comes late to an old one finds nobody there. A name may have
+// the same one again in another life: handles are of one life, and all keys are below them.
 struct MeetingRequest {
   std::string name;
   int64_t uuid = 0;

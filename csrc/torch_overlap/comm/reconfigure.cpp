@@ -100,6 +100,7 @@ void TorchComm::begin(std::shared_ptr<Backend> backend) {
 }
 
 void TorchComm::set_timeout(Milliseconds timeout) {
+  require_not_finalized("set_timeout");
   TORCH_OVERLAP_CHECK(timeout.count() > 0, kValue,
                       "set_timeout: expected a timeout of at least 1 ms, got ", timeout.count(),
                       " ms");
@@ -109,6 +110,7 @@ void TorchComm::set_timeout(Milliseconds timeout) {
 }
 
 void TorchComm::set_hints(const Hints& hints) {
+  require_not_finalized("set_hints");
   change([&](Membership& members) { merge_hints(members.context.options, hints); });
 }
 

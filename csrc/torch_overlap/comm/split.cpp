@@ -5,6 +5,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
@@ -30,11 +31,6 @@ std::vector<int> ranks_of_wish(const std::string& wish) {
     ranks.push_back(static_cast<int>(parse_int(part, "split")));
   }
   return ranks;
-}
-
-// Where the ranks of `comm` meet for a split in its store; errors begin with it.
-std::string split_key(const std::string& comm, uint64_t sequence) {
-  return concat("split #", sequence, " of '", comm, "'");
 }
 
 // What is wrong with `ranks` as the list of `me`; empty if nothing.
@@ -64,6 +60,7 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()
   // Counted whatever happens next: all ranks must agree on the number of the next split.
   const auto members = membership();
   const uint64_t sequence = members->splits->fetch_add(1);
+  const auto store = bootstrap(*members, concat("split #", sequence, " of '", name(), "'"));
   SplitArguments arguments;
   HookEvent event{.name = OpName::split, .id = take_op_id(), .ranks = &arguments.ranks};
   try {
@@ -81,25 +78,22 @@ std::shared_ptr<TorchComm> TorchComm::split(const std::function<SplitArguments()
     hooks_->pre(event);
   } catch (const std::exception& error) {
     // The others hear of it at once instead of waiting for this rank.
-    if (const auto& store = members->context.store) {
-      publish(*store, split_key(name(), sequence), members->context.rank, members->context.size,
-              concat("!", error.what()));
-    }
+    if (store) store->publish(concat("!", error.what()));
     throw;
   }
   return hooks_->around(event, [&] {
-    return split_checked(*members, sequence, arguments.ranks, arguments.name, arguments.options);
+    return split_checked(*members, store.get(), sequence, arguments.ranks, arguments.name,
+                         arguments.options);
   });
 }
 
-void TorchComm::agree_on_split(const Membership& members, uint64_t sequence,
+void TorchComm::agree_on_split(const Membership& members, StoreBootstrap* store,
                                const std::string& mine) const {
   const auto& context = members.context;
   const int size = context.size;
   std::vector<std::string> wishes(size);
-  if (context.store) {
-    wishes = exchange(*context.store, split_key(name(), sequence), context.rank, size, mine,
-                      context.options.timeout);
+  if (store != nullptr) {
+    wishes = store->all_gather(mine);
   } else {  // a backend without peers: those that are named want the same
     for (const int r : ranks_of_wish(mine)) {
       if (r >= 0 && r < size) wishes[r] = mine;
@@ -128,13 +122,14 @@ void TorchComm::agree_on_split(const Membership& members, uint64_t sequence,
   }
 }
 
-std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members, uint64_t sequence,
+std::shared_ptr<TorchComm> TorchComm::split_checked(const Membership& members,
+                                                    StoreBootstrap* store, uint64_t sequence,
                                                     const std::vector<int>& ranks,
                                                     const std::optional<std::string>& child_name,
                                                     const OpOptions& options) {
   // All ranks tell all others what they want, good or bad, before anything is made: so a bad list
   // on one rank is an error on every rank, and nobody waits for a communicator that cannot come.
-  agree_on_split(members, sequence, encode_wish(ranks, child_name, options));
+  agree_on_split(members, store, encode_wish(ranks, child_name, options));
 
   SplitRequest request;
   std::shared_ptr<TorchComm> child;

@@ -5,11 +5,24 @@
 namespace torch_overlap {
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank,
-                               int size, Milliseconds timeout)
-    : Bootstrap(rank, size, timeout), store_(std::move(store)), name_(std::move(name)) {}
+                               int size, Milliseconds timeout,
+                               std::function<std::string()> on_timeout)
+    : Bootstrap(rank, size, timeout),
+      store_(std::move(store)),
+      name_(std::move(name)),
+      on_timeout_(std::move(on_timeout)) {}
 
 std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
-  return exchange(*store_, concat(name_, ", step ", step_++), rank(), size(), mine, timeout());
+  try {
+    return exchange(*store_, next_key(), rank(), size(), mine, timeout());
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout || !on_timeout_) throw;
+    fail(ErrorKind::kTimeout, error.what(), on_timeout_());
+  }
+}
+
+void StoreBootstrap::publish(const std::string& mine) {
+  torch_overlap::publish(*store_, next_key(), rank(), size(), mine);
 }
 
 }  // namespace torch_overlap

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
 #include <string>
 
 #include "torch_overlap/comm/options.h"
@@ -10,17 +11,23 @@
 namespace torch_overlap {
 
 // A Bootstrap over a communicator's store, for one thing that is set up (and later taken down).
-// `name` is that thing's alone in the store, and names it in errors.
+// `name` is that thing's alone in the store, and names it in errors. `on_timeout` is called when a
+// rank does not come; what it returns is added to the error.
 class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
  public:
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 Milliseconds timeout);
+                 Milliseconds timeout, std::function<std::string()> on_timeout = {});
 
   std::vector<std::string> all_gather(const std::string& mine) override;
+  // This rank's part of the next all_gather, if it does not want the others'. Waits for nobody.
+  void publish(const std::string& mine);
 
  private:
+  std::string next_key() { return concat(name_, ", step ", step_++); }
+
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string name_;
+  const std::function<std::string()> on_timeout_;
   uint64_t step_ = 0;
 };
 

@@ -16,6 +16,7 @@
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/recorder_dump.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/store_bootstrap.h"
 #include "torch_overlap/comm/validate.h"
 
 namespace torch_overlap {
@@ -160,6 +161,11 @@ void TorchComm::require_active(std::string_view op) const {
   fail(ErrorKind::kState, op, ": expected a live communicator, got '", name(), "', which ", what);
 }
 
+void TorchComm::require_not_finalized(std::string_view op) const {
+  TORCH_OVERLAP_CHECK(!is_finalized(), kState, op, ": expected a live communicator, got '", name(),
+                      "', which was finalized");
+}
+
 void TorchComm::require_own_process(std::string_view op) const {
   if (__builtin_expect(process_.is_current(), 1)) return;
   fail(ErrorKind::kState, op, ": expected the process that made communicator '", name(),
@@ -193,6 +199,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
 }
 
 WorkPtr TorchComm::launch(const Membership& members, Call call) {
+  call.bump_versions(members.context.rank);
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {
     return launch_compared(members, std::move(call));
@@ -288,13 +295,33 @@ std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
   return all;
 }
 
+std::unique_ptr<StoreBootstrap> TorchComm::bootstrap(const Membership& members, std::string name) {
+  const BackendContext& context = members.context;
+  if (!context.store) return nullptr;
+  return std::make_unique<StoreBootstrap>(
+      context.store, std::move(name), context.rank, context.size, context.timeout(),
+      [self = weak_from_this(), generation = members.generation] {
+        const auto alive = self.lock();
+        return alive ? alive->out_of_step(generation) : "";
+      });
+}
+
+std::string TorchComm::out_of_step(uint64_t generation) {
+  if (state_.load() == State::kReconfiguring || this->generation() != generation) return "";
+  abort_by(&Backend::give_up);
+  return concat("; '", name(),
+                "' is aborted: its ranks are out of step; reconfigure it, or make a ", "new one");
+}
+
 void TorchComm::drop_attachments() {
   std::map<std::string, std::shared_ptr<CommAttachment>> dropped;
   const std::lock_guard lock(attachments_mutex_);
   dropped.swap(attachments_);
 }
 
-void TorchComm::abort() {
+void TorchComm::abort() { abort_by(&Backend::abort); }
+
+void TorchComm::abort_by(void (Backend::*end)()) {
   if (!process_.is_current()) return;  // a fork has nothing to end
   const auto members = membership();
   State expected = State::kActive;
@@ -309,7 +336,7 @@ void TorchComm::abort() {
   }
   members->context.record->state.store(CommRecord::State::kAborted);
   // First: a hook may wait for a lock that a stuck operation's thread holds.
-  members->backend->abort();
+  (members->backend.get()->*end)();
   members->context.on_abort();
 }
 

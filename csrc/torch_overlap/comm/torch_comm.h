@@ -29,6 +29,7 @@ namespace torch_overlap {
 
 class BatchSendRecv;
 class MismatchCheck;
+class StoreBootstrap;
 class TorchCommWindow;
 struct Checker;
 
@@ -90,6 +91,10 @@ struct ReconfigureOptions {
 // Arguments are checked before anything is sent; a mistake throws Error and leaves the communicator
 // usable. Tensors must be contiguous and on the communicator's device. "Parts" of a single tensor
 // are equal consecutive pieces of its memory, in rank order.
+//
+// Autograd does not record operations here (torch.ops.torch_overlap has those that it does). What
+// is written gets another version, so a backward that saved it fails. As torch.distributed does, a
+// leaf that requires a gradient is taken, without torch.no_grad().
 //
 // Threads: any thread may call any function; operations are ordered by when they take the lock. All
 // ranks must issue collectives in the same order.
@@ -239,7 +244,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // agent or a launcher serves. A new member makes its own end with rank 0 of size 1, the same name
   // and the same store. Children of split keep their members; each is reconfigured on its own.
   WorkPtr reconfigure(const ReconfigureOptions& options);
-  // From the next operation on.
+  // From the next operation on. Like set_hints, also after abort(), and not after finalize().
   void set_timeout(Milliseconds timeout);
   // Put over those given before. What the backend's library takes when a communicator is made has
   // its effect in later children and after reconfigure().
@@ -250,6 +255,9 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
     return state == State::kFinalizing || state == State::kFinalized;
   }
 
+  // Throws kState after finalize(), for what would have no effect any more.
+  void require_not_finalized(std::string_view op) const;
+
   Hooks& hooks() { return *hooks_; }
 
   // What else is made once for these members and ends with them: by finalize(), reconfigure() or
@@ -257,6 +265,12 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // name.
   std::shared_ptr<CommAttachment> attachment(const std::string& name) const;
   void attach(const std::string& name, std::shared_ptr<CommAttachment> what);
+
+  // For something that all ranks set up together; null for a backend without peers. `name` is equal
+  // on all ranks, and that thing's alone: it has a number that they count. A rank that is waited
+  // for in vain has not counted it, and would never meet the others again: so the communicator is
+  // aborted then.
+  std::unique_ptr<StoreBootstrap> bootstrap(const Membership& members, std::string name);
 
  private:
   friend class TorchCommWindow;
@@ -271,6 +285,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::shared_ptr<Membership> next_generation(const ReconfigureOptions& options,
                                               const std::vector<std::string>& handles);
   Checker checker(std::string_view op) const;
+  std::string out_of_step(uint64_t generation);
+  void abort_by(void (Backend::*end)());
   WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                             const OpOptions& options);
   // The one way of every operation: state, options, hooks, the backend's launch.
@@ -284,9 +300,10 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   void require_own_process(std::string_view op) const;
   static uint64_t take_op_id();
   // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
-  void agree_on_split(const Membership& members, uint64_t sequence, const std::string& mine) const;
-  std::shared_ptr<TorchComm> split_checked(const Membership& members, uint64_t sequence,
-                                           const std::vector<int>& ranks,
+  void agree_on_split(const Membership& members, StoreBootstrap* store,
+                      const std::string& mine) const;
+  std::shared_ptr<TorchComm> split_checked(const Membership& members, StoreBootstrap* store,
+                                           uint64_t sequence, const std::vector<int>& ranks,
                                            const std::optional<std::string>& name,
                                            const OpOptions& options);
 

@@ -91,9 +91,8 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
   auto made = std::make_shared<Registration>();
   if (context.store) {
     const uint64_t number = members->registrations->fetch_add(1);
-    made->bootstrap = std::make_unique<StoreBootstrap>(
-        context.store, concat("window memory #", number, " of '", context.name, "'"), context.rank,
-        context.size, context.timeout());
+    made->bootstrap =
+        comm_->bootstrap(*members, concat("window memory #", number, " of '", context.name, "'"));
     made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
     if (!made->memory->unreachable_pair().empty()) {
       made->memory->set_remote(
@@ -294,6 +293,7 @@ WorkPtr TorchCommWindow::wait_signal(int peer_rank, bool async_op, const OpOptio
 }
 
 at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
+  comm_->require_not_finalized("map_remote_tensor");
   const auto registered = require("map_remote_tensor");
   checker(*registered, "map_remote_tensor").rank_in_range(rank, "rank");
   TORCH_OVERLAP_CHECK(registered->memory->is_reachable(rank), kUnsupported,
@@ -304,6 +304,7 @@ at::Tensor TorchCommWindow::map_remote_tensor(int rank) const {
 }
 
 WinAccessType TorchCommWindow::access_type(int peer_rank) const {
+  comm_->require_not_finalized("get_attr");
   const auto registered = require("get_attr");
   checker(*registered, "get_attr").rank_in_range(peer_rank, "peer_rank");
   return registered->memory->is_reachable(peer_rank) ? WinAccessType::WIN_ACCESS_TYPE_UNIFIED

@@ -107,8 +107,8 @@ Tensor& all_reduce_(Tensor& x, std::string_view op, std::string_view comm,
     dense.copy_(x);
     communicator->all_reduce(dense, reduction, /*async_op=*/false);
     x.copy_(dense);
+    if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();  // the copy is below autograd
   }
-  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   return x;
 }
 

@@ -55,7 +55,6 @@ Tensor& recv_(Tensor& x, int64_t src, std::string_view comm) {
   }
   const BelowAutograd guard;
   find_comm(comm)->recv(x, static_cast<int>(src), /*async_op=*/false);
-  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
   return x;
 }
 

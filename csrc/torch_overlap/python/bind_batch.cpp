@@ -49,6 +49,7 @@ void register_batch(py::module_& module) {
       .def(
           "batch_op_create",
           [](const std::shared_ptr<TorchComm>& self) {
+            self->require_not_finalized("batch_op_create");
             return std::make_shared<BatchSendRecv>(self);
           },
           "An empty BatchSendRecv.");

@@ -86,6 +86,9 @@ Tensors are contiguous and on the communicator's device. Mistakes raise InvalidV
 ValueError, TypeError and RuntimeError) before anything is sent, and leave the communicator usable. All ranks issue
 collectives in the same order. Any thread may call; blocking calls release the GIL.
 
+Autograd records nothing (torch_overlap.ops has operators that it does record). A tensor that is written gets another
+version, so that a backward which saved it raises. A leaf that requires a gradient is taken, as in torch.distributed.
+
 Every operation takes hints= (dict of strings), timeout= (timedelta) and options= (its Options class), in ascending
 order of precedence: communicator, options, keyword.
 
@@ -148,10 +151,11 @@ void register_comm(py::module_& module) {
           py::arg("timeout") = py::none(), kSplitDoc)
       .def("finalize", &TorchComm::finalize, py::call_guard<py::gil_scoped_release>(),
            "Waits for all operations, for the communicator's timeout at most, and frees it. "
-           "Collective. Afterwards "
-           "every operation raises StateError, and so does a second finalize. The native "
-           "communicator lives on until "
-           "the last CUDA graph that captured it is gone.")
+           "Collective. Afterwards every operation raises StateError, and so does what would have "
+           "no effect: a second finalize, set_timeout, set_hints, a hook's registration, "
+           "batch_op_create, a window's map_remote_tensor and get_attr. What tells of the "
+           "communicator, abort, and a window's tensor_deregister still work. The native "
+           "communicator lives on until the last CUDA graph that captured it is gone.")
       .def("abort", &TorchComm::abort, py::call_guard<py::gil_scoped_release>(),
            "Ends all operations at once, on this rank, and runs the abort hooks. Never ends the "
            "process.")

@@ -29,6 +29,7 @@ py::object make_post_args(const HookEvent& event, const std::exception_ptr& erro
 }
 
 RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {
+  comm->require_not_finalized("register_pre_hook");
   const uint64_t id = comm->hooks().pre.add(
       [shared = share(std::move(callback)), size = comm->size()](const HookEvent& event) {
         const py::gil_scoped_acquire gil;
@@ -38,6 +39,7 @@ RemovableHandle register_pre_hook(const CommPtr& comm, py::function callback) {
 }
 
 RemovableHandle register_post_hook(const CommPtr& comm, py::function callback) {
+  comm->require_not_finalized("register_post_hook");
   const uint64_t id =
       comm->hooks().post.add([shared = share(std::move(callback))](
                                  const HookEvent& event, const std::exception_ptr& error) {
@@ -48,6 +50,7 @@ RemovableHandle register_post_hook(const CommPtr& comm, py::function callback) {
 }
 
 RemovableHandle register_abort_hook(const CommPtr& comm, py::function callback) {
+  comm->require_not_finalized("register_abort_hook");
   const uint64_t id = comm->hooks().abort.add([shared = share(std::move(callback))] {
     const py::gil_scoped_acquire gil;
     borrow(shared)();

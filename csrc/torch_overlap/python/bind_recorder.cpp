@@ -23,6 +23,7 @@ class Recorder {
   FlightRecorder& get() const { return *recorder_; }
 
   RemovableHandle attach(const CommPtr& comm) const {
+    comm->require_not_finalized("register_with_comm");
     const uint64_t id =
         comm->hooks().record.add([own = own_](const Call& call) { own->add(call.record); });
     return {comm, [id](Hooks& hooks) { return hooks.record.remove(id); }};
@@ -40,6 +41,7 @@ class Recorder {
 };
 
 RemovableHandle attach_log(CallLog& log, const CommPtr& comm) {
+  comm->require_not_finalized("register_with_comm");
   const uint64_t id = log.attach(comm->hooks());
   return {comm, [id](Hooks& hooks) { return hooks.record.remove(id); }};
 }

@@ -28,4 +28,7 @@ void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
 void register_spmd(pybind11::module_& module);         // MeshComms: a mesh that is connected
 void register_overlap(pybind11::module_& module);      // CommOverlap classes and their registry
 
+// Last: what the functions of the module raise when they do not take their arguments.
+void name_argument_errors(pybind11::module_& module);
+
 }  // namespace torch_overlap::python

@@ -1,5 +1,6 @@
 #include "torch_overlap/python/convert.h"
 
+#include <datetime.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
 
@@ -32,13 +33,20 @@ std::string describe(py::handle value) {
 
 std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout) {
   if (timeout.is_none()) return std::nullopt;
-  py::detail::make_caster<std::chrono::microseconds> caster;
-  // The caster takes floats as seconds too; a plain number is more often a mistake of unit.
-  const bool is_number = PyFloat_Check(timeout.ptr()) || PyLong_Check(timeout.ptr());
-  TORCH_OVERLAP_CHECK(!is_number && caster.load(timeout, /*convert=*/false), kType, op,
+  if (PyDateTimeAPI == nullptr) PyDateTime_IMPORT;
+  TORCH_OVERLAP_CHECK(PyDelta_Check(timeout.ptr()), kType, op,
                       ": expected timeout as a datetime.timedelta, got ", describe(timeout),
                       "; write timedelta(seconds=...)");
-  return std::chrono::ceil<Milliseconds>(static_cast<std::chrono::microseconds&>(caster));
+  // Whole days first: all of a timedelta in microseconds need not fit.
+  const auto days =
+      std::chrono::hours(24) * static_cast<int64_t>(PyDateTime_DELTA_GET_DAYS(timeout.ptr()));
+  TORCH_OVERLAP_CHECK(days.count() >= 0, kValue, op, ": expected a timeout >= 0, got ",
+                      describe(timeout));
+  if (days >= kLongestTimeout) return kLongestTimeout;
+  const std::chrono::microseconds rest =
+      std::chrono::seconds(PyDateTime_DELTA_GET_SECONDS(timeout.ptr())) +
+      std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(timeout.ptr()));
+  return days + std::chrono::ceil<Milliseconds>(rest);
 }
 
 py::object from_timeout(Milliseconds timeout) { return py::cast(timeout); }

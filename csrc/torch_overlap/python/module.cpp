@@ -26,4 +26,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_mesh(module);
   register_spmd(module);
   register_overlap(module);
+  name_argument_errors(module);
 }

@@ -78,6 +78,20 @@ TEST(Meeting, WhoDoesNotComeIsNamedAndCannotMeetThoseWhoHaveLeft) {
   }
 }
 
+TEST(Meeting, AnotherLifeOfTheNameAndAnotherRestartHavePlacesOfTheirOwn) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto meet_alone = [&](const std::string& handle) {
+    return meet(store, request(1, {handle}, handle, "f"), milliseconds(20'000), [] {}).store;
+  };
+  meet_alone("first life")->set("address", std::string("of the first life"));
+  EXPECT_FALSE(meet_alone("second life")->check({"address"}));
+  // The same handle only to show that the restart is in the key.
+  ASSERT_EQ(setenv("TORCHELASTIC_RESTART_COUNT", "1", /*overwrite=*/1), 0);
+  EXPECT_FALSE(meet_alone("first life")->check({"address"}));
+  unsetenv("TORCHELASTIC_RESTART_COUNT");
+  EXPECT_TRUE(meet_alone("first life")->check({"address"}));
+}
+
 TEST(Meeting, AHandleIsTextWithoutLineEndsAndOneOfAKind) {
   const std::string one = make_handle(3);
   EXPECT_NE(one, make_handle(3));

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -38,10 +40,13 @@ def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> 
     """A function of (async_op, **options) that issues the operation on this rank.
 
     Roots are chosen so that ranks wait for `victim`: it is the root of what comes from a root, and owes something to
-    the root of what goes to one. Those of WITHOUT_OPTIONS block, and take the communicator's timeout.
+    the root of what goes to one. Those of WITHOUT_OPTIONS block, and take the communicator's timeout. reconfigure needs
+    one that was made with enable_reconfigure, and has three seconds at least: it makes connections.
     """
     if name in ONE_SIDED:
         return one_sided(comm, name, victim, numel)
+    if name == "reconfigure":
+        return reconfigure(comm)
     if name in WITHOUT_OPTIONS:
         return without_options(comm, name, numel)
     rank, size, device = comm.get_rank(), comm.get_size(), comm.get_device()
@@ -150,9 +155,15 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
     def new_window() -> None:
         comm.new_window(buffer)  # gone at once
 
+    def finalize() -> None:
+        part = comm.split(list(range(size)))
+        assert part is not None
+        part.finalize()
+
     table: dict[str, Callable[[], object]] = {
         "split": split,
         "new_window": new_window,
+        "finalize": finalize,
         "ops.all_reduce": lambda: to.ops.all_reduce(x, comm),
         "ops.matmul_reduce_scatter": lambda: to.ops.matmul_reduce_scatter(left, right, comm),
     }
@@ -165,8 +176,24 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
     return issue
 
 
+def reconfigure(comm: to.TorchComm) -> Issue:
+    """Of a child, so that the communicator itself can be formed again without the victim."""
+    part = comm.split(list(range(comm.get_size())))
+    assert part is not None
+    handles: list[str] = [""] * comm.get_size()
+    to.objcol.all_gather_object(comm, handles, part.get_init_handle())
+    uuids = itertools.count(1)
+    done = Done(comm.get_device())
+
+    def issue(async_op: bool) -> Waits:
+        part.reconfigure(next(uuids), handles, timeout=max(comm.get_options().timeout, timedelta(seconds=3)))
+        return done
+
+    return issue
+
+
 ONE_SIDED = ("put", "signal", "wait_signal")
-WITHOUT_OPTIONS = ("split", "new_window", "ops.all_reduce", "ops.matmul_reduce_scatter")
+WITHOUT_OPTIONS = ("split", "new_window", "finalize", "reconfigure", "ops.all_reduce", "ops.matmul_reduce_scatter")
 NAMES = (
     "send", "recv", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_v", "all_gather_single",
     "reduce_scatter", "reduce_scatter_v", "reduce_scatter_single", "all_to_all", "all_to_all_single",

@@ -80,6 +80,8 @@ def test_every_difference_is_shown_on_every_rank(backend: str) -> None:
 def run_agreement(comm: to.TorchComm) -> None:
     comm.set_hints({"check_mismatch": "true"})
     for name in NAMES:
+        if name == "reconfigure":  # of communicators made for it: test_reconfigure.py
+            continue
         issue = operation(comm, name, comm.get_size() - 1, numel=64)
         for async_op in (True, False):
             issue(async_op).wait()

@@ -117,6 +117,25 @@ def test_the_position_in_a_list_is_the_rank_and_a_set_keeps_the_order(backend: s
     run(run_order, 3, backend)
 
 
+def run_lives(rank: int, size: int, store: Any, backend: str) -> None:
+    for life in range(3):  # with the same uuids, in another order
+        comm = make(backend, rank, size, store)
+        handles = handles_of(comm)
+        for uuid in (1, 2):
+            order = [(r + life + uuid) % size for r in range(size)]
+            comm.reconfigure(uuid, [handles[r] for r in order])
+            check_values(comm, order, rank)
+            half = comm.split([0]) if comm.get_rank() == 0 else comm.split(list(range(1, size)))
+            assert half is not None
+            half.finalize()
+        comm.finalize()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_life_of_a_name_may_use_the_same_uuids(backend: str) -> None:
+    run(run_lives, 3, backend)
+
+
 def run_grow(rank: int, size: int, store: Any, backend: str, ordered: bool) -> None:
     newcomer = rank == size - 1
     comm = make(backend, 0, 1, store) if newcomer else make(backend, rank, size - 1, store)

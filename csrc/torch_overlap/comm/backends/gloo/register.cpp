@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <chrono>
 #include <mutex>
 
 #include "torch_overlap/base/env.h"
@@ -6,6 +8,7 @@
 #include "torch_overlap/comm/backends/gloo/gloo.h"
 #include "torch_overlap/comm/backends/gloo/gloo_transport.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/host/host_backend.h"
 
 namespace torch_overlap {
@@ -56,14 +59,29 @@ GlooRequest make_request(const BackendContext& context) {
   return request;
 }
 
+// gloo's own timeout is one of each attempt to reach each rank.
+c10::intrusive_ptr<c10d::Backend> connect(const BackendContext& context) {
+  const auto group = std::make_shared<c10::intrusive_ptr<c10d::Backend>>();
+  const auto make = [group, factory = require_factory(), request = make_request(context)] {
+    *group = factory(request);
+  };
+  const Milliseconds timeout = context.options.timeout;
+  TORCH_OVERLAP_CHECK(run_bounded(make, timeout), kTimeout, "new_comm: expected gloo to connect ",
+                      context.size, " ranks within ", timeout.count(),
+                      " ms, got no answer of one; look at the other ranks");
+  TORCH_OVERLAP_CHECK(*group, kRuntime, "new_comm: expected a gloo process group, got none");
+  return *group;
+}
+
 std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
-  const GlooFactory factory = require_factory();
-  auto group = factory(make_request(context));
-  TORCH_OVERLAP_CHECK(group, kRuntime, "new_comm: expected a gloo process group, got none");
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + context.options.timeout;
+  auto group = connect(context);
   // A rank that is done with it closes its connections, also those that a slower rank is still
   // making: nobody goes on before all are connected.
+  const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
   exchange(*context.store, "gloo connections", context.rank, context.size, "",
-           context.options.timeout);
+           std::max(left, Milliseconds(1)));
   return std::make_shared<HostBackend>(context, std::make_unique<GlooTransport>(std::move(group)),
                                        make_gloo_backend);
 }

@@ -60,6 +60,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
   void abort() override;
+  void give_up() override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;
@@ -130,6 +131,8 @@ class NcclBackend final : public Backend, public Watched, public Body {
   // What follows from a failure that is set: NCCL is stopped, or, on the watchdog's thread, the
   // process. Once, with no lock held; not after abort().
   void act_on_failure(bool is_watchdog = false);
+  // abort() and give_up(): NCCL is waited for so long.
+  void end_with(Milliseconds limit);
   void check_launching(Clock::time_point now);
   // Under the launch lock: says what is wrong if the operation, or one in a replayed graph, is
   // late.

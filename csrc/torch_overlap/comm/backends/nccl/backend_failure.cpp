@@ -43,14 +43,18 @@ void NcclBackend::fail_launch(const Call& call, bool begun) {
   std::rethrow_exception(runtime_->failure.error());
 }
 
-void NcclBackend::abort() {
+void NcclBackend::abort() { end_with(kStopLimit); }
+
+void NcclBackend::give_up() { end_with(Milliseconds(0)); }
+
+void NcclBackend::end_with(Milliseconds limit) {
   acted_on_failure_ = true;  // here, and without an end of the process
   const std::string message = concat("communicator '", runtime_->name, "' was aborted");
   runtime_->failure.set(WorkStatus::ERROR,
                         std::make_exception_ptr(Error(ErrorKind::kState, message)));
   runtime_->stop_waits();
   remote_.stop();
-  handle_->stop(kStopLimit);
+  handle_->stop(limit);
 }
 
 void NcclBackend::fail_with(WorkStatus status, ErrorKind kind, const std::string& message) {

@@ -1,0 +1,50 @@
+#include "torch_overlap/comm/store_access.h"
+
+#include <c10/util/Exception.h>
+
+namespace torch_overlap {
+
+std::string what_happened(const std::exception& error) {
+  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
+  return from_c10 != nullptr ? from_c10->what_without_backtrace() : error.what();
+}
+
+bool KeysThere::all(c10d::Store& store) {
+  for (; next_ < keys_.size() && store.check({keys_[next_]}); ++next_) {
+    if (store.check(keys_)) return true;
+  }
+  if (next_ == keys_.size()) next_ = 0;  // a rank that was there has given up
+  return false;
+}
+
+std::vector<int> KeysThere::missing(c10d::Store& store) const {
+  std::vector<int> missing;
+  for (size_t i = 0; i < keys_.size(); ++i) {
+    if (!store.check({keys_[i]})) missing.push_back(static_cast<int>(i));
+  }
+  return missing;
+}
+
+std::vector<std::string> part_keys(const std::string& key, int size) {
+  std::vector<std::string> keys;
+  keys.reserve(size);
+  for (int r = 0; r < size; ++r) keys.push_back(concat(key, "/", r));
+  return keys;
+}
+
+void put_part(c10d::Store& store, const std::string& key, const std::string& mine) {
+  store.set(key, to_bytes("=" + mine));
+}
+
+std::vector<std::string> get_parts(c10d::Store& store, const std::vector<std::string>& keys) {
+  std::vector<std::string> all;
+  for (const auto& key : keys) {
+    const auto value = store.get(key);
+    TORCH_OVERLAP_CHECK(!value.empty(), kRuntime, "expected a value under ", key,
+                        ", got an empty one");
+    all.emplace_back(value.begin() + 1, value.end());
+  }
+  return all;
+}
+
+}  // namespace torch_overlap

@@ -1,0 +1,101 @@
+"""A rank that comes too late: who waited gives up, and all may meet at the next try, or are told that they cannot."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_overlap as to
+from torch_overlap.testing import run_ranks
+
+SOON, LONG = timedelta(seconds=0.4), timedelta(seconds=60)
+
+
+def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> to.TorchComm:
+    return to.new_comm("local", "cpu", "late", store=store, rank=rank, size=size, timeout=timeout)
+
+
+@pytest.mark.parametrize("early", [[0], [1], [0, 1], [1, 2], [0, 2]], ids=str)
+def test_after_a_late_rank_all_meet_at_the_next_try(early: list[int]) -> None:
+    store, size = dist.HashStore(), 3
+    late = [r for r in range(size) if r not in early]
+
+    def in_vain(rank: int) -> None:
+        with pytest.raises(to.OperationTimeoutError, match="new_comm 'late': expected 3 ranks within 400 ms, got none"):
+            make(store, rank, size, SOON)
+
+    def together(rank: int) -> None:
+        with make(store, rank, size, LONG) as comm:
+            x = torch.tensor([rank])
+            comm.all_reduce(x, to.ReduceOp.SUM, False)
+            assert x.item() == 3
+
+    with ThreadPoolExecutor(size) as ranks:
+        for group in (early, late, early):
+            list(ranks.map(in_vain, group))
+        for _ in range(2):
+            list(ranks.map(together, range(size)))
+
+
+def run_late_over_sockets(rank: int, size: int, store: dist.Store) -> None:
+    if rank == 0:
+        with pytest.raises(to.OperationTimeoutError, match=r"got none of ranks \[1\]"):
+            to.new_comm("gloo", "cpu", "late", store=store, rank=rank, size=size, timeout=timedelta(seconds=12))
+        store.set("gave up", "1")
+    else:
+        store.wait(["gave up"])
+    for _ in range(2):
+        with to.new_comm("gloo", "cpu", "late", store=store, rank=rank, size=size, timeout=LONG) as comm:
+            x = torch.tensor([rank])
+            comm.all_reduce(x, to.ReduceOp.SUM, False)
+            assert x.item() == 1
+
+
+def test_processes_meet_after_one_was_late() -> None:
+    run_ranks(run_late_over_sockets, 2, comm=False)
+
+
+BUFFER = to.CommOverlapConfig(to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32, 2)
+SET_UPS = {
+    "split": lambda comm: comm.split([0, 1]),
+    "new_window": lambda comm: comm.new_window(to.symmetric_empty(4, torch.float32, comm)),
+    "buffer": lambda comm: to.CommOverlapBase(comm, BUFFER),
+}
+
+
+def run_set_up_without_a_rank(comm: to.TorchComm, what: str) -> None:
+    child = comm.split([0, 1])
+    assert child is not None
+    if comm.get_rank() == 0:
+        child.set_timeout(timedelta(seconds=1))
+        begin = time.monotonic()
+        broken = rf"got none of ranks \[1\]; '{child.get_name()}' is aborted: .*reconfigure it, or make a new one"
+        with pytest.raises(to.OperationTimeoutError, match=broken):
+            SET_UPS[what](child)
+        assert time.monotonic() - begin < 1 + 30
+        assert child.is_aborted()
+        with pytest.raises(to.StateError, match=r"split: expected a live communicator, .* which was aborted"):
+            child.split([0, 1])
+    comm.barrier(False)
+    if comm.get_rank() == 1:  # neither does it wait for ranks that have given up
+        child.set_timeout(timedelta(seconds=1))
+        with pytest.raises(to.Error):
+            SET_UPS[what](child)
+        assert child.is_aborted()
+    comm.barrier(False)
+    child.finalize()
+    again = comm.split([0, 1])
+    assert again is not None
+    SET_UPS[what](again)
+    again.abort()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+@pytest.mark.parametrize("what", SET_UPS)
+def test_a_set_up_that_a_rank_misses_breaks_the_communicator(what: str, backend: str) -> None:
+    run_ranks(run_set_up_without_a_rank, 2, what, backend=backend)
