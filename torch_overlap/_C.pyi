@@ -556,6 +556,7 @@ class ScalingMode(IntEnum):
     CURRENT_TENSOR_SCALING = 3
     BLOCK_1D_SCALING = 4
     BLOCK_2D_SCALING = 5
+    ROW_SCALING = 6
 
 # --- Overlap ---------------------------------------------------------------------------------------
 
@@ -671,6 +672,12 @@ class CommOverlapCore:
         scaling_mode: int = 0,
         A_scale_inv: Tensor | None = None,
         B_scale_inv: Tensor | None = None,
+        A_columnwise_data: Tensor | None = None,
+        A_columnwise_scale_inv: Tensor | None = None,
+        B_columnwise_data: Tensor | None = None,
+        B_columnwise_scale_inv: Tensor | None = None,
+        A_scales_swizzled: bool = False,
+        B_scales_swizzled: bool = False,
         D_scale: Tensor | None = None,
         D_amax: Tensor | None = None,
         comm_type: CommOverlapType = ...,
@@ -693,6 +700,12 @@ class CommOverlapCore:
         scaling_mode: int = 0,
         A_scale_inv: Tensor | None = None,
         B_scale_inv: Tensor | None = None,
+        A_columnwise_data: Tensor | None = None,
+        A_columnwise_scale_inv: Tensor | None = None,
+        B_columnwise_data: Tensor | None = None,
+        B_columnwise_scale_inv: Tensor | None = None,
+        A_scales_swizzled: bool = False,
+        B_scales_swizzled: bool = False,
         D_scale: Tensor | None = None,
         D_amax: Tensor | None = None,
         comm_type: CommOverlapType = ...,
@@ -715,6 +728,12 @@ class CommOverlapCore:
         scaling_mode: int = 0,
         A_scale_inv: Tensor | None = None,
         B_scale_inv: Tensor | None = None,
+        A_columnwise_data: Tensor | None = None,
+        A_columnwise_scale_inv: Tensor | None = None,
+        B_columnwise_data: Tensor | None = None,
+        B_columnwise_scale_inv: Tensor | None = None,
+        A_scales_swizzled: bool = False,
+        B_scales_swizzled: bool = False,
         D_scale: Tensor | None = None,
         D_amax: Tensor | None = None,
         comm_type: CommOverlapType = ...,
@@ -737,6 +756,12 @@ class CommOverlapCore:
         scaling_mode: int = 0,
         A_scale_inv: Tensor | None = None,
         B_scale_inv: Tensor | None = None,
+        A_columnwise_data: Tensor | None = None,
+        A_columnwise_scale_inv: Tensor | None = None,
+        B_columnwise_data: Tensor | None = None,
+        B_columnwise_scale_inv: Tensor | None = None,
+        A_scales_swizzled: bool = False,
+        B_scales_swizzled: bool = False,
         D_scale: Tensor | None = None,
         D_amax: Tensor | None = None,
         comm_type: CommOverlapType = ...,
@@ -759,6 +784,12 @@ class CommOverlapCore:
         scaling_mode: int = 0,
         A_scale_inv: Tensor | None = None,
         B_scale_inv: Tensor | None = None,
+        A_columnwise_data: Tensor | None = None,
+        A_columnwise_scale_inv: Tensor | None = None,
+        B_columnwise_data: Tensor | None = None,
+        B_columnwise_scale_inv: Tensor | None = None,
+        A_scales_swizzled: bool = False,
+        B_scales_swizzled: bool = False,
         D_scale: Tensor | None = None,
         D_amax: Tensor | None = None,
         comm_type: CommOverlapType = ...,
@@ -792,6 +823,7 @@ def _explain_algorithm(
     scatter_bytes: int = 0,
     local_shape: tuple[int, int, int] = (0, 0, 0),
     prefers_channels: bool = True,
+    scaled: tuple[torch.dtype, torch.dtype, int, bool] | None = None,
 ) -> tuple[str, str, str]: ...
 def _matmul_all_reduce_problem(
     comm: TorchComm, rows: int, features: int, local_k: int, dtype: torch.dtype

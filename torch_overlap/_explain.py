@@ -17,8 +17,8 @@ __all__ = ["Explanation", "explain"]
 _EXCHANGE = ("auto", "sequential", "chunked")
 # Of operators that do not have all.
 _ALGORITHMS = {
-    "scaled_all_gather_matmul": (*_EXCHANGE, "ring"),
-    "scaled_matmul_reduce_scatter": (*_EXCHANGE, "ring"),
+    "scaled_all_gather_matmul": (*_EXCHANGE, "ring", "fused"),
+    "scaled_matmul_reduce_scatter": (*_EXCHANGE, "ring", "fused"),
     "bulk_overlap_matmul": (*_EXCHANGE, "bulk"),
     "all_to_all_matmul": _EXCHANGE,
     "matmul_all_to_all": _EXCHANGE,
@@ -81,9 +81,13 @@ def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _local(given: dict[str, Any], features: int) -> dict[str, Any]:
+def _local(given: dict[str, Any], features: int, weight: Tensor) -> dict[str, Any]:
     """This rank's product, of operators with fused kernels."""
-    return {} if "out_dtype" in given else {"local_shape": (0, features, given["x"].shape[-1])}
+    x = given["x"]
+    local: dict[str, Any] = {"local_shape": (0, features, x.shape[-1])}
+    if "out_dtype" in given:
+        local["scaled"] = (x.dtype, weight.dtype, int(given["scaling_mode"]), given["use_split_accumulator"])
+    return local
 
 
 def _gather(given: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _gather(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x) * size, features * size, x.shape[-1]),
         "chunk_rows": _rows(x),
         "gather_bytes": x.nbytes * size,
-    } | _local(given, features)
+    } | _local(given, features, given["weights"][0])
 
 
 def _scatter(given: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x), features, x.shape[-1] * size),
         "chunk_rows": _rows(x) // size,
         "scatter_bytes": 2 * _rows(x) * features * dtype.itemsize,
-    } | _local(given, features)
+    } | _local(given, features, given["weight"])
 
 
 def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:

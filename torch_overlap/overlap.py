@@ -68,7 +68,8 @@ def create_comm_overlap_buffer(
         tp_size: the size of `comm`, which is the default.
         num_splits: pieces of a PIPELINE; 4, or the number of ranks for RING_EXCHANGE.
         num_max_streams: products that run side by side; 3.
-        comm_cga_size: blocks in a cluster of communication kernels; 2, or 1 for RING_EXCHANGE.
+        comm_cga_size: blocks in a cluster of communication kernels; 2, or 1 for RING_EXCHANGE. Only 1 where copy
+            engines carry all: with use_ce for RING_EXCHANGE, and for BULK of type AG.
         gemm_priority, comm_priority: of streams; both 0 means the least and the most urgent.
         num_comm_sm: blocks of communication kernels; 16, or 1 for RING_EXCHANGE.
         set_sm_margin: products leave num_comm_sm SMs free; True, or False for RING_EXCHANGE.

@@ -251,8 +251,8 @@ def scaled_all_gather_matmul(
     Args:
         x: [..., k] of float8_e4m3fn or float8_e5m2, the same shape on all ranks; k is a multiple of 16 (MXFP8: 32).
         x_scale_inv: the layout that `quantize` gives for `scaling_mode`. One factor for the tensor is equal on all
-            ranks: quantize with the largest magnitude of all. Scales of blocks are this rank's own: each row has some,
-            which are gathered with it. MXFP8's are not swizzled: `unswizzle_scales` those that are.
+            ranks: quantize with the largest magnitude of all. Scales of blocks or rows are this rank's own: each row
+            has some, which are gathered with it. MXFP8's are not swizzled: `unswizzle_scales` those that are.
         weights: each [n_i, k] of float8_e4m3fn or float8_e5m2, not float8_e5m2 if x is; n_i is a multiple of 8, for
             float32 products of 4.
         weights_scale_inv: for each weight, as `quantize` gives them; this rank's own.
@@ -260,7 +260,8 @@ def scaled_all_gather_matmul(
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
         out_dtype: of the products: float32, float16 or bfloat16. Sums are float32 and are rounded once.
         use_split_accumulator: on Hopper: sums are promoted to float32 as they grow.
-        algorithm: "auto", "sequential", "chunked" or "ring".
+        algorithm: "auto", "sequential", "chunked", "ring" or "fused" (sm_90; one factor for each operand or row,
+            16-bit out_dtype, no split accumulator).
         scaling_mode: of x and the weights. With BLOCK_2D_SCALING the weights have blocks of 128 x 128, and x those of
             BLOCK_1D_SCALING. Blocks: the rows of x are a multiple of 8.
         return_gathered: whether to return the gathered x and its scales too.

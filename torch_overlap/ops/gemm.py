@@ -10,6 +10,7 @@ layer is `gemm(x, None, weight, None, rhs_transposed=True)`. `scaling_mode` is a
 | MXFP8_1D_SCALING (2) | 8-bit floats | float8_e8m0fnu [rows, k / 32] |
 | BLOCK_1D_SCALING (4) | 8-bit floats | float32 [rows, ceil(k / 128)] |
 | BLOCK_2D_SCALING (5) | 8-bit floats | float32 [ceil(rows / 128), ceil(k / 128)] |
+| ROW_SCALING (6) | 8-bit floats | float32 [rows, 1] |
 
 BLOCK_2D_SCALING is for weights: in a product rhs has blocks of 128 x 128, and lhs those of BLOCK_1D_SCALING.
 
@@ -79,7 +80,10 @@ def gemm(
         workspace: bytes for the library to work in, instead of a cached buffer.
         comm_overlap_id: of a buffer that create_comm_overlap_buffer made; comm_overlap_method is that of the buffer.
         comm_type: NONE (0); RS (1): the output is this rank's rows of the sum of all ranks' products; AG (2): lhs is
-            this rank's rows, the product that of all. BULK leaves the product as it is.
+            this rank's rows, the product that of all. BULK leaves the product as it is. Rows may be fewer than the
+            buffer has. What is scattered is shared along the first dimension in equal parts, rounded up: the last ranks
+            may get fewer rows, or none. What is gathered, which each rank sees its own part of, has as many rows on
+            all; the classes take others (set_active_tokens).
         lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
         lhs_transposed, rhs_transposed: whether a collapsed operand is transposed: lhs [k, m], rhs [n, k].
         fuse_gelu: the tanh form of GELU.

@@ -54,20 +54,20 @@ void check_scale(std::string_view op, Side side, const OperandView& operand) {
       return;
     }
   }
-  const int64_t block = mx ? kMxBlock : kScaleBlock;
   const int64_t scale_rows =
       operand.scaling == ScalingMode::BLOCK_2D_SCALING ? ceil_div(rows, kScaleBlock) : rows;
-  TORCH_OVERLAP_CHECK(
-      scale.dim() == 2 && scale.size(0) == scale_rows && scale.size(1) == ceil_div(k, block),
-      kValue, op, ": expected scale_inv of ", name_of(side), " for ", mode, " of shape [",
-      scale_rows, ", ", ceil_div(k, block), "], got ", scale.sizes(),
-      "; pass what its quantization along k gave");
+  const int64_t in_row = scales_in_row(operand.scaling, k);
+  TORCH_OVERLAP_CHECK(scale.dim() == 2 && scale.size(0) == scale_rows && scale.size(1) == in_row,
+                      kValue, op, ": expected scale_inv of ", name_of(side), " for ", mode,
+                      " of shape [", scale_rows, ", ", in_row, "], got ", scale.sizes(),
+                      "; pass what its quantization along k gave");
 }
 
 // Whether each row has scales of its own, in order; the others lie in tiles of 128 rows, which a
 // cut keeps whole.
 bool has_scales_by_row(const OperandView& view) {
   return view.scaling == ScalingMode::BLOCK_1D_SCALING ||
+         view.scaling == ScalingMode::ROW_SCALING ||
          (view.scaling == ScalingMode::MXFP8_1D_SCALING && !view.swizzled);
 }
 

@@ -95,6 +95,7 @@ at::Tensor empty_scales(std::string_view op, const c10::SymInt& rows, const c10:
                {blocks_in(rows, kScaleBlock), blocks_in(width, kRowMultiple) * kRowMultiple}, fp32)
         .narrow_symint(1, 0, width);
   }
+  if (options.scaling == ScalingMode::ROW_SCALING) return at::empty_symint({rows, 1}, fp32);
   return at::empty({1}, fp32);
 }
 
@@ -185,6 +186,16 @@ QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
   return {std::move(data), in_layout(op, matrix, at::reciprocal(scale), options)};
 }
 
+QuantizedMatrix quantize_rows(std::string_view op, const at::Tensor& matrix,
+                              const QuantizeOptions& options) {
+  const double largest = largest_value(op, options.dtype);
+  const auto wide = matrix.to(at::kFloat);
+  const auto amax = matrix.size(1) == 0 ? at::zeros({matrix.size(0), 1}, wide.options())
+                                        : at::amax(at::abs(wide), {1}, /*keepdim=*/true);
+  const auto scale = scales_of(amax, largest, options.power_of_two);
+  return {saturated(wide * scale, largest, options.dtype).contiguous(), at::reciprocal(scale)};
+}
+
 }  // namespace
 
 double largest_value(std::string_view op, at::ScalarType dtype) {
@@ -219,6 +230,7 @@ Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptio
     return quantize_delayed(op, x, scale, options).first;
   }
   const auto quantize_matrix = [&](const at::Tensor& matrix) {
+    if (options.scaling == ScalingMode::ROW_SCALING) return quantize_rows(op, matrix, options);
     return options.scaling == ScalingMode::MXFP8_1D_SCALING ? quantize_mx(op, matrix, options)
                                                             : quantize_blocks(op, matrix, options);
   };
@@ -319,6 +331,9 @@ at::Tensor dequantize(std::string_view op, const at::Tensor& data, const at::Ten
   const auto wide = data.to(at::kFloat);
   if (is_tensor_scaling(scaling)) return (wide * scale_inv).to(dtype);
   const auto matrix = as_matrix(wide);
+  if (scaling == ScalingMode::ROW_SCALING) {
+    return (matrix * scale_inv).view(data.sizes()).to(dtype);
+  }
   const int64_t rows = matrix.size(0);
   const int64_t cols = matrix.size(1);
   const bool mx = scaling == ScalingMode::MXFP8_1D_SCALING;

@@ -20,8 +20,9 @@
 //   *_TENSOR_SCALING   fp32 [1]
 //   MXFP8_1D_SCALING   E8M0 [rows, cols / 32], contiguous; cols is a multiple of 32
 //     swizzled         E8M0 [rows up to a multiple of 128, cols / 32 up to one of 4], contiguous
-//   BLOCK_1D_SCALING   fp32 [rows, ceil(cols / 128)], strides (1, rows), as the tensor cores read
-//   it BLOCK_2D_SCALING   fp32 [ceil(rows / 128), ceil(cols / 128)], contiguous
+//   BLOCK_1D_SCALING   fp32 [rows, ceil(cols / 128)], strides (1, rows), as tensor cores read it
+//   BLOCK_2D_SCALING   fp32 [ceil(rows / 128), ceil(cols / 128)], contiguous
+//   ROW_SCALING        fp32 [rows, 1], contiguous
 //
 // Special values. What is larger than the 8-bit type holds, infinity too, becomes its largest
 // value; NaN stays NaN. Where the largest |x| is 0, infinite or NaN, the fp32 scale is 1. In MXFP8

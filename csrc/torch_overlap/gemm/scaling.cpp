@@ -8,13 +8,14 @@
 namespace torch_overlap {
 namespace {
 
-constexpr std::array<std::pair<ScalingMode, std::string_view>, 6> kScalingModes{{
+constexpr std::array<std::pair<ScalingMode, std::string_view>, 7> kScalingModes{{
     {ScalingMode::NO_SCALING, "NO_SCALING"},
     {ScalingMode::DELAYED_TENSOR_SCALING, "DELAYED_TENSOR_SCALING"},
     {ScalingMode::MXFP8_1D_SCALING, "MXFP8_1D_SCALING"},
     {ScalingMode::CURRENT_TENSOR_SCALING, "CURRENT_TENSOR_SCALING"},
     {ScalingMode::BLOCK_1D_SCALING, "BLOCK_1D_SCALING"},
     {ScalingMode::BLOCK_2D_SCALING, "BLOCK_2D_SCALING"},
+    {ScalingMode::ROW_SCALING, "ROW_SCALING"},
 }};
 
 }  // namespace

@@ -49,12 +49,13 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
-  const auto why = overlap_device(problem.op, comm->device().type())
-                       .fused_obstacle({.device = comm->device(),
-                                        .dtype = problem.dtype,
-                                        .rows = {rows, comm->size()},
-                                        .n = problem.local_n,
-                                        .k = problem.local_k});
+  const auto why =
+      overlap_device(problem.op, comm->device().type())
+          .fused_obstacle({.device = comm->device(),
+                           .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
+                           .rows = {rows, comm->size()},
+                           .n = problem.local_n,
+                           .k = problem.local_k});
   return why.empty() ? channel_obstacle(problem, comm, need) : why;
 }
 
@@ -122,7 +123,8 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
     const auto why = obstacle(*known, problem, comm, need);
     if (why.empty()) {
-      return {*known, concat("measured as the quickest, ", tuned->source), tuned->source};
+      return {*known, std::string("measured as the quickest, ").append(tuned->source),
+              tuned->source};
     }
     if (!why_not.empty()) continue;
     why_not = why;

@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/overlap/fused.h"
 
 // Which way a fused operator goes.
 namespace torch_overlap::ops {
@@ -34,10 +36,11 @@ struct OverlapProblem {
   int64_t gather_bytes = 0;
   int64_t scatter_bytes = 0;
   // Of this rank's product, where the operator has fused kernels; 0: it has none. local_m: rows of
-  // one kernel; 0: a chunk of each rank.
+  // one kernel; 0: a chunk of each rank. types: where they are not all `dtype`.
   int64_t local_n = 0;
   int64_t local_k = 0;
   int64_t local_m = 0;
+  std::optional<FusedTypes> types = std::nullopt;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
 };

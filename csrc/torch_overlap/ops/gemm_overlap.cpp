@@ -15,11 +15,31 @@ constexpr std::string_view kGemm = "gemm";
 
 using Buffer = std::shared_ptr<CommOverlapCore>;
 
-// `x` with its first dimension times `times`, divided by `parts`.
-std::vector<c10::SymInt> scaled_sizes(c10::SymIntArrayRef sizes, int64_t times, int64_t parts) {
-  auto scaled = sizes.vec();
-  scaled[0] = scaled[0] * times / parts;
-  return scaled;
+// `sizes` with a first dimension of all ranks in place of one.
+std::vector<c10::SymInt> sizes_of_all(c10::SymIntArrayRef sizes, const Buffer& buffer) {
+  auto all = sizes.vec();
+  all[0] = all[0] * buffer->get_tp_size();
+  return all;
+}
+
+// `sizes` of `rows` rows with this rank's part of the first dimension: equal parts, rounded up, as
+// the buffer shares rows (RowShare).
+std::vector<c10::SymInt> own_sizes(c10::SymIntArrayRef sizes, const c10::SymInt& rows,
+                                   const Buffer& buffer, std::string_view wrong) {
+  auto own = sizes.vec();
+  const int64_t tp = buffer->get_tp_size();
+  const c10::SymInt first = own[0];
+  if ((first % tp).sym_eq(0).guard_bool(__FILE__, __LINE__)) {
+    own[0] = first / tp;
+    return own;
+  }
+  const c10::SymInt most = (first + (tp - 1)) / tp;
+  const c10::SymInt inner = rows / first;
+  TORCH_OVERLAP_CHECK(((rows + (tp - 1)) / tp).sym_eq(most * inner).expect_true(__FILE__, __LINE__),
+                      kValue, kGemm, ": ", wrong, ", got ", first, " of ", inner,
+                      " rows, which a part rounded up cuts; pad it");
+  own[0] = (first - most * buffer->rank()).max(0).min(most);
+  return own;
 }
 
 // The tokens of a call; those of before again where it throws.
@@ -56,17 +76,17 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
   TORCH_OVERLAP_CHECK(matrix.boundary > 0, kValue, kGemm,
                       ": expected aux_axis_boundary to leave a dimension of rows, got ",
                       call.aux_axis_boundary, " for shape ", aux.sym_sizes());
-  TORCH_OVERLAP_CHECK(gathers || (aux.sym_size(0) % tp).sym_eq(0).expect_true(__FILE__, __LINE__),
-                      kValue, kGemm,
-                      ": bulk RS overlap auxiliary output is sized incorrectly: expected a first "
-                      "dimension of aux_in that ",
-                      tp, " ranks can share, got ", aux.sym_size(0));
+  const auto sizes =
+      gathers ? sizes_of_all(aux.sym_sizes(), buffer)
+              : own_sizes(aux.sym_sizes(), matrix.rows, buffer,
+                          concat("bulk RS overlap auxiliary output is sized incorrectly: expected "
+                                 "a first dimension of aux_in that ",
+                                 tp, " ranks can share"));
   auto results = empty_gemm_results(call);
   auto& aux_out = std::get<3>(results);
   const bool widens = !gathers && aux.element_size() == 1;  // the sum of 8-bit values
   aux_out = at::empty_symint(
-      scaled_sizes(aux.sym_sizes(), gathers ? tp : 1, gathers ? 1 : tp),
-      widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
+      sizes, widens ? aux.options().dtype(std::get<0>(results).scalar_type()) : aux.options());
   if (aux.is_meta()) return results;
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
@@ -97,7 +117,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for AG with method RING_EXCHANGE, got one");
   const auto matrix = collapse(kGemm, "lhs", call.lhs, call.lhs_axis_boundary);
-  const auto sizes = scaled_sizes(call.lhs.sym_sizes(), buffer->get_tp_size(), 1);
+  const auto sizes = sizes_of_all(call.lhs.sym_sizes(), buffer);
   GemmCall whole = call;
   if (call.lhs.is_meta()) {
     whole.lhs = at::empty_symint(sizes, call.lhs.options());
@@ -134,15 +154,14 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                       ": expected no ", call.fuse_gelu ? "fuse_gelu" : "bias gradient",
                       " with comm_type RS, got it: it belongs behind the sum");
   const auto shape = gemm_result_shape(call);
-  const int64_t tp = buffer->get_tp_size();
-  TORCH_OVERLAP_CHECK(shape.sizes[0] % tp == 0, kValue, kGemm,
-                      ": GEMM->RS overlap output buffer is sized incorrectly: expected a first "
-                      "dimension that ",
-                      tp, " ranks can share, got ", shape.sizes[0]);
+  const auto sizes =
+      own_sizes(shape.sizes, shape.m, buffer,
+                concat("GEMM->RS overlap output buffer is sized incorrectly: expected a first "
+                       "dimension that ",
+                       buffer->get_tp_size(), " ranks can share"));
   const auto options = call.lhs.options().dtype(shape.dtype);
   const auto none = at::empty({0}, options.dtype(shape.beside));
-  GemmResults results{at::empty_symint(scaled_sizes(shape.sizes, 1, tp), options), none, none,
-                      none};
+  GemmResults results{at::empty_symint(sizes, options), none, none, none};
   if (call.lhs.is_meta()) return results;
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
                       ": expected an output of ", buffer->config().buffer_shape[1],

@@ -61,12 +61,18 @@ void add_up_in(const ScatterPlace& place, const at::Tensor& start, std::vector<G
   }
 }
 
+FusedTypes fused_types(const GemmArgs& args) {
+  return {.lhs = args.lhs.data.scalar_type(),
+          .rhs = args.rhs.data.scalar_type(),
+          .out = args.out.scalar_type(),
+          .scaling = args.rhs.scaling,
+          .use_split_accumulator = args.use_split_accumulator};
+}
+
 // Whether fused kernels do all that is asked of a product.
 bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
-  const auto dtype = args.lhs.data.scalar_type();
   const GemmEpilogue& epilogue = args.epilogue;
-  if (!channel.transport().is_direct() || args.rhs.data.scalar_type() != dtype ||
-      args.out.scalar_type() != dtype || args.accumulate || args.sm_target != 0 ||
+  if (!channel.transport().is_direct() || args.accumulate || args.sm_target != 0 ||
       args.out_scale.defined() || args.out_amax.defined() || epilogue.gelu ||
       epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
       epilogue.bias_grad.defined()) {
@@ -75,7 +81,7 @@ bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowSha
   const GemmShape shape = gemm_shape(args);
   return channel.device()
       .fused_obstacle({.device = channel.group().device(),
-                       .dtype = dtype,
+                       .types = fused_types(args),
                        .rows = rows,
                        .n = shape.n,
                        .k = shape.k})
@@ -136,9 +142,9 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     args.lhs.data = problem.data.all;
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
-  problem.fused = input.fused && !input.scales.defined() &&
-                  std::all_of(problem.gemms.begin(), problem.gemms.end(),
-                              [&](const auto& args) { return has_fused(*channel, args, rows); });
+  problem.fused =
+      input.fused && std::all_of(problem.gemms.begin(), problem.gemms.end(),
+                                 [&](const auto& args) { return has_fused(*channel, args, rows); });
   run_gather_gemm(op, *channel, problem);
 }
 

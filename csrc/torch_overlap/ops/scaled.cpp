@@ -8,7 +8,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring";
+constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring fused";
 
 // Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
 ScaledModes modes_of(std::string_view op, int64_t scaling_mode) {
@@ -89,6 +89,15 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_
   auto sizes = x.sizes().vec();
   sizes.back() = scales.size(1);
   return to_rows(scales.reshape(sizes), dim).contiguous();
+}
+
+FusedTypes scaled_types(const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
+                        const ScaledModes& modes, bool use_split_accumulator) {
+  return {.lhs = x.scalar_type(),
+          .rhs = weight.scalar_type(),
+          .out = out_dtype,
+          .scaling = modes.weight,
+          .use_split_accumulator = use_split_accumulator};
 }
 
 GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,

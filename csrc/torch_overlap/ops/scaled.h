@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/overlap/fused.h"
 
 // What the fused operators of 8-bit floats share: value = data * scale_inv, in a ScalingMode.
 namespace torch_overlap::ops {
@@ -16,6 +17,11 @@ struct ScaledModes {
   ScalingMode weight;
   bool gathers_scales() const { return !is_tensor_scaling(x); }
 };
+
+// What fused kernels are asked for. Of several weights one stands for all: whatever type each has,
+// there is a kernel for all of them or for none.
+FusedTypes scaled_types(const at::Tensor& x, const at::Tensor& weight, at::ScalarType out_dtype,
+                        const ScaledModes& modes, bool use_split_accumulator);
 
 // Checks of all but the weights; `dim` is the dimension of rows that is gathered or scattered,
 // which comes back non-negative. Work on symbolic shapes, as all here.

@@ -136,16 +136,21 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
     check_gemm(kScaledGather, steps.at(i, input.own, input.scales, 0));
   }
   const auto chosen =
-      choose_algorithm({.op = kScaledGather,
-                        .dtype = out_dtype,
-                        .m = rows * group_size,
-                        .n = features * group_size,
-                        .k = input.own.size(1),
-                        .chunk_rows = rows,
-                        .gather_bytes = gather_bytes(*communicator, input.own, input.scales)},
-                       algorithm, communicator)
+      choose_algorithm(
+          {.op = kScaledGather,
+           .dtype = out_dtype,
+           .m = rows * group_size,
+           .n = features * group_size,
+           .k = input.own.size(1),
+           .chunk_rows = rows,
+           .gather_bytes = gather_bytes(*communicator, input.own, input.scales),
+           .local_n = features,
+           .local_k = input.own.size(1),
+           .types = scaled_types(x, weights[0], out_dtype, modes, use_split_accumulator)},
+          algorithm, communicator)
           .algorithm;
-  if (chosen == Algorithm::ring) {
+  input.fused = chosen == Algorithm::fused;
+  if (chosen == Algorithm::ring || input.fused) {
     ring_gather_gemms(kScaledGather, communicator, input, steps.gemms);
   } else if (chosen == Algorithm::chunked) {
     gather_in_pieces(*communicator, input, steps);

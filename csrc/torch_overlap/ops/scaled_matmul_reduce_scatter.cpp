@@ -61,12 +61,19 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
            .n = weight.size(0),
            .k = weight.size(1) * group_size,
            .chunk_rows = rows,
-           .scatter_bytes = scatter_bytes(*communicator, inputs.size(0), sums.size(1), out_dtype)},
+           .scatter_bytes = scatter_bytes(*communicator, inputs.size(0), sums.size(1), out_dtype),
+           .local_n = weight.size(0),
+           .local_k = weight.size(1),
+           .types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator)},
           algorithm, communicator)
           .algorithm;
-  if (chosen == Algorithm::ring) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     ring_scatter_gemms(kScaledScatter, communicator, {product_of(0, inputs.size(0), {})},
-                       {.start = {}, .bias = bias.value_or(Tensor()), .mean = mean, .out = sums});
+                       {.start = {},
+                        .bias = bias.value_or(Tensor()),
+                        .mean = mean,
+                        .out = sums,
+                        .fused = chosen == Algorithm::fused});
     put_rows(sums, out, dim);
     return out;
   }

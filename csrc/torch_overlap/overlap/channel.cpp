@@ -75,9 +75,7 @@ std::unique_ptr<Bootstrap> OverlapGroup::bootstrap(const std::string& what) cons
   const auto members = comm->membership();
   if (!members->context.store) return nullptr;
   const uint64_t number = members->registrations->fetch_add(1);
-  return std::make_unique<StoreBootstrap>(members->context.store,
-                                          concat(what, " #", number, " of '", name_, "'"), rank_,
-                                          size_, timeout());
+  return comm->bootstrap(*members, concat(what, " #", number, " of '", name_, "'"));
 }
 
 std::vector<std::string> OverlapGroup::exchange(const std::string& what,

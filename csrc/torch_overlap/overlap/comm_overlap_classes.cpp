@@ -7,7 +7,6 @@ namespace torch_overlap {
 namespace {
 
 constexpr int64_t kScaledRows = 128;  // scales of tiles are cut there
-constexpr int64_t kElementsOfMxScale = 32;
 
 }  // namespace
 
@@ -91,9 +90,11 @@ CommOverlapP2PBase::CommOverlapP2PBase(std::shared_ptr<OverlapGroup> group,
 GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const GemmOperand& lhs,
                                                  const Tensor& own) const {
   const bool is_mx = lhs.scaling == ScalingMode::MXFP8_1D_SCALING;
-  if (!is_mx && lhs.scaling != ScalingMode::BLOCK_1D_SCALING) return {};
-  const int64_t elements = is_mx ? kElementsOfMxScale : kElementsOfScale;
-  const std::vector<int64_t> sizes{own.size(0), (own.size(1) + elements - 1) / elements};
+  if (!is_mx && lhs.scaling != ScalingMode::BLOCK_1D_SCALING &&
+      lhs.scaling != ScalingMode::ROW_SCALING) {
+    return {};
+  }
+  const std::vector<int64_t> sizes{own.size(0), scales_in_row(lhs.scaling, own.size(1))};
   TORCH_OVERLAP_CHECK(own.element_size() == 1, kType, op, ": expected a buffer of 8-bit elements ",
                       "with ", to_string(lhs.scaling), ", got ", config().buffer_dtype);
   TORCH_OVERLAP_CHECK(

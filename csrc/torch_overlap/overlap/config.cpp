@@ -50,7 +50,7 @@ std::string_view to_string(CommOverlapMethod method) { return name_in(kMethods, 
 std::string_view to_string(CommOverlapAlgo algo) { return name_in(kAlgos, algo); }
 
 CommOverlapConfig CommOverlapConfig::defaults(CommOverlapType type, CommOverlapMethod method,
-                                              int tp_size) {
+                                              int tp_size, std::optional<bool> use_ce) {
   CommOverlapConfig config{
       .comm_type = type, .method = method, .buffer_shape = {}, .tp_size = tp_size};
   if (method == CommOverlapMethod::RING_EXCHANGE) {
@@ -60,7 +60,14 @@ CommOverlapConfig CommOverlapConfig::defaults(CommOverlapType type, CommOverlapM
     config.set_sm_margin = false;
     config.use_ce = true;
   }
+  config.use_ce = use_ce.value_or(config.use_ce);
+  if (config.copy_engines_carry_all()) config.comm_cga_size = 1;
   return config;
+}
+
+bool CommOverlapConfig::copy_engines_carry_all() const {
+  return use_ce && (method == CommOverlapMethod::RING_EXCHANGE ||
+                    (method == CommOverlapMethod::BULK && comm_type == CommOverlapType::AG));
 }
 
 int64_t CommOverlapConfig::numel() const {
@@ -114,8 +121,7 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(num_comm_sm % comm_cga_size == 0, kValue, op,
                       ": expected num_comm_sm to be a multiple of comm_cga_size ", comm_cga_size,
                       ", got ", num_comm_sm);
-  TORCH_OVERLAP_CHECK(!(method == Method::RING_EXCHANGE && use_ce && comm_cga_size > 1),
-                      kUnsupported, op,
+  TORCH_OVERLAP_CHECK(!copy_engines_carry_all() || comm_cga_size == 1, kUnsupported, op,
                       ": expected comm_cga_size 1 where copy engines carry the data, got ",
                       comm_cga_size, "; use_ce=False moves it with kernels");
   TORCH_OVERLAP_CHECK(!aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),

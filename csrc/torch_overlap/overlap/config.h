@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -64,8 +65,11 @@ struct TORCH_OVERLAP_API CommOverlapConfig {
   bool relay_ag = false;
 
   // What is usual for a method: RING_EXCHANGE takes copy engines, one SM and no margin, and as many
-  // splits as ranks.
-  static CommOverlapConfig defaults(CommOverlapType type, CommOverlapMethod method, int tp_size);
+  // splits as ranks. Where copy engines carry all, also because of `use_ce`, clusters are of 1.
+  static CommOverlapConfig defaults(CommOverlapType type, CommOverlapMethod method, int tp_size,
+                                    std::optional<bool> use_ce = std::nullopt);
+  // Whether copy engines move all that is communicated. Sums outside of a ring are kernels.
+  bool copy_engines_carry_all() const;
   // Throws at the first thing that cannot be. `op` is for the error.
   void validate(std::string_view op) const;
   // All fields, one after another: equal texts are equal configurations.

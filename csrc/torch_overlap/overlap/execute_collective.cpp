@@ -84,17 +84,18 @@ int64_t piece_multiple(int64_t columns, int64_t element) {
 }  // namespace
 
 void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
-                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered) {
+                    const RowShare& rows, const GatheredRows& part, int first_flag) {
   const int rank = channel.group().rank();
   for (const Exchange& exchange :
        gather_schedule(rank, channel.group().size(), GatherOrder::direct).exchanges) {
-    session.exchange(lane, {.to = exchange.to,
-                            .give = own,
-                            .at = rows.begin(rank) * row_bytes(gathered),
-                            .flag = rank,
-                            .from = exchange.from,
-                            .get = rows_of_rank(gathered, rows, exchange.from),
-                            .get_flag = exchange.from});
+    session.exchange(lane,
+                     {.to = exchange.to,
+                      .give = part.own,
+                      .at = channel.offset_of(part.all) + rows.begin(rank) * row_bytes(part.all),
+                      .flag = first_flag + rank,
+                      .from = exchange.from,
+                      .get = rows_of_rank(part.all, rows, exchange.from),
+                      .get_flag = first_flag + exchange.from});
   }
 }
 
@@ -106,7 +107,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
   auto& session = operation_->session();
   const int comm = session.lanes.comm();
   try {
-    put_all_gather(channel, session, comm, rows, own, gathered);
+    put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
     if (with_own) {
       session.lanes.run(
           comm, "copy",
@@ -208,8 +209,9 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
                     Lanes& lanes = session.lanes;
                     const int comm = lanes.comm();
                     if (problem.gathers) {
-                      put_all_gather(channel, session, comm, rows, rows_of_rank(data, rows, rank),
-                                     data);
+                      put_all_gather(
+                          channel, session, comm, rows,
+                          {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
                       if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
                     } else {
                       put_reduce_scatter(channel, session, comm,

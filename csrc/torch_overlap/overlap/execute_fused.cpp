@@ -5,15 +5,13 @@ namespace torch_overlap {
 namespace {
 
 // A copy of what is gathered, once all of it is there; the own rows from where they came.
-void put_copy(Lanes& lanes, int lane, const GatherGemm& problem, int rank) {
-  const GatheredRows& data = problem.data;
+void put_copy(Lanes& lanes, int lane, const GatheredRows& data, const RowShare& rows, int rank) {
   if (!data.copy.defined()) return;
-  const int64_t begin = problem.rows.begin(rank);
-  const int64_t end = begin + problem.rows.length(rank);
+  const int64_t begin = rows.begin(rank);
+  const int64_t end = begin + rows.length(rank);
   lanes.run(lane, "copy", [&] {
     data.copy.narrow(0, begin, end - begin).copy_(data.own);
-    for (const auto& [first, last] :
-         {std::pair(int64_t{0}, begin), std::pair(end, problem.rows.rows)}) {
+    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, rows.rows)}) {
       if (first == last) continue;
       data.copy.narrow(0, first, last - first).copy_(data.all.narrow(0, first, last - first));
     }
@@ -24,25 +22,33 @@ void put_copy(Lanes& lanes, int lane, const GatherGemm& problem, int rank) {
 
 void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
   const int rank = channel.group().rank();
+  const int size = channel.group().size();
   FusedGather fused{.gemm = {},
                     .rows = problem.rows,
                     .own = problem.data.own,
                     .gathered = problem.data.all,
+                    .own_scales = problem.scales.own,
+                    .gathered_scales = problem.scales.all,
                     .order = {}};
-  for (const ChunkStep& step :
-       gather_schedule(rank, channel.group().size(), GatherOrder::direct).steps) {
+  for (const ChunkStep& step : gather_schedule(rank, size, GatherOrder::direct).steps) {
     fused.order.push_back(step.first);
   }
   for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
   const auto body = [&](OverlapChannel::Session& session) {
-    // Before the products, which wait for it and leave no room for anything that is not a copy.
-    put_all_gather(channel, session, session.lanes.comm(), problem.rows, problem.data.own,
-                   problem.data.all);
+    // Before the products, which wait for it and leave no room for anything that is not a copy. The
+    // flag of a chunk comes behind its scales: a lane does one thing after the other.
+    const int comm = session.lanes.comm();
+    if (problem.scales.all.defined()) {
+      put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
+    }
+    put_all_gather(channel, session, comm, problem.rows, problem.data, 0);
     for (const GemmArgs& args : problem.gemms) {
       fused.gemm = args;
       session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
     }
-    put_copy(session.lanes, 0, problem, rank);
+    for (const GatheredRows& part : {problem.data, problem.scales}) {
+      put_copy(session.lanes, 0, part, problem.rows, rank);
+    }
   };
   channel.operate(op, body, {.rows = problem.rows.rows});
 }

@@ -52,10 +52,10 @@ class AmaxOfParts {
   int64_t next_ = 0;
 };
 
-// The all-gather of `own` to `gathered`, which begins where the channel's data does: from its owner
-// to everybody. Flag r tells of the chunk of rank r.
+// The all-gather of `part`, from its owner to everybody. Flag first_flag + r tells of the chunk of
+// rank r.
 void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
-                    const RowShare& rows, const at::Tensor& own, const at::Tensor& gathered);
+                    const RowShare& rows, const GatheredRows& part, int first_flag);
 
 // Where one kernel does it (execute_fused.cpp).
 void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);

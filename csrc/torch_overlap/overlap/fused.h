@@ -12,10 +12,20 @@
 // device may offer in place of a product for each chunk.
 namespace torch_overlap {
 
+// Types of a product, and how its 8-bit operands are scaled and summed.
+struct FusedTypes {
+  at::ScalarType lhs;
+  at::ScalarType rhs;
+  at::ScalarType out;
+  ScalingMode scaling = ScalingMode::NO_SCALING;  // of rhs
+  bool use_split_accumulator = false;
+  static FusedTypes all(at::ScalarType dtype) { return {.lhs = dtype, .rhs = dtype, .out = dtype}; }
+};
+
 // What decides whether a device has a kernel for it, on every rank alike.
 struct FusedShape {
   c10::Device device;
-  at::ScalarType dtype;  // of operands and results
+  FusedTypes types;
   RowShare rows;
   int64_t n = 0;  // of this rank's product
   int64_t k = 0;
@@ -26,8 +36,11 @@ struct FusedShape {
 struct FusedGather {
   GemmArgs gemm;  // lhs.data is not looked at
   RowShare rows;
-  at::Tensor own;          // this rank's rows
-  at::Tensor gathered;     // all rows, this rank's own left out
+  at::Tensor own;       // this rank's rows
+  at::Tensor gathered;  // all rows, this rank's own left out
+  // The same of scales where each row has one, contiguous; else undefined.
+  at::Tensor own_scales;
+  at::Tensor gathered_scales;
   std::vector<int> order;  // in which chunks are asked for; this rank's own is first
 };
 

@@ -144,6 +144,7 @@ void register_gemm(py::module_& module) {
       .value("CURRENT_TENSOR_SCALING", ScalingMode::CURRENT_TENSOR_SCALING)
       .value("BLOCK_1D_SCALING", ScalingMode::BLOCK_1D_SCALING)
       .value("BLOCK_2D_SCALING", ScalingMode::BLOCK_2D_SCALING)
+      .value("ROW_SCALING", ScalingMode::ROW_SCALING)
       .finalize();
   auto own = module.def_submodule("_gemm", "Products; see torch_overlap.gemm.");
   bind_operand(own);

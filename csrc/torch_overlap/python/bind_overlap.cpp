@@ -37,6 +37,12 @@ struct Product {
   int64_t scaling_mode;
   OptionalTensor A_scale_inv;
   OptionalTensor B_scale_inv;
+  OptionalTensor A_columnwise_data;
+  OptionalTensor A_columnwise_scale_inv;
+  OptionalTensor B_columnwise_data;
+  OptionalTensor B_columnwise_scale_inv;
+  bool A_scales_swizzled;
+  bool B_scales_swizzled;
   OptionalTensor D_scale;
   OptionalTensor D_amax;
 
@@ -48,9 +54,17 @@ struct Product {
         .data = or_none(B),
         .transposed = transb,
         .scaling = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
-        .scale_inv = or_none(B_scale_inv)};
-    made.rhs = {
-        .data = A, .transposed = transa, .scaling = mode, .scale_inv = or_none(A_scale_inv)};
+        .scale_inv = or_none(B_scale_inv),
+        .swizzled = B_scales_swizzled,
+        .columnwise_data = or_none(B_columnwise_data),
+        .columnwise_scale_inv = or_none(B_columnwise_scale_inv)};
+    made.rhs = {.data = A,
+                .transposed = transa,
+                .scaling = mode,
+                .scale_inv = or_none(A_scale_inv),
+                .swizzled = A_scales_swizzled,
+                .columnwise_data = or_none(A_columnwise_data),
+                .columnwise_scale_inv = or_none(A_columnwise_scale_inv)};
     made.out = or_none(D);
     if (grad) {
       made.epilogue.bias_grad = or_none(bias);
@@ -80,8 +94,11 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
             const OptionalTensor& pre_gelu_out, const OptionalTensor& workspace, bool grad,
             bool accumulate, bool use_split_accumulator, const OptionalTensor& output,
             int64_t scaling_mode, const OptionalTensor& A_scale_inv,
-            const OptionalTensor& B_scale_inv, const OptionalTensor& D_scale,
-            const OptionalTensor& D_amax, CommOverlapType comm_type) {
+            const OptionalTensor& B_scale_inv, const OptionalTensor& A_columnwise_data,
+            const OptionalTensor& A_columnwise_scale_inv, const OptionalTensor& B_columnwise_data,
+            const OptionalTensor& B_columnwise_scale_inv, bool A_scales_swizzled,
+            bool B_scales_swizzled, const OptionalTensor& D_scale, const OptionalTensor& D_amax,
+            CommOverlapType comm_type) {
         const Product product{A,
                               transa,
                               B,
@@ -96,6 +113,12 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
                               scaling_mode,
                               A_scale_inv,
                               B_scale_inv,
+                              A_columnwise_data,
+                              A_columnwise_scale_inv,
+                              B_columnwise_data,
+                              B_columnwise_scale_inv,
+                              A_scales_swizzled,
+                              B_scales_swizzled,
                               D_scale,
                               D_amax};
         const py::gil_scoped_release no_gil;
@@ -106,7 +129,10 @@ void def_product(Class& cls, const char* name, const Run& run, const char* doc,
       py::arg("workspace") = py::none(), py::arg("grad") = false, py::arg("accumulate") = false,
       py::arg("use_split_accumulator") = false, extra..., py::kw_only(),
       py::arg("scaling_mode") = 0, py::arg("A_scale_inv") = py::none(),
-      py::arg("B_scale_inv") = py::none(), py::arg("D_scale") = py::none(),
+      py::arg("B_scale_inv") = py::none(), py::arg("A_columnwise_data") = py::none(),
+      py::arg("A_columnwise_scale_inv") = py::none(), py::arg("B_columnwise_data") = py::none(),
+      py::arg("B_columnwise_scale_inv") = py::none(), py::arg("A_scales_swizzled") = false,
+      py::arg("B_scales_swizzled") = false, py::arg("D_scale") = py::none(),
       py::arg("D_amax") = py::none(), py::arg("comm_type") = CommOverlapType::NONE, doc);
 }
 
@@ -174,7 +200,7 @@ void register_config(py::module_& m) {
                        std::optional<int> num_comm_sm, std::optional<bool> set_sm_margin,
                        std::optional<bool> use_ce, bool atomic_gemm, bool rs_overlap_first_gemm,
                        bool aggregate_ag, bool relay_ag) {
-             auto config = CommOverlapConfig::defaults(comm_type, method, tp_size);
+             auto config = CommOverlapConfig::defaults(comm_type, method, tp_size, use_ce);
              config.buffer_shape = std::move(buffer_shape);
              config.buffer_dtype = buffer_dtype;
              config.num_splits = num_splits.value_or(config.num_splits);
@@ -184,7 +210,6 @@ void register_config(py::module_& m) {
              config.comm_priority = comm_priority;
              config.num_comm_sm = num_comm_sm.value_or(config.num_comm_sm);
              config.set_sm_margin = set_sm_margin.value_or(config.set_sm_margin);
-             config.use_ce = use_ce.value_or(config.use_ce);
              config.atomic_gemm = atomic_gemm;
              config.rs_overlap_first_gemm = rs_overlap_first_gemm;
              config.aggregate_ag = aggregate_ag;
@@ -342,8 +367,17 @@ void register_overlap(py::module_& m) {
          const std::shared_ptr<TorchComm>& comm, at::ScalarType dtype,
          const std::tuple<int64_t, int64_t, int64_t>& shape, int64_t chunk_rows,
          int64_t gather_bytes, int64_t scatter_bytes,
-         const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels) {
+         const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels,
+         const std::optional<std::tuple<at::ScalarType, at::ScalarType, int64_t, bool>>& scaled) {
         const auto [m, n, k] = shape;
+        std::optional<FusedTypes> types;
+        if (scaled) {
+          types = {.lhs = std::get<0>(*scaled),
+                   .rhs = std::get<1>(*scaled),
+                   .out = dtype,
+                   .scaling = scaling_mode(op, std::get<2>(*scaled)),
+                   .use_split_accumulator = std::get<3>(*scaled)};
+        }
         const auto choice = ops::explain_algorithm({.op = op,
                                                     .dtype = dtype,
                                                     .m = m,
@@ -355,6 +389,7 @@ void register_overlap(py::module_& m) {
                                                     .local_n = std::get<1>(local_shape),
                                                     .local_k = std::get<2>(local_shape),
                                                     .local_m = std::get<0>(local_shape),
+                                                    .types = types,
                                                     .prefers_channels = prefers_channels},
                                                    algorithm, comm);
         return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
@@ -364,7 +399,7 @@ void register_overlap(py::module_& m) {
       py::arg("shape"), py::arg("chunk_rows"), py::arg("gather_bytes") = 0,
       py::arg("scatter_bytes") = 0,
       py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
-      py::arg("prefers_channels") = true);
+      py::arg("prefers_channels") = true, py::arg("scaled") = py::none());
   m.def(
       "_matmul_all_reduce_problem",
       [](const std::shared_ptr<TorchComm>& comm, int64_t rows, int64_t features, int64_t local_k,

@@ -91,11 +91,11 @@ TEST(GroupedGemm, EmptyProductsAreFine) {
 }
 
 TEST(ScalingMode, NumbersAreThoseOfTheNames) {
-  for (int64_t value = 0; value < 6; ++value) {
+  for (int64_t value = 0; value < 7; ++value) {
     EXPECT_EQ(static_cast<int64_t>(scaling_mode("test", value)), value);
     EXPECT_NE(to_string(scaling_mode("test", value)), "unknown scaling mode");
   }
-  EXPECT_THROW(scaling_mode("test", 6), Error);
+  EXPECT_THROW(scaling_mode("test", 7), Error);
   EXPECT_THROW(scaling_mode("test", -1), Error);
 }
 

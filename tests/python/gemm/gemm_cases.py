@@ -22,6 +22,7 @@ SCALINGS = {
     "block_1x1": (ScalingMode.BLOCK_1D_SCALING,) * 2,
     "block_1x2": (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING),
     "block_2x1": (ScalingMode.BLOCK_2D_SCALING, ScalingMode.BLOCK_1D_SCALING),
+    "row": (ScalingMode.ROW_SCALING,) * 2,
 }
 EPILOGUES = ("none", "bias", "gelu", "gelu_aux", "bias_gelu", "bias_gelu_aux", "dgelu", "dgelu_bgrad", "bgrad")
 
@@ -46,7 +47,7 @@ def quantize(x: Tensor, mode: ScalingMode, dtype: torch.dtype) -> tuple[Tensor, 
         spread = scale_inv.double().expand(rows, k)
     else:
         height = 128 if mode == ScalingMode.BLOCK_2D_SCALING else 1
-        width = 32 if mode == ScalingMode.MXFP8_1D_SCALING else 128
+        width = {ScalingMode.MXFP8_1D_SCALING: 32, ScalingMode.ROW_SCALING: max(k, 1)}.get(mode, 128)
         padded = x.new_zeros(-(-rows // height) * height, -(-k // width) * width)
         padded[:rows, :k] = x
         tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)

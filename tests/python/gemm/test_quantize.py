@@ -14,17 +14,17 @@ from torch_overlap.testing.reference import assert_equal
 
 CURRENT, DELAYED = ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.DELAYED_TENSOR_SCALING
 MXFP8, BLOCK_1D, BLOCK_2D = ScalingMode.MXFP8_1D_SCALING, ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING
+ROW = ScalingMode.ROW_SCALING
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
-MODES = [CURRENT, MXFP8, BLOCK_1D, BLOCK_2D]
+MODES = [CURRENT, MXFP8, BLOCK_1D, BLOCK_2D, ROW]
 # What opcheck's other utility does, comparing inputs before and after, torch cannot do for 8-bit floats.
 UTILITIES = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def block_of(mode):
     """Rows and columns that share a scale; None for all."""
-    return {CURRENT: (None, None), DELAYED: (None, None), MXFP8: (1, 32), BLOCK_1D: (1, 128), BLOCK_2D: (128, 128)}[
-        mode
-    ]
+    blocks = {MXFP8: (1, 32), BLOCK_1D: (1, 128), BLOCK_2D: (128, 128), ROW: (1, None)}
+    return blocks.get(mode, (None, None))
 
 
 def blocks_of(shape, mode):
@@ -63,7 +63,7 @@ def check_matrix(x, data, scale_inv, mode, dtype, swizzled=False):
     assert scale_inv.dtype is (E8M0 if mode is MXFP8 else torch.float32)
     for index, where in blocks_of(x.shape, mode):
         block = x[where].double()
-        scale = float(scale_inv[index] if mode in (MXFP8, BLOCK_1D, BLOCK_2D) else scale_inv[0])
+        scale = float(scale_inv[index] if mode in (MXFP8, BLOCK_1D, BLOCK_2D, ROW) else scale_inv[0])
         amax = float(block.abs().max())
         assert scale == pytest.approx(expected_scale_inv(amax, mode, dtype), rel=1e-6), (index, amax)
         got = data[where].double()
@@ -96,6 +96,7 @@ def test_shapes(mode, shape, seed):
         MXFP8: (rows, cols // 32),
         BLOCK_1D: (rows, math.ceil(cols / 128)),
         BLOCK_2D: (math.ceil(rows / 128), math.ceil(cols / 128)),
+        ROW: (rows, 1),
     }
     assert data.shape == x.shape
     assert scale_inv.shape == sizes[mode]
@@ -109,7 +110,7 @@ def test_shapes(mode, shape, seed):
     assert ops.dequantize(data, scale_inv, mode).shape == x.shape
 
 
-@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D])
+@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D, ROW])
 def test_sizes_that_are_no_multiple_of_a_block(mode, seed):
     x = random_matrix(seed, 131, 257)
     data, scale_inv, columns, column_scales = ops.quantize(x, mode, columnwise=True)
@@ -125,7 +126,7 @@ def test_a_view_is_quantized_as_its_copy(mode, seed):
             assert_equal(got, want)
 
 
-@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D])
+@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D, ROW])
 def test_scales_as_powers_of_two(mode, seed):
     x = random_matrix(seed, 160, 224)
     free = ops.quantize(x, mode)[1].double()
@@ -161,7 +162,7 @@ def test_zeros(mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D])
+@pytest.mark.parametrize("mode", [CURRENT, BLOCK_1D, BLOCK_2D, ROW])
 def test_infinity_saturates_and_nan_stays(mode, dtype):
     x = torch.full((128, 128), 0.5)
     x[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 1e30])
@@ -406,7 +407,7 @@ ERRORS = [
     (lambda: ops.quantize(x32(dtype=E4M3)), TYPE, r"^quantize: expected x of dtype float32"),
     (lambda: ops.quantize(x32(), CURRENT, torch.bfloat16), TYPE, r"^quantize: expected the 8-bit dtype"),
     (lambda: ops.quantize(x32(), 0), VALUE, r"^quantize: expected a scaling mode of 8-bit values"),
-    (lambda: ops.quantize(x32(), 6), VALUE, r"^quantize: expected a scaling mode, got 6"),
+    (lambda: ops.quantize(x32(), 7), VALUE, r"^quantize: expected a scaling mode, got 7"),
     (lambda: ops.quantize(x32(), CURRENT, swizzled=True), VALUE, r"^quantize: expected swizzled scales for MXFP8"),
     (lambda: ops.quantize(x32(cols=33), MXFP8), VALUE, r"multiple of 32 elements for MXFP8_1D_SCALING, got 33"),
     (lambda: ops.quantize(x32(rows=33), MXFP8, columnwise=True), VALUE, r"multiple of 32 elements.*got 33"),

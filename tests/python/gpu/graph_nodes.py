@@ -36,16 +36,55 @@ def kernel_of(node):
     )
 
 
-def nodes_of(issue):
-    """The kernels of what `issue` captures, which is never run, and the number of copies."""
+@dataclass(frozen=True)
+class Copy:
+    bytes: int
+    to_device: int
+
+
+def copy_of(node):
+    found = checked(driver.cuGraphMemcpyNodeGetParams(node))
+    size = found.WidthInBytes * max(found.Height, 1) * max(found.Depth, 1)
+    return Copy(size, device_of(int(found.dstDevice)))
+
+
+def device_of(address):
+    """Where the memory is; of what is mapped, an address alone does not tell."""
+    status, handle = driver.cuMemRetainAllocationHandle(address)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        device = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return checked(driver.cuPointerGetAttribute(device, address))
+    place = checked(driver.cuMemGetAllocationPropertiesFromHandle(handle)).location
+    checked(driver.cuMemRelease(handle))
+    return int(place.id)
+
+
+KINDS = driver.CUgraphNodeType
+
+
+def captured(issue):
+    """The nodes of what `issue` captures, which is never run: Kernel, Copy or the type of others; and its edges, as
+    pairs of indices."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         issue()
     handle = driver.CUgraph(graph.raw_cuda_graph())
     _, count = checked(driver.cuGraphGetNodes(handle))
-    nodes, _ = checked(driver.cuGraphGetNodes(handle, count))
-    kinds = [(node, checked(driver.cuGraphNodeGetType(node))) for node in nodes[:count]]
-    kernels = [kernel_of(node) for node, kind in kinds if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL]
-    copies = sum(kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY for _, kind in kinds)
-    return kernels, copies
+    found, _ = checked(driver.cuGraphGetNodes(handle, count))
+    read = {KINDS.CU_GRAPH_NODE_TYPE_KERNEL: kernel_of, KINDS.CU_GRAPH_NODE_TYPE_MEMCPY: copy_of}
+    nodes, index = [], {}
+    for node in found[:count]:
+        index[int(node)] = len(nodes)
+        kind = checked(driver.cuGraphNodeGetType(node))
+        nodes.append(read[kind](node) if kind in read else kind)
+    *_, edges = checked(driver.cuGraphGetEdges(handle))
+    first, second, *_ = checked(driver.cuGraphGetEdges(handle, edges))
+    pairs = zip(first[:edges], second[:edges], strict=True)
+    return nodes, [(index[int(a)], index[int(b)]) for a, b in pairs]
+
+
+def nodes_of(issue):
+    """The kernels of what `issue` captures, and the number of copies."""
+    nodes, _ = captured(issue)
+    return [n for n in nodes if isinstance(n, Kernel)], sum(isinstance(n, Copy) for n in nodes)

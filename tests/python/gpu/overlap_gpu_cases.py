@@ -123,6 +123,62 @@ class GatherAtomic(Gather):
     atomic = True
 
 
+def gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+EPILOGUES = ["bias", "accumulate", "gelu", "bias_gelu", "dgelu"]
+
+
+class GatherEpilogue(Gather):
+    """D = epilogue(gathered x w^T). For SMALL the product itself is exact, also in 16 bits."""
+
+    def __init__(self, comm, dtype=torch.bfloat16, *, epilogue, **options):
+        super().__init__(comm, dtype, **options)
+        self.epilogue = epilogue
+        self.name += f" {epilogue}"
+        self.bias = integers(1, self.ffn, 5)[0].to(self.plain)
+        self.aux = nan(self.tokens, self.ffn, dtype=self.plain)
+
+    def other(self, step):
+        """What is added to, or where the derivative of GELU is taken."""
+        return integers(self.tokens, self.ffn, 3 * step + 1)
+
+    def fill(self, step):
+        super().fill(step)
+        if self.epilogue == "accumulate":
+            self.out.copy_(self.other(step))
+        if self.epilogue == "dgelu":
+            self.aux.copy_(self.other(step))
+        else:
+            self.aux.fill_(float("nan"))
+
+    def issue(self):
+        more = {"bias": self.bias} if "bias" in self.epilogue else {}
+        if "gelu" in self.epilogue:
+            more["pre_gelu_out"] = self.aux
+        more |= {"grad": self.epilogue == "dgelu", "accumulate": self.epilogue == "accumulate"}
+        self.buffer.split_overlap_ag(self.w, True, self.x, False, self.out, B_copy=self.copy, **more, **self.scales())
+
+    def check(self, step):
+        x = integers(self.tokens, self.hidden, step)
+        self.same(self.copy, x, "B_copy")
+        before = x @ self.w.float().T + (self.bias.float() if "bias" in self.epilogue else 0)
+        if "gelu" not in self.epilogue:
+            self.same(self.out, before + (self.other(step) if self.epilogue == "accumulate" else 0), "D")
+            return
+        if self.epilogue == "dgelu":
+            at = self.other(step).requires_grad_()
+            want = before * torch.autograd.grad(gelu(at).sum(), at)[0]
+        else:
+            self.same(self.aux, before, "pre_gelu_out")
+            want = gelu(before)
+        # Fused epilogues take the tanh of the hardware; the result is rounded.
+        most = want.abs() * 2 * torch.finfo(self.out.dtype).eps + before.abs() * 2**-7 + 1e-5
+        right = (self.out.float() - want).abs() <= most
+        self.same(right, torch.ones_like(right), "D")
+
+
 class Scatter(Case):
     """rs_output [own tokens, hidden] = sum over ranks of x [tokens, ffn / size] times their weights, and a bias."""
 
@@ -327,3 +383,14 @@ def replay(graph, case, step):
     case.fill(step)
     graph.replay()
     case.check(step)
+
+
+def hundred_replays(comm, graph, case, first=0, *, lateness=2):
+    """Each with other inputs, and one rank late now and then, so many milliseconds. The host asks at the end."""
+    counting(case)
+    for step in range(first, first + 100):
+        if step % 5 == 0:
+            late(case, step // 5, lateness)
+        replay(graph, case, step)
+    agree(comm, case)
+    case.wrong = None

@@ -126,6 +126,16 @@ def test_scaled_types(scaling, out_dtype, types):
     run(case_of(136, 256, 384, dtype=lhs, rhs_dtype=rhs, use_split_accumulator=True, **options))
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["fast", "split"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", ["current", "row"])
+def test_8_bit_operands_of_sizes_that_the_library_does_not_take(scaling, out_dtype, split):
+    options = {"scaling": scaling, "out_dtype": out_dtype, "use_split_accumulator": split}
+    for epilogue in EPILOGUES:
+        for sizes in [(192, 520, 336), (9, 8, 16), (1, 24, 48)]:
+            run(case_of(*sizes, dtype=E4M3, epilogue=epilogue, product_error=DEQUANTIZED, **options))
+
+
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("scaling", [None, *SCALINGS])
@@ -442,6 +452,31 @@ def test_our_own_kernels(dtype, layout, sizes):
             case.check()
             ran += 1
     assert (ran > 0) == (layout[0] == "N")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 8, 16), (264, 136, 208), (130, 2056, 4096), *[(4104, 2568, k) for k in (128, 144, 384, 512, 2192)]],
+    ids=str,
+)
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["4x4", "5x4", "4x5"])
+@pytest.mark.parametrize("scaling", ["current", "row"])
+def test_our_own_kernels_of_8_bits(scaling, types, out_dtype, sizes):
+    options = {"dtype": types[0], "rhs_dtype": types[1], "out_dtype": out_dtype, "scaling": scaling}
+    for epilogue in ("none", "bias", "gelu", "bias_gelu"):
+        case = case_of(*sizes, epilogue=epilogue, **options)
+        kernels = own_gemm_kernels(case.args)
+        assert len(kernels) == 4
+        for kernel in kernels:
+            for _ in range(2):
+                case.args.out.fill_(float("nan"))
+                run_own_gemm_kernel(case.args, kernel)
+            torch.cuda.synchronize()
+            case.check()
+    split = case_of(*sizes, use_split_accumulator=True, **options)
+    assert own_gemm_kernels(split.args) == []
 
 
 def test_the_best_of_all_kernels():

@@ -23,8 +23,9 @@ from overlap_gpu_cases import (
     Scatter,
     capture,
     eager,
+    gelu,
+    hundred_replays,
     late,
-    replay,
     share,
 )
 
@@ -76,14 +77,7 @@ def test_products_of_two_chunks(comm, dtype):
         case = kind(comm, dtype, aggregate_ag=True, **FULL)
         for step in range(3):
             eager(case, step)
-        graph = capture(case.issue)
-        for step in range(3, 8):
-            late(case, step, 2)
-            replay(graph, case, step)
-
-
-def gelu(x):
-    return torch.nn.functional.gelu(x, approximate="tanh")
+        hundred_replays(comm, capture(case.issue), case, 3)
 
 
 @pytest.fixture
@@ -231,10 +225,7 @@ def test_options(comm, kind, options):
     case = kind(comm, **options, **FULL)
     for step in range(3):
         eager(case, step)
-    graph = capture(case.issue)
-    for step in range(3, 10):
-        late(case, step, 2)
-        replay(graph, case, step)
+    hundred_replays(comm, capture(case.issue), case, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -247,10 +238,7 @@ def test_ranks_that_cannot_reach_each_other(comm, kind):
     path = case.buffer.last_path()
     assert "send and receive" in path, path
     assert "told not to use each other's memory" in path, path
-    graph = capture(case.issue)
-    for step in range(3, 8):
-        late(case, step, 2)
-        replay(graph, case, step)
+    hundred_replays(comm, capture(case.issue), case, 3)
 
 
 def test_a_part_of_the_ranks(comm):

@@ -9,16 +9,21 @@ import pytest
 import torch
 from overlap_gpu_cases import (
     EACH,
+    EPILOGUES,
     FULL,
     KINDS,
     ONE,
     SMALL,
     Gather,
+    GatherEpilogue,
     GatherFilled,
     Pipeline,
     Scatter,
+    agree,
     capture,
+    counting,
     eager,
+    hundred_replays,
     late,
     replay,
 )
@@ -33,25 +38,39 @@ pytestmark = pytest.mark.gpu(2)
 
 @EACH
 def test_a_hundred_replays_with_changing_inputs_and_a_late_rank(comm, seed, kind, dtype):
-    case = kind(comm, dtype, **FULL)
+    case = counting(kind(comm, dtype, **FULL))
     eager(case, 0)
     graph = capture(case.issue)
     draw = random.Random(seed)
     for step in range(100):
         if step % 5 == 0:
-            late(case, step, draw.uniform(1, 10))
+            late(case, step // 5, draw.uniform(1, 10))
         replay(graph, case, step)
         if step % 10 == 3:
             eager(case, step + 1000)
+    agree(comm, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_hundred_replays_of_other_dtypes(comm, kind, dtype):
+    case = kind(comm, dtype, **SMALL)
+    eager(case, 0)
+    hundred_replays(comm, capture(case.issue), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_a_hundred_replays_with_an_epilogue(comm, epilogue, dtype):
+    case = GatherEpilogue(comm, dtype, epilogue=epilogue, **SMALL)
+    eager(case, 0)
+    hundred_replays(comm, capture(case.issue), case)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_first_call_of_a_buffer_may_be_captured(comm, kind):
     case = kind(comm, **SMALL)
-    graph = capture(case.issue)
-    for step in range(5):
-        late(case, step, 2)
-        replay(graph, case, step)
+    hundred_replays(comm, capture(case.issue), case)
     eager(case, 9)
 
 
@@ -77,7 +96,7 @@ def test_two_graphs_on_one_buffer_and_eager_calls(comm, seed, kind):
 
 
 def test_all_methods_in_one_graph(comm):
-    cases = [kind(comm, **SMALL) for kind in KINDS]
+    cases = [counting(kind(comm, **SMALL)) for kind in KINDS]
 
     def issue():
         for case in cases:
@@ -86,13 +105,16 @@ def test_all_methods_in_one_graph(comm):
     for case in cases:
         eager(case, 0)
     graph = capture(issue)
-    for step in range(20):
-        late(cases[0], step, 2)
+    for step in range(100):
+        if step % 5 == 0:
+            late(cases[0], step // 5, 2)
         for case in cases:
             case.fill(step)
         graph.replay()
         for case in cases:
             case.check(step)
+    for case in cases:
+        agree(comm, case)
 
 
 @ONE
@@ -106,9 +128,7 @@ def test_the_buffer_goes_before_its_graph(comm, kind):
         case.buffer = None
         gc.collect()
         filler = [torch.full((1 << 22,), 7.0, device="cuda") for _ in range(8)]
-        for step in range(20):
-            late(case, step, 2)
-            replay(graph, case, step)
+        hundred_replays(comm, graph, case)
         del filler
     comm.barrier(async_op=False)
     torch.cuda.synchronize()

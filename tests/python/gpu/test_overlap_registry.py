@@ -19,6 +19,7 @@ from overlap_gpu_cases import (
     capture,
     counting,
     eager,
+    hundred_replays,
     integers,
     late,
     nan,
@@ -154,11 +155,9 @@ def run(comm, case):
         eager(case, step)
     graph = capture(case.issue)
     captured = case.results
-    for step in range(3, 8):
-        late(case, step, 1)
-        replay(graph, case, step)
-    assert case.results is captured
     agree(comm, case)
+    hundred_replays(comm, graph, case, 3, lateness=1)
+    assert case.results is captured
     return graph
 
 
@@ -233,11 +232,8 @@ def test_buffers_over_callbacks(comm, kind):
     for step in range(3):
         late(case, step, 1)
         eager(case, step)
-    graph = capture(case.issue)
-    for step in range(3, 6):
-        late(case, step, 1)
-        replay(graph, case, step)
     agree(comm, case)
+    hundred_replays(comm, capture(case.issue), case, 3, lateness=1)
     assert "send and receive" not in case.buffer.last_path()
 
 

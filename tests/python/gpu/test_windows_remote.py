@@ -384,7 +384,8 @@ def test_allocations_of_other_sizes_are_refused_on_all_ranks(remote):
     meet(remote)
 
 
-def test_fifty_windows_give_their_memory_back(remote, ring):
+@pytest.mark.timeout(120)
+def test_windows_give_their_memory_back(remote, ring):
     _, right, left = ring
 
     def use():
@@ -402,7 +403,7 @@ def test_fifty_windows_give_their_memory_back(remote, ring):
     for _ in range(3):
         use()
     before = free()
-    for _ in range(50):
+    for _ in range(20):  # each has 16 MiB to stage in, and a communicator, which takes half a second
         use()
     after = free()
     meet(remote)

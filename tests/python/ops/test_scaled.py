@@ -121,7 +121,7 @@ def scatter(comm, x, s, w, bias=None, **options):
 
 
 VALUE_ERRORS = {
-    "algorithm to be one of auto sequential chunked ring, got 'bulk'": lambda f, c, x, s: f(
+    "algorithm to be one of auto sequential chunked ring fused, got 'bulk'": lambda f, c, x, s: f(
         c, x, s, x, algorithm="bulk"
     ),
     "two or more dimensions, got shape": lambda f, c, x, s: f(c, x[0], s, x),

@@ -13,7 +13,7 @@ from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 ALGORITHMS = ["sequential", "chunked", "ring", "auto"]
-BLOCKS = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+BLOCKS = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING, Mode.ROW_SCALING]
 K = 256
 
 

@@ -236,23 +236,23 @@ def test_the_table_that_is_shipped():
     assert {e["op"] for e in entries} <= set(tune.OPERATORS)
     for e in entries:
         assert e["algorithm"] in _C._algorithms()
-        # As quick as the quickest, but for 3 % that a simpler one may take; eagerly nothing that waits with all SMs.
+        # As quick as the quickest, but for 1 % that a simpler one may take; eagerly nothing that waits with all SMs.
         left_out = {"fused"} if e["mode"] == "eager" and "_reduce" in e["op"] else set()
         assert e["algorithm"] not in left_out
         best = min(us for name, us in e["us"].items() if name not in left_out)
-        assert e["us"][e["algorithm"]] <= best / 0.97
+        assert e["us"][e["algorithm"]] <= best / 0.99
     assert len({tune._key(e) for e in entries}) == len(entries)
 
 
 def test_entries_of_results(tmp_path):
-    """Cases and modes of a result file; the simpler algorithm unless the other is quicker by 3 %."""
+    """Cases and modes of a result file; the simpler algorithm unless the other is quicker by 1 %."""
     rows = [
         {"op": op, "shape": [64, 64, 64], "dtype": dtype, "tp": 2, "mode": mode, "algorithm": algorithm, "us": us}
         for op, dtype, mode, times in (
             ("gemm_rs", "bf16", "graph", {"auto": 1.0, "sequential": 20.0, "ring": 10.0, "fused": 9.0}),
             ("gemm_rs", "bf16", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 5.0}),
-            ("ag_gemm", "fp8", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 9.8}),
-            ("gemm_ar", "bf16", "graph", {"sequential": 10.0, "ring": 9.8}),
+            ("ag_gemm", "fp8", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 9.95}),
+            ("gemm_ar", "bf16", "graph", {"sequential": 10.0, "ring": 9.95}),
             ("all_reduce", "bf16", "graph", {"auto": 1.0}),
         )
         for algorithm, us in times.items()

@@ -14,7 +14,7 @@ from torch_overlap.testing import run_ranks
 
 E4M3 = torch.float8_e4m3fn
 K, N = 256, 48
-MODES = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+MODES = [Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING, Mode.ROW_SCALING]
 
 
 def of_rows(mode: Mode) -> Mode:
@@ -174,7 +174,7 @@ def test_products_beside_a_collective(mode: Mode, seed: int) -> None:
 
 
 def run_tiles(comm: to.TorchComm, seed: int) -> None:
-    """Scales in the order of tensor cores: a class takes those of rows, and says so."""
+    """Scales in the order of tensor cores that nobody said to be so."""
     size, mode = comm.get_size(), Mode.MXFP8_1D_SCALING
     buffer = make(comm, AG, RING, (128 * size, K), E4M3)
     x, x_scale, _ = quantized(Draw(seed)(128, K), mode)
@@ -194,7 +194,7 @@ def run_tiles(comm: to.TorchComm, seed: int) -> None:
     call(to.ops.unswizzle_scales(swizzled, N, K // 32), x_scale)
 
 
-def test_swizzled_scales_of_a_weight_are_refused(seed: int) -> None:
+def test_swizzled_scales_that_are_not_said_to_be(seed: int) -> None:
     run_ranks(run_tiles, 2, seed)
 
 

@@ -129,7 +129,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cluster of copy engines": (
         {"method": RING, "comm_cga_size": 2, "num_comm_sm": 2, "use_ce": True},
         to.UnsupportedError,
-        "use_ce=False moves it with kernels",
+        "expected comm_cga_size 1 where copy engines carry the data, got 2; use_ce=False moves it with kernels",
+    ),
+    "cluster of copy engines beside a product": (
+        {"method": BULK, "comm_type": AG, "comm_cga_size": 4, "use_ce": True},
+        to.UnsupportedError,
+        "expected comm_cga_size 1 where copy engines carry the data, got 4; use_ce=False moves it with kernels",
     ),
     "aggregate": (
         {"aggregate_ag": True},

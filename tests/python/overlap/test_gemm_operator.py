@@ -92,7 +92,82 @@ def test_bulk(size: int, seed: int) -> None:
     run_ranks(bulk, size, seed)
 
 
-MODES = [Mode.CURRENT_TENSOR_SCALING, Mode.MXFP8_1D_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING]
+def uneven(comm: TorchComm, seed: int, rows: list[tuple[int, ...]]) -> None:
+    """What is scattered has any number of rows up to the buffer's; the last ranks get what is left."""
+    rank, size = comm.get_rank(), comm.get_size()
+    ids = {method: to.create_comm_overlap_buffer(comm, Type.NONE if method == Method.BULK else Type.RS, method,
+                                                 (TOKENS + 1, N), torch.float64)
+           for method in (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK)}  # fmt: skip
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        part = -(-len(x) // size)
+        return x[part * rank : part * (rank + 1)]
+
+    for turn, shape in enumerate(rows):
+        xs = [draw(*shape, K, seed=seed + 10 * turn + r) for r in range(size)]
+        ws = [draw(N, K, seed=seed + 100 + r) for r in range(size)]
+        bias = draw(N, seed=seed + 7)
+        total = mine(sum(x @ w.T for x, w in zip(xs, ws, strict=True)))
+        for method in (Method.RING_EXCHANGE, Method.PIPELINE):
+            call = {"comm_type": 1, "comm_overlap_method": int(method), "comm_overlap_id": ids[method],
+                    "rhs_transposed": True, "fuse_bias": True}  # fmt: skip
+            y, *_ = OP(xs[rank], None, ws[rank], None, bias, **call)
+            torch.testing.assert_close(y, total + bias, rtol=1e-12, atol=1e-11)
+            meta = OP(xs[rank].to("meta"), None, ws[rank].to("meta"), None, bias.to("meta"), **call)
+            assert meta[0].shape == y.shape
+        auxes = [draw(*shape, N, seed=seed + 200 + 10 * turn + r) for r in range(size)]
+        y, _, _, summed = OP(xs[0], None, ws[0], None, aux_in=auxes[rank], comm_type=1, comm_overlap_method=1,
+                             comm_overlap_id=ids[Method.BULK], rhs_transposed=True)  # fmt: skip
+        torch.testing.assert_close(y, xs[0] @ ws[0].T, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(summed, mine(sum(auxes)), rtol=1e-12, atol=1e-12)
+    for id in ids.values():
+        to.destroy_comm_overlap_buffer(id)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_that_the_ranks_do_not_share_equally(size: int, seed: int) -> None:
+    rows: list[tuple[int, ...]] = [(TOKENS + 1,), (5,), (2,), (1,), (TOKENS,), (size * 2 - 1, 1)]
+    run_ranks(uneven, size, seed, rows)
+
+
+def test_parts_of_several_dimensions(seed: int) -> None:
+    """7 x 3 rows by 4 ranks: 6 rows each, so 2 of the first dimension, and 1 is left."""
+    run_ranks(uneven, 4, seed, [(7, 3), (8, 3)])
+
+
+def fewer(comm: TorchComm, seed: int) -> None:
+    """As many gathered rows on all ranks, and fewer than the buffer has."""
+    rank, size = comm.get_rank(), comm.get_size()
+    ring = to.create_comm_overlap_buffer(comm, Type.AG, Method.RING_EXCHANGE, (TOKENS + 1, K), torch.float64)
+    bulk = to.create_comm_overlap_buffer(comm, Type.AG, Method.BULK, (TOKENS + 1, K), torch.float64)
+    for part in (TOKENS // size, 1, 2, 0):
+        x, w = draw(part * size, K, seed=seed + part), draw(N, K, seed=seed + 50)
+        mine = x[part * rank : part * (rank + 1)]
+        y, _, _, aux = OP(mine, None, w, None, comm_type=2, comm_overlap_method=3, comm_overlap_id=ring,
+                          rhs_transposed=True)  # fmt: skip
+        torch.testing.assert_close(y, x @ w.T, rtol=1e-12, atol=1e-12)
+        assert torch.equal(aux, x)
+        *_, aux = OP(x, None, w, None, aux_in=mine, comm_type=2, comm_overlap_method=1, comm_overlap_id=bulk,
+                     rhs_transposed=True)  # fmt: skip
+        assert torch.equal(aux, x)
+    # A rank does not know of the others' rows: that they differ is an error on all.
+    part = torch.zeros(3 - (rank == size - 1), K, dtype=torch.float64)
+    with pytest.raises(to.Error, match=f"expected the same number of rows on all ranks, got {len(part) * size}"):
+        OP(part, None, w, None, comm_type=2, comm_overlap_method=3, comm_overlap_id=ring, rhs_transposed=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fewer_gathered_rows(size: int, seed: int) -> None:
+    run_ranks(fewer, size, seed)
+
+
+MODES = [
+    Mode.CURRENT_TENSOR_SCALING,
+    Mode.MXFP8_1D_SCALING,
+    Mode.BLOCK_1D_SCALING,
+    Mode.BLOCK_2D_SCALING,
+    Mode.ROW_SCALING,
+]
 
 
 def scaled(comm: TorchComm, seed: int, mode: Mode) -> None:
@@ -183,12 +258,13 @@ def wrong(comm: TorchComm) -> None:
         call()
     id = to.create_comm_overlap_buffer(comm, Type.RS, Method.PIPELINE, (TOKENS, N), torch.float64)
     sized = "^gemm: GEMM->RS overlap output buffer is sized incorrectly: expected a first dimension"
-    for message, columns, rows in [
-        (rf"{sized} that 2 ranks can share, got 3", N, 3),
-        ("^gemm: expected an output of 16 features, as the buffer has, got 15", N - 1, 4),
+    for message, columns, shape in [
+        (rf"{sized} that 2 ranks can share, got 3 of 2 rows, which a part rounded up cuts; pad it", N, (3, 2)),
+        ("^gemm: expected an output of 16 features, as the buffer has, got 15", N - 1, (4,)),
+        ("at most the 24 tokens of the buffer, got 25", N, (25,)),
     ]:
         with pytest.raises(to.InvalidValueError, match=message):
-            OP(torch.zeros(rows, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,
+            OP(torch.zeros(*shape, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,
                comm_overlap_id=id, rhs_transposed=True)  # fmt: skip
     for name, more in [("fuse_gelu", {"fuse_gelu": True}), ("bias gradient", {"fuse_bias": True, "grad": True})]:
         with pytest.raises(to.UnsupportedError, match=f"^gemm: expected no {name} with comm_type RS, got it"):
@@ -251,8 +327,8 @@ def wrong_bulk(comm: TorchComm) -> None:
         (incorrectly("AG", fit.format(own) + f"{own} of 32 of 4"), 2, rows(own, dtype=torch.float32)),
         (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS + size} of 32 of 8"), 1, rows(TOKENS + size)),
         (incorrectly("RS", fit.format(TOKENS) + f"{TOKENS} of 33 of 8"), 1, rows(TOKENS, K + 1)),
-        (incorrectly("RS", f"a first dimension of aux_in that {size} ranks can share, got {size + 1}"), 1,
-         rows(size + 1)),
+        (incorrectly("RS", f"a first dimension of aux_in that {size} ranks can share, got {size + 1} of {size} rows"),
+         1, torch.zeros(size + 1, size, K, dtype=torch.float64)),
         ("^gemm: expected aux_in, which the collective of method BULK takes, got none", 2, None),
     ]:  # fmt: skip
         if comm.get_rank() == size - 1:  # by one rank alone: had it sent anything, the call below would be wrong

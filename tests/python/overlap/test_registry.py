@@ -273,6 +273,11 @@ def run_helper(comm: to.TorchComm) -> None:
     assert (pipeline.num_splits, pipeline.use_ce, pipeline.set_sm_margin) == (4, False, True)
     assert (pipeline.num_comm_sm, pipeline.comm_cga_size) == (16, 2)
     assert pipeline != config
+    # Clusters are of kernels: none gathers with copy engines, but one sums.
+    for kind, use_ce, cluster in ((AG, True, 1), (AG, False, 2), (RS, True, 2), (to.CommOverlapType.NONE, True, 2)):
+        bulk = to.CommOverlapConfig(kind, BULK, [8, 16], torch.float32, 2, use_ce=use_ce)
+        assert (bulk.use_ce, bulk.comm_cga_size) == (use_ce, cluster)
+    to.CommOverlapBase(comm, to.CommOverlapConfig(RS, BULK, [8, 16], torch.float32, 2, use_ce=True, comm_cga_size=4))
     to.destroy_comm_overlap_buffer(id)
     to.destroy_comm_overlap_buffer(id)
 

@@ -28,6 +28,8 @@ at::Tensor oriented(const OperandView& operand) {
   return operand.transposed ? operand.data.t() : operand.data;
 }
 
+void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem);
+
 // One product on the current stream.
 class Runner {
  public:
@@ -58,15 +60,10 @@ class Runner {
   // The product in fp32, then the epilogue: one rounding, as where they are fused.
   void composed() {
     if (!sums_over_k(problem_)) count(gemm_counters().composed);
-    const auto [m, n, k] = problem_.shape;
+    const auto [m, n, _] = problem_.shape;
     at::Tensor product = at::empty({m, n}, problem_.args.out.options().dtype(at::kFloat));
     if (!matmul(CUBLASLT_EPILOGUE_DEFAULT, product)) {
-      TORCH_OVERLAP_CHECK(!problem_.lhs.scaled(), kUnsupported, problem_.op,
-                          ": expected a product that cuBLASLt has an algorithm for, got m = ", m,
-                          ", n = ", n, ", k = ", k, " of ", problem_.lhs.data.scalar_type(),
-                          " and ", problem_.rhs.data.scalar_type(), " with ",
-                          to_string(problem_.lhs.scaling), " and ", to_string(problem_.rhs.scaling),
-                          "; pad the operands to multiples of 16");
+      if (problem_.lhs.scaled()) return run_dequantized(handle_, problem_);
       product =
           at::mm(oriented(problem_.lhs).to(at::kFloat), oriented(problem_.rhs).to(at::kFloat));
     }
@@ -75,7 +72,14 @@ class Runner {
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
     const LtCall call = make_call(problem_, epilogue, out, workspace_);
-    return PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_);
+    if (PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_)) {
+      return true;
+    }
+    // 8-bit operands whose sizes are no multiples of 16: our kernels, or bf16.
+    const auto product = problem_.lhs.scaled() ? own_product(call, call.d) : std::nullopt;
+    const auto choice = product ? sm90::guess(*product) : std::nullopt;
+    if (choice) sm90::run(*product, *choice);
+    return choice.has_value();
   }
 
   const GemmProblem& problem_;
@@ -89,7 +93,8 @@ void run_double(const GemmProblem& problem) {
   compose_epilogue(problem, at::mm(oriented(problem.lhs), oriented(problem.rhs)));
 }
 
-// Operands that the tensor cores of this device do not read. Dequantized values of MXFP8 are those
+// Operands that the tensor cores of this device do not read, or sizes that they do not take.
+// Dequantized values of MXFP8 are those
 // of bf16, but for the smallest; with fp32 factors they are rounded, by far less than the
 // quantization did.
 void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {

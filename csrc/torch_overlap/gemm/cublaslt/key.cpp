@@ -129,7 +129,7 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .quantized_out = quantized,
       .has_amax = call.amax_d != nullptr,
       .accumulate = is_result && args.accumulate,
-      .fast_accumulation = is_tensor_scaling(b.scaling) && !args.use_split_accumulator,
+      .fast_accumulation = has_fast_sums(b.scaling) && !args.use_split_accumulator,
       .reductions = reductions_of(b.data.scalar_type()),
       .sm_target = args.sm_target,
       .workspace = workspace.bytes,

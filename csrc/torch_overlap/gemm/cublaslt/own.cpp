@@ -2,25 +2,65 @@
 
 #include <cublasLt.h>
 
+#include <optional>
+
+#include "torch_overlap/gemm/sm90/types.h"
+
 namespace torch_overlap::cublaslt {
+namespace {
+
+std::optional<at::ScalarType> torch_type(int64_t type) {
+  switch (type) {
+    case CUDA_R_16BF:
+      return at::kBFloat16;
+    case CUDA_R_16F:
+      return at::kHalf;
+    case CUDA_R_8F_E4M3:
+      return at::kFloat8_e4m3fn;
+    case CUDA_R_8F_E5M2:
+      return at::kFloat8_e5m2;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_scaled_by_row(const PlanKey& key) {
+  return key.scale_mode_a == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F &&
+         key.scale_mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+}
+
+// 8-bit operands: one factor each or one a row, sums that are not promoted on the way, k along
+// rows.
+bool is_scaled_as_ours(const PlanKey& key, at::ScalarType lhs) {
+  if (!sm90::is_8_bit(lhs)) return key.scale_mode_a == -1 && key.scale_mode_b == -1;
+  const bool is_one = key.scale_mode_a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F &&
+                      key.scale_mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  return (is_one || is_scaled_by_row(key)) && key.fast_accumulation != 0 && key.transpose_a != 0;
+}
+
+}  // namespace
 
 std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
   const PlanKey& key = call.key;
-  const bool is_16_bit = key.type_a == CUDA_R_16BF || key.type_a == CUDA_R_16F;
+  const auto lhs = torch_type(key.type_b);  // row-major once more: see PlanKey
+  const auto rhs = torch_type(key.type_a);
+  const auto out = torch_type(key.type_d);
   const bool has_bias =
       key.epilogue == CUBLASLT_EPILOGUE_BIAS || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
-  if (!is_16_bit || key.type_b != key.type_a || key.type_d != key.type_a || key.transpose_b != 0 ||
-      key.accumulate != 0 || key.quantized_out != 0 || key.sm_target != 0 ||
+  if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
+      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.accumulate != 0 ||
+      key.quantized_out != 0 || key.sm_target != 0 ||
       (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
   const auto bias_type = key.type_bias == CUDA_R_16BF  ? sm90::VectorType::bf16
                          : key.type_bias == CUDA_R_16F ? sm90::VectorType::f16
                                                        : sm90::VectorType::f32;
-  // Row-major once more: see PlanKey.
-  return sm90::Product{.dtype = key.type_a == CUDA_R_16F ? at::kHalf : at::kBFloat16,
+  return sm90::Product{.lhs_type = *lhs,
+                       .rhs_type = *rhs,
+                       .out_type = *out,
                        .m = key.n,
                        .n = key.m,
                        .k = key.k,
@@ -29,6 +69,9 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
                        .rhs = call.a,
                        .rhs_stride = key.lda,
                        .rhs_along_k = key.transpose_a != 0,
+                       .lhs_scale = static_cast<const float*>(call.scale_b),
+                       .rhs_scale = static_cast<const float*>(call.scale_a),
+                       .scaled_by_row = is_scaled_by_row(key),
                        .out = d,
                        .out_stride = key.ldd,
                        .bias = has_bias ? call.bias : nullptr,

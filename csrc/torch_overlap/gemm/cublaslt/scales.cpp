@@ -44,6 +44,7 @@ bool reads_scaling(ScalingMode mode, int major, int minor) {
       return major >= 9 || (major == 8 && minor == 9);
     case ScalingMode::BLOCK_1D_SCALING:
     case ScalingMode::BLOCK_2D_SCALING:
+    case ScalingMode::ROW_SCALING:
       return major == 9;
     case ScalingMode::MXFP8_1D_SCALING:
       return major == 10 || major == 11;
@@ -62,6 +63,8 @@ int64_t scale_mode_of(ScalingMode mode) {
       return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     case ScalingMode::BLOCK_2D_SCALING:
       return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    case ScalingMode::ROW_SCALING:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     case ScalingMode::MXFP8_1D_SCALING:
       return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
   }
@@ -78,6 +81,10 @@ at::Tensor scales_as_read(std::string_view op, const OperandView& operand) {
     case ScalingMode::MXFP8_1D_SCALING:
       if (!operand.swizzled) return swizzle_scales(op, scales);
       return starts_aligned(scales) ? scales : scales.clone();
+    case ScalingMode::ROW_SCALING:
+      return scales.is_contiguous() && starts_aligned(scales)
+                 ? scales
+                 : scales.clone(at::MemoryFormat::Contiguous);
     default:
       return scales;
   }

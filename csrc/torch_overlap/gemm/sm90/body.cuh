@@ -21,6 +21,7 @@
 //   units(p)                          the units of this block, next() after next()
 //   lhs(unit, &row)                   the map of the rows of lhs; called by the thread that
 //                                     loads before it does: waits until they are there
+//   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
 namespace torch_overlap::sm90 {
 
@@ -205,12 +206,25 @@ class StoredOutputs {
  public:
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
                                            const Multiplier<Config>& mine, uint32_t buffers)
-      : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {}
+      : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
+    if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
+  }
 
   static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
   static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
   __device__ __forceinline__ void complete(const Unit& unit,
                                            float (&sums)[Config::kAccumulators]) const {
+    if constexpr (Config::kIsScaled) {
+      if (p_.epilogue.scaled_by_row) {
+        int rows;
+        const float* const scales = work_.lhs_scale(unit, rows);
+        const int first = unit.row * Config::kRows + row_;
+        scale_by_row(p_, sums, scales + first, rows - first,
+                     unit.column * Config::kColumns + column_);
+      } else {
+        multiply_by(scale_, sums);
+      }
+    }
     if (p_.plain) return;
 #pragma unroll
     for (int i = 0; i < Config::kPieces; ++i) {
@@ -241,6 +255,7 @@ class StoredOutputs {
   const int row_;
   const int column_;
   const uint32_t buffers_;
+  float scale_ = 1.0F;  // of both operands
 };
 
 template <typename Config, typename Work>

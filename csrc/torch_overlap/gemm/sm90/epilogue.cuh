@@ -35,6 +35,46 @@ __device__ __forceinline__ float vector_at(const void* vector, VectorType type, 
   return widen(static_cast<const __nv_bfloat16*>(vector)[i]);
 }
 
+// What 8-bit operands are scaled by, together; 1 where each row has its own.
+__device__ __forceinline__ float scale_of(const Epilogue& e) {
+  return e.scaled_by_row ? 1.0F : *e.lhs_scale * *e.rhs_scale;
+}
+
+template <int n>
+__device__ __forceinline__ void multiply_by(float factor, float (&sums)[n]) {
+#pragma unroll
+  for (float& sum : sums) sum *= factor;
+}
+
+// Of 64 x 2 n sums of a warpgroup that begin at `column`; row 0 has the factor `lhs_scale[0]`, and
+// there are `rows`. A lane reads the factors of two columns in 64, and the others ask it for them:
+// loads of its own for every sum would take the registers that the sums need.
+template <int n>
+__device__ __forceinline__ void scale_by_row(const GemmParams& p, float (&sums)[n],
+                                             const float* lhs_scale, int rows, int column) {
+  constexpr unsigned int kAll = 0xffffffff;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+  const float first = row < rows ? lhs_scale[row] : 0.0F;
+  const float second = row + 8 < rows ? lhs_scale[row + 8] : 0.0F;
+#pragma unroll
+  for (int piece = 0; piece < n / 32; ++piece) {
+    const int at = column + 64 * piece + 2 * lane;
+    float mine[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) mine[j] = at + j < p.n ? p.epilogue.rhs_scale[at + j] : 0.0F;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float factor = __shfl_sync(kAll, mine[j], 4 * i + lane % 4);
+        sums[piece * 32 + 4 * i + j] *= first * factor;
+        sums[piece * 32 + 4 * i + 2 + j] *= second * factor;
+      }
+    }
+  }
+}
+
 // GELU in its tanh form: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 __device__ __forceinline__ float gelu(float x) {
   const float u = 0.7978845608F * (x + 0.044715F * x * x * x);

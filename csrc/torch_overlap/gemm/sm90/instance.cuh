@@ -48,17 +48,29 @@ const KernelInfo* find_tile(const KernelKey& key) {
   return nullptr;
 }
 
-// By 16-bit types and the way that rhs lies.
-// Kernel::of<Config>() is the kernel's address.
+// By types and the way that rhs lies. Kernel::of<Config>() is the kernel's address.
 template <typename Kernel, typename... Tiles>
 const KernelInfo* find_instance(const KernelKey& key) {
-  const auto of = [&]<typename In, typename Out>(In, Out) {
+  const auto of_16 = [&]<typename In, typename Out>(In, Out) {
     return key.rhs_along_k ? find_tile<Kernel, In, Out, true, Tiles...>(key)
                            : find_tile<Kernel, In, Out, false, Tiles...>(key);
   };
-  if (key.in == OperandType::bf16 && key.out == VectorType::bf16)
-    return of(Bf16{}, __nv_bfloat16{});
-  if (key.in == OperandType::f16 && key.out == VectorType::f16) return of(F16{}, __half{});
+  const auto of_8 = [&]<typename In>(In) -> const KernelInfo* {
+    if (!key.rhs_along_k) return nullptr;
+    if (key.out == VectorType::bf16)
+      return find_tile<Kernel, In, __nv_bfloat16, true, Tiles...>(key);
+    if (key.out == VectorType::f16) return find_tile<Kernel, In, __half, true, Tiles...>(key);
+    return nullptr;
+  };
+  const auto is = [&](OperandType lhs, OperandType rhs) {
+    return key.lhs == lhs && key.rhs == rhs;
+  };
+  using enum OperandType;
+  if (is(bf16, bf16) && key.out == VectorType::bf16) return of_16(Bf16{}, __nv_bfloat16{});
+  if (is(f16, f16) && key.out == VectorType::f16) return of_16(F16{}, __half{});
+  if (is(e4m3, e4m3)) return of_8(E4m3E4m3{});
+  if (is(e4m3, e5m2)) return of_8(E4m3E5m2{});
+  if (is(e5m2, e4m3)) return of_8(E5m2E4m3{});
   return nullptr;
 }
 

@@ -7,14 +7,15 @@
 // Plain products. Launchers return CUDA's status.
 namespace torch_overlap::sm90 {
 
-enum class OperandType : int { bf16, f16 };
+enum class OperandType : int { bf16, f16, e4m3, e5m2 };
 
 // Which kernel; rows of lhs lie along k.
 struct KernelKey {
-  OperandType in;
-  VectorType out;  // bf16 or f16, as the operands
-  bool rhs_along_k;
-  int rows;  // of a tile
+  OperandType lhs;
+  OperandType rhs;   // as lhs, or the other one of 8 bits; not both e5m2
+  VectorType out;    // bf16 or f16; as the operands, if these have 16 bits
+  bool rhs_along_k;  // always, of 8 bits
+  int rows;          // of a tile
   int columns;
 };
 

@@ -14,6 +14,11 @@ inline constexpr int kWarpRows = 16;
 
 // What becomes of the product before it is rounded, in this order.
 struct Epilogue {
+  // Of 8-bit operands: what the values of each are to be multiplied by, one fp32 element, or one
+  // for each row of lhs and column of the product.
+  const float* lhs_scale;
+  const float* rhs_scale;
+  bool scaled_by_row;
   const void* bias;  // [n]; null: none
   VectorType bias_type;
   bool gelu;
@@ -30,7 +35,7 @@ struct GemmParams {
   // Tiles of so many rows are computed one after the other before the next columns: what they read
   // stays in L2.
   int row_group;
-  bool plain;  // nothing to do in the epilogue
+  bool plain;  // nothing to do in the epilogue but for scales
   Epilogue epilogue;
 };
 

@@ -4,31 +4,33 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/types.h"
 
 namespace torch_overlap::sm90 {
 namespace {
 
 constexpr int kHopper = 9;
 constexpr int64_t kAlignment = 16;
-constexpr int64_t kElement = 2;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
 constexpr Choice kTiles[] = {{128, 256}, {128, 192}, {128, 128}, {64, 256}};
 
-bool is_aligned(const void* data, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * kElement % kAlignment == 0;
+bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
+  const auto element = static_cast<int64_t>(c10::elementSize(type));
+  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * element % kAlignment == 0;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
-  const bool is_half = product.dtype == at::kHalf;
-  return find_kernel({.in = is_half ? OperandType::f16 : OperandType::bf16,
-                      .out = is_half ? VectorType::f16 : VectorType::bf16,
+  return find_kernel({.lhs = operand_type(product.lhs_type),
+                      .rhs = operand_type(product.rhs_type),
+                      .out = vector_type(product.out_type),
                       .rhs_along_k = product.rhs_along_k,
                       .rows = choice.rows,
                       .columns = choice.columns});
@@ -49,15 +51,30 @@ int64_t clusters_on(const KernelInfo& kernel) {
 std::vector<Choice> choices(const Product& product) {
   std::vector<Choice> all;
   if (at::cuda::getCurrentDeviceProperties()->major != kHopper) return all;
-  if (!is_aligned(product.lhs, product.lhs_stride) ||
-      !is_aligned(product.rhs, product.rhs_stride) ||
-      !is_aligned(product.out, product.out_stride)) {
+  if (!multiplies(product.lhs_type, product.rhs_type, product.out_type) ||
+      !is_aligned(product.lhs, product.lhs_type, product.lhs_stride) ||
+      !is_aligned(product.rhs, product.rhs_type, product.rhs_stride) ||
+      !is_aligned(product.out, product.out_type, product.out_stride)) {
     return all;
   }
   for (const Choice& tile : kTiles) {
     if (kernel_of(product, tile) != nullptr) all.push_back(tile);
   }
   return all;
+}
+
+std::optional<Choice> guess(const Product& product) {
+  std::optional<Choice> best;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const Choice& tile : choices(product)) {
+    const KernelInfo& kernel = *kernel_of(product, tile);
+    const int64_t time =
+        ceil_div(tiles_of(product, kernel), clusters_on(kernel)) * kernel.rows * kernel.columns;
+    if (time >= least) continue;
+    least = time;
+    best = tile;
+  }
+  return best;
 }
 
 void run(const Product& product, const Choice& choice) {
@@ -68,20 +85,23 @@ void run(const Product& product, const Choice& choice) {
                                    kernel->shared_bytes),
               "gemm: loading a kernel");
   GemmParams params{};
-  params.lhs = matrix_map(product.lhs, product.dtype, product.m, product.k, product.lhs_stride,
+  params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
                           kernel->rows);
   params.rhs =
       product.rhs_along_k
-          ? matrix_map(product.rhs, product.dtype, product.n, product.k, product.rhs_stride,
+          ? matrix_map(product.rhs, product.rhs_type, product.n, product.k, product.rhs_stride,
                        kernel->columns / kernel->cluster)
-          : matrix_map(product.rhs, product.dtype, product.k, product.n, product.rhs_stride, 64);
-  params.out =
-      matrix_map(product.out, product.dtype, product.m, product.n, product.out_stride, kWarpRows);
+          : matrix_map(product.rhs, product.rhs_type, product.k, product.n, product.rhs_stride, 64);
+  params.out = matrix_map(product.out, product.out_type, product.m, product.n, product.out_stride,
+                          kWarpRows);
   params.m = static_cast<int>(product.m);
   params.n = static_cast<int>(product.n);
   params.k = static_cast<int>(product.k);
   params.row_group = std::max(1, kRowGroup * 128 / kernel->rows / kernel->cluster);
   params.plain = product.bias == nullptr && !product.gelu;
+  params.epilogue.lhs_scale = product.lhs_scale;
+  params.epilogue.rhs_scale = product.rhs_scale;
+  params.epilogue.scaled_by_row = product.scaled_by_row;
   params.epilogue.bias = product.bias;
   params.epilogue.bias_type = product.bias_type;
   params.epilogue.gelu = product.gelu;

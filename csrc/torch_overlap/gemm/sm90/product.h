@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "torch_overlap/gemm/sm90/kernels.h"
@@ -10,10 +11,12 @@
 // Our own plain products on Hopper, as candidates beside the library's.
 namespace torch_overlap::sm90 {
 
-// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU), all of one 16-bit type. Strides are
-// those of rows in memory, in elements.
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU) of types that multiplies() takes.
+// Strides are those of rows in memory, in elements.
 struct Product {
-  at::ScalarType dtype = at::kBFloat16;
+  at::ScalarType lhs_type = at::kBFloat16;
+  at::ScalarType rhs_type = at::kBFloat16;
+  at::ScalarType out_type = at::kBFloat16;
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
@@ -22,6 +25,10 @@ struct Product {
   const void* rhs = nullptr;  // [n, k] where rhs_along_k, else [k, n]
   int64_t rhs_stride = 0;
   bool rhs_along_k = true;
+  // Of 8-bit operands: what their values are multiplied by, one element each, or [m] and [n].
+  const float* lhs_scale = nullptr;
+  const float* rhs_scale = nullptr;
+  bool scaled_by_row = false;
   void* out = nullptr;
   int64_t out_stride = 0;
   const void* bias = nullptr;
@@ -38,6 +45,9 @@ struct Choice {
 // All ways there are on the current device; none where it is no sm_90, or where tensor copies
 // cannot read the matrices: they want rows at multiples of 16 bytes.
 std::vector<Choice> choices(const Product& product);
+
+// The one whose waves of tiles take the least time, by their number and size; nothing was measured.
+std::optional<Choice> guess(const Product& product);
 
 // On the current stream. Capture-safe once the kernel has run on this device.
 void run(const Product& product, const Choice& choice);

@@ -28,8 +28,9 @@ struct TileConfig {
   // Of 64 x 64 outputs, for each warpgroup.
   static constexpr int kStoreBuffers = kStoreBuffers_;
 
-  static constexpr int kDepth = 64;  // of k, in a stage: 128 bytes
-  static constexpr int kSteps = 4;   // wgmma along k, 32 bytes each
+  static constexpr int kDepth = 128 / In::kBytes;  // of k, in a stage
+  static constexpr int kSteps = 4;                 // wgmma along k, 32 bytes each
+  static constexpr bool kIsScaled = In::kBytes == 1;
   // What a warpgroup computes: 64 x kWidth.
   static constexpr int kWidth = kColumns / kColumnGroups;
   static constexpr int kAccumulators = kWidth / 2;
@@ -47,6 +48,7 @@ struct TileConfig {
   static constexpr int kThreads = 384;
 
   static_assert(kRows == 64 * kRowGroups && kWidth % 64 == 0);
+  static_assert(kRhsAlongK || !kIsScaled, "8-bit operands run along k");
   static_assert(kSets * kAccumulators <= 192 && kSets <= 2, "the sums of a thread");
   static_assert(kColumns % (8 * kCluster) == 0);
   static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");

@@ -8,9 +8,22 @@
 // * row + column].
 namespace torch_overlap::sm90 {
 
-// Types of the operands; the name is that of the instruction.
-struct Bf16 {};
-struct F16 {};
+// Types of the operands; the name is that of the instruction. 8-bit ones run along k, both.
+struct Bf16 {
+  static constexpr int kBytes = 2;
+};
+struct F16 {
+  static constexpr int kBytes = 2;
+};
+struct E4m3E4m3 {
+  static constexpr int kBytes = 1;
+};
+struct E4m3E5m2 {
+  static constexpr int kBytes = 1;
+};
+struct E5m2E4m3 {
+  static constexpr int kBytes = 1;
+};
 
 template <int n>
 struct Columns {};
@@ -77,8 +90,26 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
   TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)    \
   TO_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
 
+// The same without orientations: there is one.
+#define TO_WGMMA_8(tag, type, n, half, a, b, accumulate)                                                                        \
+  template <int lhs_turned, int rhs_turned>                                                                                     \
+  __device__ __forceinline__ void wgmma(tag, Columns<n>, float (&d)[half], uint64_t lhs, uint64_t rhs, bool adds) {             \
+    static_assert(lhs_turned == 0 && rhs_turned == 0);                                                                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." type " {" TO_NAMES_##half "}, %" #a ", %" #b                 \
+                 ", p, 1, 1;\n}"                                                                                                \
+                 : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
+  }
+#define TO_WGMMA_OF_8(tag, type)             \
+  TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66) \
+  TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98) \
+  TO_WGMMA_8(tag, type, 256, 128, 128, 129, 130)
+
 TO_WGMMA_OF_16(Bf16, "bf16.bf16")
 TO_WGMMA_OF_16(F16, "f16.f16")
+TO_WGMMA_OF_8(E4m3E4m3, "e4m3.e4m3")
+TO_WGMMA_OF_8(E4m3E5m2, "e4m3.e5m2")
+TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 
 #undef TO_TEN
 #undef TO_D4
@@ -92,6 +123,8 @@ TO_WGMMA_OF_16(F16, "f16.f16")
 #undef TO_D_128
 #undef TO_WGMMA_16
 #undef TO_WGMMA_OF_16
+#undef TO_WGMMA_8
+#undef TO_WGMMA_OF_8
 // clang-format on
 
 }  // namespace torch_overlap::sm90

@@ -21,6 +21,7 @@ struct FusedGatherParams {
   CUtensorMap out[kMostFusedRanks];  // of the rows of each chunk
   int begin[kMostFusedRanks];        // of each chunk, in rows
   int rows[kMostFusedRanks];
+  const float* lhs_scale[kMostFusedRanks];  // where each row has one: those of each chunk
   const uint32_t* flag[kMostFusedRanks];
   int order[kMostFusedRanks];  // which chunk comes when
   ChannelWords words;

@@ -64,6 +64,10 @@ struct GatherWork {
     row += p.begin[chunk];
     return &p.gathered;
   }
+  __device__ __forceinline__ const float* lhs_scale(const sm90::Unit& unit, int& rows) const {
+    rows = p.rows[unit.chunk];
+    return p.lhs_scale[unit.chunk];
+  }
   __device__ __forceinline__ void store(const sm90::Unit& unit, uint32_t from, int column,
                                         int row) {
     sm90::tensor_store(&p.out[unit.chunk], from, column, row);

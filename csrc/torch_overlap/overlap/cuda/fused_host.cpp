@@ -12,6 +12,7 @@
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/types.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 
 namespace torch_overlap::cuda {
@@ -22,8 +23,8 @@ using sm90::KernelKey;
 using sm90::VectorType;
 
 constexpr int kHopper = 9;
-constexpr int64_t kAlignment = 8;  // elements: rows begin at multiples of 16 bytes
-constexpr int kPieceRows = 64;     // of outputs that the reduce-scatter stores and loads at a time
+constexpr int64_t kAlignment = 16;  // bytes, of rows
+constexpr int kPieceRows = 64;      // of outputs that the reduce-scatter stores and loads at a time
 
 // Tiles, and how much longer than the first they take for each output.
 struct TileChoice {
@@ -37,18 +38,6 @@ constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 192, 0.98
 // So many rows of tiles are computed before the next columns.
 constexpr int kRowGroup = 16;
 
-VectorType vector_type(const at::Tensor& vector) {
-  if (!vector.defined()) return VectorType::none;
-  switch (vector.scalar_type()) {
-    case at::kHalf:
-      return VectorType::f16;
-    case at::kBFloat16:
-      return VectorType::bf16;
-    default:
-      return VectorType::f32;
-  }
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // As a tensor copy reads it; copied where it lies otherwise.
@@ -61,14 +50,29 @@ at::Tensor mappable_out(const at::Tensor& matrix) {
   return sm90::is_mappable(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
 }
 
+at::Tensor contiguous(const at::Tensor& scales) {
+  return scales.defined() ? scales.contiguous() : scales;
+}
+
 struct Operands {
   at::Tensor lhs;  // [m, k]
   at::Tensor rhs;  // [n, k] along k, else [k, n]
   bool rhs_along_k;
+  at::ScalarType out;
+  // Of 8 bits: one factor, or one for each row of lhs and column of the product.
+  at::Tensor lhs_scale;
+  at::Tensor rhs_scale;
+  bool scaled_by_row;
 };
 
-Operands operands_of(const GemmArgs& args, const at::Tensor& lhs) {
-  return {.lhs = mappable(lhs), .rhs = mappable(args.rhs.data), .rhs_along_k = args.rhs.transposed};
+Operands operands_of(const GemmArgs& args, const at::Tensor& lhs, at::ScalarType out) {
+  return {.lhs = mappable(lhs),
+          .rhs = mappable(args.rhs.data),
+          .rhs_along_k = args.rhs.transposed,
+          .out = out,
+          .lhs_scale = contiguous(args.lhs.scale_inv),
+          .rhs_scale = contiguous(args.rhs.scale_inv),
+          .scaled_by_row = args.rhs.scaling == ScalingMode::ROW_SCALING};
 }
 
 at::Tensor plain_lhs(const GemmOperand& lhs) {
@@ -85,16 +89,15 @@ using Find = const KernelInfo* (*)(const KernelKey&);
 // so many clusters run at a time.
 template <typename Waves>
 const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, const Waves& waves) {
-  const auto type = operands.lhs.scalar_type();
   const KernelInfo* best = nullptr;
   double least = std::numeric_limits<double>::infinity();
   for (const TileChoice& tile : kTiles) {
-    const KernelInfo* const kernel =
-        find({.in = type == at::kHalf ? sm90::OperandType::f16 : sm90::OperandType::bf16,
-              .out = type == at::kHalf ? VectorType::f16 : VectorType::bf16,
-              .rhs_along_k = operands.rhs_along_k,
-              .rows = tile.rows,
-              .columns = tile.columns});
+    const KernelInfo* const kernel = find({.lhs = sm90::operand_type(operands.lhs.scalar_type()),
+                                           .rhs = sm90::operand_type(operands.rhs.scalar_type()),
+                                           .out = sm90::vector_type(operands.out),
+                                           .rhs_along_k = operands.rhs_along_k,
+                                           .rows = tile.rows,
+                                           .columns = tile.columns});
     if (kernel == nullptr) continue;
     const int64_t count = waves(*kernel, int64_t{sms} / kernel->cluster);
     const double time = static_cast<double>(count * tile.rows * tile.columns) * tile.cost;
@@ -116,10 +119,16 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
+  if (sm90::is_8_bit(operands.lhs.scalar_type())) {
+    params.epilogue.lhs_scale = operands.lhs_scale.const_data_ptr<float>();
+    params.epilogue.rhs_scale = operands.rhs_scale.const_data_ptr<float>();
+    params.epilogue.scaled_by_row = operands.scaled_by_row;
+  }
   const auto& bias = args.epilogue.bias;
   params.plain = !bias.defined();
   params.epilogue.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  params.epilogue.bias_type = vector_type(bias);
+  params.epilogue.bias_type =
+      bias.defined() ? sm90::vector_type(bias.scalar_type()) : VectorType::none;
   return params;
 }
 
@@ -133,6 +142,15 @@ uint32_t pace_of(int64_t stages, const KernelInfo& kernel) {
       static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
   const double parts = static_cast<double>(kernel.rows) * kernel.columns / (kPacedRows * 64);
   return static_cast<uint32_t>(kPart * tile / parts);
+}
+
+// If there is such a kernel.
+void load(const KernelKey& key, Find find) {
+  const KernelInfo* const kernel = find(key);
+  if (kernel == nullptr) return;
+  check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel->shared_bytes),
+        "overlap: loading fused kernels");
 }
 
 // Rows [begin, begin + length) of a tensor, in boxes of `box` rows; of nothing, if there are none.
@@ -152,13 +170,26 @@ std::string fused_obstacle(const FusedShape& shape) {
     return concat("fused kernels are for at most ", kMostFusedRanks, " ranks, there are ",
                   shape.rows.size);
   }
-  if (shape.dtype != at::kBFloat16 && shape.dtype != at::kHalf) {
-    return concat("fused kernels multiply bfloat16 and float16, not ", shape.dtype);
+  const FusedTypes& types = shape.types;
+  if (!sm90::multiplies(types.lhs, types.rhs, types.out)) {
+    return concat("fused kernels multiply bfloat16 or float16, and 8-bit floats into one of them, ",
+                  "not ", types.lhs, " with ", types.rhs, " into ", types.out);
+  }
+  if (types.scaling != ScalingMode::NO_SCALING && !has_fast_sums(types.scaling)) {
+    return concat("fused kernels take one factor for each 8-bit operand or row, not ",
+                  to_string(types.scaling));
+  }
+  if (types.use_split_accumulator) {
+    return "fused kernels do not promote the sums of 8-bit operands on the way; pass "
+           "use_split_accumulator=False";
   }
   if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
-  if (shape.k % kAlignment != 0 || shape.n % kAlignment != 0) {
-    return concat("fused kernels take k and n that are multiples of ", kAlignment, ", not ",
-                  shape.k, " and ", shape.n);
+  const auto per_row = [](at::ScalarType type) {
+    return kAlignment / static_cast<int64_t>(c10::elementSize(type));
+  };
+  if (shape.k % per_row(types.lhs) != 0 || shape.n % per_row(types.out) != 0) {
+    return concat("fused kernels take k that is a multiple of ", per_row(types.lhs), " and n of ",
+                  per_row(types.out), ", not ", shape.k, " and ", shape.n);
   }
   const int64_t tiles =
       ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
@@ -175,7 +206,8 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   const int rank = transport.words().rank;
   const RowShare& rows = problem.rows;
   const auto device = problem.own.device();
-  const Operands operands = operands_of(problem.gemm, problem.own);
+  const auto dtype = problem.gemm.out.scalar_type();
+  const Operands operands = operands_of(problem.gemm, problem.own, dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const int sms = sm_count(device);
   const auto units_of = [&](const KernelInfo& kernel, int chunk) {
@@ -199,7 +231,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
     params.gemm = gemm_params(problem.gemm, operands, kernel);
   } else {  // no rows of its own: nothing reads this map
     params.gemm =
-        gemm_params(problem.gemm, {problem.gathered, operands.rhs, operands.rhs_along_k}, kernel);
+        gemm_params(problem.gemm, operands_of(problem.gemm, problem.gathered, dtype), kernel);
   }
   params.gemm.row_group = kRowGroup / kernel.cluster;
   params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
@@ -209,6 +241,11 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
     params.out[chunk] = rows_map(out.narrow(0, begin, length), sm90::kWarpRows);
     params.begin[chunk] = static_cast<int>(begin);
     params.rows[chunk] = static_cast<int>(length);
+    if (operands.scaled_by_row) {
+      params.lhs_scale[chunk] = chunk == rank
+                                    ? problem.own_scales.const_data_ptr<float>()
+                                    : problem.gathered_scales.const_data_ptr<float>() + begin;
+    }
     params.flag[chunk] = transport.flag(rank, chunk);
     params.order[chunk] = problem.order.at(chunk);
   }
@@ -226,7 +263,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   const int rank = transport.words().rank;
   const RowShare& rows = problem.rows;
   const auto device = problem.out.device();
-  const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs));
+  const auto dtype = problem.out.scalar_type();
+  const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const int sms = sm_count(device);
   const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
@@ -241,7 +279,6 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
   const at::Tensor out = mappable_out(problem.out);
-  const auto dtype = out.scalar_type();
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t length = rows.length(chunk);
@@ -273,20 +310,22 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
 
 void load_fused_kernels() {
   if (at::cuda::getCurrentDeviceProperties()->major != kHopper) return;
+  using enum sm90::OperandType;
+  constexpr std::array kOperands{std::pair(bf16, bf16), std::pair(f16, f16), std::pair(e4m3, e4m3),
+                                 std::pair(e4m3, e5m2), std::pair(e5m2, e4m3)};
   for (const Find find : {Find{find_fused_gather}, Find{find_fused_scatter}}) {
-    for (const auto in : {sm90::OperandType::bf16, sm90::OperandType::f16}) {
-      for (const bool along_k : {true, false}) {
-        for (const TileChoice& tile : kTiles) {
-          const KernelInfo* const kernel =
-              find({.in = in,
-                    .out = in == sm90::OperandType::f16 ? VectorType::f16 : VectorType::bf16,
-                    .rhs_along_k = along_k,
-                    .rows = tile.rows,
-                    .columns = tile.columns});
-          if (kernel == nullptr) continue;
-          check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     kernel->shared_bytes),
-                "overlap: loading fused kernels");
+    for (const auto& [lhs, rhs] : kOperands) {
+      for (const auto out : {VectorType::bf16, VectorType::f16}) {
+        for (const bool along_k : {true, false}) {
+          for (const TileChoice& tile : kTiles) {
+            load({.lhs = lhs,
+                  .rhs = rhs,
+                  .out = out,
+                  .rhs_along_k = along_k,
+                  .rows = tile.rows,
+                  .columns = tile.columns},
+                 find);
+          }
         }
       }
     }

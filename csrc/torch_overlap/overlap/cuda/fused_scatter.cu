@@ -247,12 +247,15 @@ class ScatterOutputs {
 
  public:
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
-                                            TileBarriers& barriers, int group, int column)
+                                            TileBarriers& barriers, int group, int row, int column)
       : p_(p),
         group_(group),
+        row_(row),
         column_(column),
         mine_at_(tile + group * kPieces * Config::kStoreBytes),
-        barriers_(barriers) {}
+        barriers_(barriers) {
+    if constexpr (Config::kIsScaled) scale_ = sm90::scale_of(p.gemm.epilogue);
+  }
 
   // The i-th is due behind i of `size` parts of the second half of k, and kApart stages later for
   // the second group: always at the same place, and so are the sums. The first group waits at most
@@ -260,6 +263,7 @@ class ScatterOutputs {
   __device__ __forceinline__ bool is_due(const Unit& unit, int k) const {
     constexpr int kApart = 2;
     static_assert(kApart <= Config::kStages);
+    if constexpr (Config::kIsScaled) return false;  // what is added is scaled
     const int size = p_.words.size;
     return p_.adds_between && unit.chunk == p_.words.rank && added_ < size - 1 &&
            (k - kApart * group_) * 2 * size >= (size + added_ + 1) * unit.depth;
@@ -269,12 +273,10 @@ class ScatterOutputs {
     ++added_;
   }
   __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
+    if constexpr (Config::kIsScaled) scale(unit, sums);
     if (unit.chunk == p_.words.rank) {
       for (; added_ < p_.words.size - 1; ++added_) add_next(sums);
-      if (p_.factor != 1.0F) {
-#pragma unroll
-        for (float& sum : sums) sum *= p_.factor;
-      }
+      if (p_.factor != 1.0F) sm90::multiply_by(p_.factor, sums);
       if (!p_.gemm.plain) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
@@ -298,6 +300,16 @@ class ScatterOutputs {
   }
 
  private:
+  __device__ __forceinline__ void scale(const Unit& unit, Sums& sums) const {
+    const sm90::Epilogue& e = p_.gemm.epilogue;
+    if (e.scaled_by_row) {
+      const int first = unit.row * Config::kRows + row_;
+      sm90::scale_by_row(p_.gemm, sums, e.lhs_scale + p_.begin[unit.chunk] + first,
+                         p_.rows[unit.chunk] - first, unit.column * Config::kColumns + column_);
+    } else {
+      sm90::multiply_by(scale_, sums);
+    }
+  }
   __device__ __forceinline__ void add_next(Sums& sums) {
     sm90::barrier_wait(sm90::shared_address(&barriers_.loaded), loads_ & 1);
     ++loads_;
@@ -316,12 +328,14 @@ class ScatterOutputs {
 
   const FusedScatterParams& p_;
   const int group_;
+  const int row_;
   const int column_;
   const uint32_t mine_at_;
   TileBarriers& barriers_;
   uint32_t fills_ = 0;
   uint32_t loads_ = 0;
-  int added_ = 0;  // tiles of the other ranks, to the sums that are computed
+  float scale_ = 1.0F;  // of both operands
+  int added_ = 0;       // tiles of the other ranks, to the sums that are computed
 };
 
 template <typename Config>
@@ -354,7 +368,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     sm90::more_registers<232>();
     sm90::Multiplier<Config> mine(shared, stages, group - 1);
-    ScatterOutputs<Config> outputs(p, tile, barriers, group - 1, mine.column());
+    ScatterOutputs<Config> outputs(p, tile, barriers, group - 1, mine.row(), mine.column());
     sm90::Tiles<Config, ScatterUnits<Config>, ScatterOutputs<Config>>(mine, ScatterUnits<Config>(p),
                                                                       outputs)
         .run();

@@ -1,0 +1,106 @@
+"""Branches of captured graphs: nothing that waits for SMs stands beside a kernel that has them all and waits for it.
+
+A fused kernel keeps every SM until all ranks' chunks have come. What brings the chunks may need copy engines alone: a
+copy within a device is a kernel, and so is a fill. A fused reduction waits for the same kernels of the other ranks,
+which have begun when all before them has ended; what runs beside it may need SMs, but nothing that waits for other
+ranks may.
+"""
+
+import pytest
+import torch
+from graph_branches import beside
+from graph_nodes import Copy, Kernel, captured
+
+from torch_overlap import ops
+from torch_overlap.quantize import ScalingMode as Mode
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
+    ),
+]
+
+
+def random(*shape):
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def around(issue, name):
+    """For each kernel of that name, what may run beside it."""
+    issue()  # memory is shared, and kernels are loaded
+    nodes, edges = captured(issue)
+    found = [i for i, node in enumerate(nodes) if isinstance(node, Kernel) and name in node.name]
+    return [[nodes[i] for i in beside(at, range(len(nodes)), edges)] for at in found]
+
+
+GATHERS = {
+    "one": {},
+    "bias": {"biases": True},
+    "two weights": {"weights": 2},
+    "gathered rows kept": {"return_gathered": True},
+}
+
+
+@pytest.mark.parametrize("kind", list(GATHERS))
+def test_a_fused_gather_waits_for_copies_to_other_devices(comm, kind):
+    options = GATHERS[kind]
+    x, ws = random(256, 512), [random(768, 512) for _ in range(options.get("weights", 1))]
+    biases = [random(768) for _ in ws] if "biases" in options else ()
+
+    def issue():
+        return ops.all_gather_matmul(
+            x, ws, comm, biases, return_gathered=options.get("return_gathered", False), algorithm="fused"
+        )
+
+    found = around(issue, "fused_gather_kernel")
+    assert len(found) == len(ws)
+    size, own = comm.get_size(), torch.cuda.current_device()
+    assert sum(isinstance(n, Copy) and n.bytes > 4 for n in found[0]) == size - 1
+    for others in found:
+        assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
+
+
+def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
+    mode = Mode.ROW_SCALING
+    x, w = (ops.quantize(random(n, 512), mode)[:2] for n in (256, 768))
+
+    def issue():
+        return ops.scaled_all_gather_matmul(*x, [w[0]], [w[1]], comm, scaling_mode=mode, algorithm="fused")
+
+    (others,) = around(issue, "fused_gather_kernel")
+    own = torch.cuda.current_device()
+    assert sum(isinstance(n, Copy) and n.bytes > 4 for n in others) == 2 * (comm.get_size() - 1)
+    assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
+
+
+@pytest.mark.parametrize("rows", [1024, 8192])
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
+    x, w = random(rows, 256), random(6144, 256)
+    found = around(lambda: getattr(ops, op)(x, w, comm, random(6144), algorithm="fused"), "fused_scatter_kernel")
+    blocks = 3 if (op, rows) == ("matmul_all_reduce", 8192) else 1
+    assert len(found) == blocks
+    for others in found:
+        names = [n.name for n in others if isinstance(n, Kernel)]
+        assert not [name for name in names if "await" in name or "fused" in name], names
+    if op == "matmul_reduce_scatter":
+        assert found == [[]]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_products_of_chunks_wait_for_copies_alone(comm, op):
+    """What waits is one block of its own kernel; beside it come the copies, whose own ways need no SM."""
+    x, w = random(1024, 512), random(768, 512)
+    weight = [w] if op == "all_gather_matmul" else w
+
+    def issue():
+        return getattr(ops, op)(x, weight, comm, algorithm="ring")
+
+    issue()
+    nodes, _ = captured(issue)
+    waiting = [n for n in nodes if isinstance(n, Kernel) and "await" in n.name]
+    assert waiting
+    assert all(n.blocks == 1 for n in waiting), waiting
+    own = torch.cuda.current_device()
+    assert sum(isinstance(n, Copy) and n.to_device != own and n.bytes > 4 for n in nodes) == comm.get_size() - 1

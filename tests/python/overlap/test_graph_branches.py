@@ -1,0 +1,35 @@
+"""The logic with which tests/python/gpu/test_graph_branches.py reads captured graphs, on graphs that are made up."""
+
+import os
+import random
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpu"))
+from graph_branches import beside, reachable
+
+FORK = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "e"), ("d", "f"), ("e", "f")]
+
+
+def test_a_fork():
+    nodes = "abcdef"
+    assert reachable("b", FORK) == {"d", "f"}
+    assert beside("b", nodes, FORK) == {"c", "e"}
+    assert beside("a", nodes, FORK) == beside("f", nodes, FORK) == set()
+    assert beside("g", [*nodes, "g"], FORK) == set(nodes)
+
+
+def test_random_graphs(seed):
+    """Against the closure of the edges by multiplication."""
+    draws = random.Random(seed)
+    for _ in range(20):
+        size = draws.randrange(1, 14)
+        edges = [(i, j) for j in range(size) for i in range(j) if draws.random() < 0.25]
+        leads = [[(i, j) in edges for j in range(size)] for i in range(size)]
+        for middle in range(size):
+            for i in range(size):
+                for j in range(size):
+                    leads[i][j] |= leads[i][middle] and leads[middle][j]
+        for node in range(size):
+            assert reachable(node, edges) == {j for j in range(size) if leads[node][j]}
+            apart = {j for j in range(size) if j != node and not leads[node][j] and not leads[j][node]}
+            assert beside(node, range(size), edges) == apart
