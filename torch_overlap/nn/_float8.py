@@ -1,4 +1,4 @@
-"""The products of layers on 8-bit floats. Gradients of the first order only.
+"""The products of layers on 8-bit floats. Gradients of the first order only. Scales of blocks: `_mxfp8`.
 
 Products run along contiguous rows of both operands, so the transposed copies are 8-bit too:
 
@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torch_overlap._C import ScalingMode
+from torch_overlap.nn import _mxfp8
 from torch_overlap.nn._float8_products import (
     Operand,
     Plan,
     Scaled,
     begin_gather,
+    bias_grad,
     gather_products,
+    materialized,
     product,
     product_scatter,
     quantize,
@@ -53,6 +57,8 @@ def column_products(
     rows of all ranks are kept for the gradients of the weights.
     """
     plan = _plan("ColumnParallelLinear", x, weights, state, dim, algorithm)
+    if plan.mode == ScalingMode.MXFP8_1D_SCALING:
+        return _mxfp8.column_products(plan, state, keep_gathered, x, weights, biases)
     mine, weight = _quantize_forward(x, weights, state, x_columns=False)
     outputs: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
         plan, state, keep_gathered, *mine[:2], *weight, x, *weights, *biases
@@ -69,6 +75,8 @@ def row_product(
     if rows % plan.size != 0:
         raise ValueError(f"RowParallelLinear: expected dimension {dim} divisible by the group size {plan.size}, got "
                          f"{rows}; pad it")  # fmt: skip
+    if plan.mode == ScalingMode.MXFP8_1D_SCALING:
+        return _mxfp8.row_product(plan, state, x, weight, bias)
     mine, other = _quantize_forward(x, [weight], state, x_columns=True)
     output: Tensor = _Row.apply(plan, state, *mine, *other, x, weight, bias)  # type: ignore[no-untyped-call]
     return output
@@ -84,11 +92,16 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
         raise ValueError(f"{who}: expected x of two or more dimensions, got shape {list(x.shape)}; use x.unsqueeze(0)")
     if x.size(-1) != features:
         raise ValueError(f"{who}: expected x of {features} features, got shape {list(x.shape)}; check the layer before")
+    if dim is not None and not (-x.dim() <= dim < x.dim() - 1 and dim != -1):
+        what = "gather_dim" if who == "ColumnParallelLinear" else "scatter_dim"
+        raise ValueError(f"{who}: expected {what} to be a dimension of rows, got {dim}, for shape {list(x.shape)}")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{who}: expected algorithm to be one of {', '.join(_ALGORITHMS)}, got '{algorithm}'")
     sizes = tuple(w.size(0) for w in weights)
     name, size = group(state.comm)
-    return Plan(name, size, dim, dtype, algorithm, sizes, state.recipe.use_split_accumulator)
+    is_mx = state.recipe.scaling == "mxfp8"
+    mode = ScalingMode.MXFP8_1D_SCALING if is_mx else ScalingMode.CURRENT_TENSOR_SCALING
+    return Plan(name, size, dim, dtype, algorithm, sizes, state.recipe.use_split_accumulator, mode)
 
 
 def _quantize_forward(
@@ -115,23 +128,14 @@ def _quantize_backward(grads: Sequence[Tensor], state: Float8State, *, columnwis
     return operand
 
 
-def _bias_grad(grad: Tensor, bias_dtype: torch.dtype) -> Tensor:
-    return grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
-
-
-def _materialized(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Zeros for outputs [..., size] that were not used, but for one at least."""
-    used = next(g for g in grads if g is not None)
-    return [used.new_zeros(*used.shape[:-1], n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
-
-
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(plan: Plan, state: Float8State, keep_gathered: bool, x8: Tensor, x_scale_inv: Tensor, w8: Tensor,
                 w_scale_inv: Tensor, w_columns: Tensor | None, x: Tensor,
                 *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
         biases = parameters[len(plan.sizes) :]
-        outputs, gathered = gather_products(plan, (x8, x_scale_inv), w8.split(plan.sizes), w_scale_inv, biases,
+        weights = [(w, w_scale_inv) for w in w8.split(plan.sizes)]
+        outputs, gathered = gather_products(plan, (x8, x_scale_inv), weights, biases,
                                             split_accumulator=plan.split_accumulator,
                                             return_gathered=keep_gathered)  # fmt: skip
         return (*outputs, gathered) if keep_gathered else tuple(outputs)
@@ -156,7 +160,7 @@ class _Column(torch.autograd.Function):
         count = len(plan.sizes)
         if all(grad is None for grad in output_grads[:count]):
             return (None,) * (9 + len(wanted))
-        grads = _materialized(output_grads[:count], plan.sizes)
+        grads = materialized(output_grads[:count], plan.sizes)
         weights_wanted = any(wanted[:count])
         x_grad = None
         found: list[Tensor | None] = [None] * count
@@ -165,7 +169,7 @@ class _Column(torch.autograd.Function):
             is_bulk = plan.algorithm == "bulk" and plan.dim is not None
             gathers = weights_wanted and not ctx.is_gathered
             if gathers:
-                x8 = begin_gather(plan, x8)  # travels under dx
+                x8 = begin_gather(plan, x8, plan.dim)  # travels under dx
             if x_wanted and is_bulk:
                 x_grad = product(grad[:2], (w_columns, w_scale_inv), plan.dtype)
             elif x_wanted:
@@ -181,7 +185,7 @@ class _Column(torch.autograd.Function):
                          for part, needed in zip(total.split(plan.sizes), wanted[:count], strict=True)]  # fmt: skip
             if x_grad is not None:
                 x_grad = (_ops.wait_tensor(x_grad) if is_bulk else x_grad).to(x_dtype)
-        found += [_bias_grad(g, dtype) if needed else None
+        found += [bias_grad(g, dtype) if needed else None
                   for g, needed, dtype in zip(grads, wanted[count:], dtypes[count:], strict=True)]  # fmt: skip
         return *[None] * 8, x_grad, *found
 
@@ -196,11 +200,11 @@ def _row_gradient(
     overlaps = plan.dim is not None and x_wanted and not (weight_wanted and plan.algorithm not in ("auto", "ring"))
     rows = grad.data
     if plan.dim is not None and (weight_wanted or not overlaps):
-        rows = begin_gather(plan, rows)
+        rows = begin_gather(plan, rows, plan.dim)
     if not overlaps:
         rows = rows if plan.dim is None else _ops.wait_tensor(rows)
         return product((rows, grad.scale_inv), weight, plan.dtype) if x_wanted else None, rows
-    (x_grad,), _ = gather_products(plan, grad[:2], [weight[0]], weight[1], [None], split_accumulator=True)
+    (x_grad,), _ = gather_products(plan, grad[:2], [weight], [None], split_accumulator=True)
     return x_grad, _ops.wait_tensor(rows) if weight_wanted else rows
 
 
@@ -233,5 +237,5 @@ class _Row(torch.autograd.Function):
             if weight_wanted:
                 columns = transposed(rows) if grad.columns is None else grad.columns
                 weight_grad = product((columns, grad.scale_inv), (x_columns, x_scale_inv), weight_dtype)
-        bias_grad = _bias_grad(dy, bias_dtype) if bias_wanted else None
-        return *[None] * 8, x_grad, weight_grad, bias_grad
+        found = bias_grad(dy, bias_dtype) if bias_wanted else None
+        return *[None] * 8, x_grad, weight_grad, found

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     algorithm: str
     sizes: tuple[int, ...]  # rows of each weight
     split_accumulator: bool
+    mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
 
     @property
     def fused(self) -> str:
@@ -49,14 +50,14 @@ def quantize(
     found = [ops.quantize_delayed(part, scale, dtype, columnwise=columnwise) for part in parts]
     data, scale_inv, columns, amax = found[0]
     if len(found) > 1:
-        data = _concatenated([part[0] for part in found], dim)
+        data = concatenated([part[0] for part in found], dim)
         amax = torch.cat([part[3] for part in found]).amax()
         if columnwise:
-            columns = _concatenated([part[2] for part in found], 1 if dim == 0 else 0)
+            columns = concatenated([part[2] for part in found], 1 if dim == 0 else 0)
     return Operand(data, scale_inv, columns if columnwise else None), amax
 
 
-def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
     """As bytes: autocast knows no 8-bit floats."""
     return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
@@ -65,16 +66,19 @@ def transposed(x: Tensor) -> Tensor:
     return x.flatten(0, -2).t().contiguous()
 
 
-def product(lhs: Scaled, rhs: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
-             split_accumulator: bool = True) -> Tensor:  # fmt: skip
+def product(lhs: Scaled, rhs: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *, split_accumulator: bool = True,
+            mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING) -> Tensor:  # fmt: skip
     """lhs [..., k] rhs [n, k]^T + bias. In bfloat16, which holds every 8-bit value, where k does not suit FP8."""
+    if lhs[0].size(-1) == 0:
+        assert bias is None
+        return torch.zeros(*lhs[0].shape[:-1], rhs[0].size(0), dtype=dtype, device=lhs[0].device)
     if lhs[0].size(-1) % ALIGNMENT != 0:
         assert bias is None
         with _no_autocast(lhs[0]):
             wide = lhs[0].to(torch.bfloat16).matmul(rhs[0].to(torch.bfloat16).t())
         return (wide * (lhs[1] * rhs[1])).to(dtype)
     return ops.gemm(
-        *lhs, *rhs, bias, scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, rhs_transposed=True,
+        *lhs, *rhs, bias, scaling_mode=mode, rhs_transposed=True,
         fuse_bias=bias is not None, use_split_accumulator=split_accumulator, out_dtype=dtype,
     )[0]  # fmt: skip
 
@@ -84,39 +88,49 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def gather_products(plan: Plan, x: Scaled, weights: Sequence[Tensor], weight_scale_inv: Tensor,
-                     biases: Sequence[Tensor | None], *, split_accumulator: bool,
-                     return_gathered: bool = False) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+def gather_products(plan: Plan, x: Scaled, weights: Sequence[Scaled], biases: Sequence[Tensor | None], *,
+                    split_accumulator: bool, return_gathered: bool = False) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """The products of all rows with each weight; these rows, if asked: x's data, gathered."""
     cast = [None if b is None else b.to(plan.dtype) for b in biases]
     if plan.dim is None:
-        return [product(x, (w, weight_scale_inv), plan.dtype, b, split_accumulator=split_accumulator)
+        return [product(x, w, plan.dtype, b, split_accumulator=split_accumulator, mode=plan.mode)
                 for w, b in zip(weights, cast, strict=True)], x[0]  # fmt: skip
     with _no_autocast(x[0]):
         outputs, gathered, _ = _ops.scaled_all_gather_matmul(
-            *x, weights, [weight_scale_inv] * len(weights), cast, plan.comm, plan.size, plan.dim, plan.dtype,
-            split_accumulator, plan.fused, int(ScalingMode.CURRENT_TENSOR_SCALING), return_gathered,
+            *x, [w[0] for w in weights], [w[1] for w in weights], cast, plan.comm, plan.size, plan.dim, plan.dtype,
+            split_accumulator, plan.fused, int(plan.mode), return_gathered,
         )  # fmt: skip
     return outputs, gathered
 
 
 def product_scatter(plan: Plan, x: Scaled, weight: Scaled, bias: Tensor | None, *,
-                     split_accumulator: bool) -> Tensor:  # fmt: skip
+                    split_accumulator: bool) -> Tensor:  # fmt: skip
     """The sum of all ranks' products, and the bias: this rank's rows of it, or all."""
     bias = None if bias is None else bias.to(plan.dtype)
     if plan.dim is not None:
         with _no_autocast(x[0]):
             part: Tensor = _ops.scaled_matmul_reduce_scatter(
-                *x, *weight, bias, plan.comm, plan.size, plan.dim, "sum", plan.dtype, split_accumulator, plan.fused
-            )
+                *x, *weight, bias, plan.comm, plan.size, plan.dim, "sum", plan.dtype, split_accumulator, plan.fused,
+                int(plan.mode),
+            )  # fmt: skip
         return part
-    total = product(x, weight, plan.dtype, split_accumulator=split_accumulator)
+    total = product(x, weight, plan.dtype, split_accumulator=split_accumulator, mode=plan.mode)
     _ops.all_reduce_(total, "sum", plan.comm)
     return total if bias is None else total + bias
 
 
-def begin_gather(plan: Plan, x: Tensor) -> Tensor:
-    """All rows, behind `wait_tensor`."""
+def begin_gather(plan: Plan, x: Tensor, dim: int | None) -> Tensor:
+    """All ranks' x along `dim`, behind `wait_tensor`."""
     gather = _ops.all_gather if plan.algorithm == "sequential" else _ops.all_gather_async
-    rows: Tensor = gather(x, plan.dim, plan.comm, plan.size)
+    rows: Tensor = gather(x, dim, plan.comm, plan.size)
     return rows
+
+
+def bias_grad(grad: Tensor, bias_dtype: torch.dtype) -> Tensor:
+    return grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+
+
+def materialized(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Zeros for outputs [..., size] that were not used, but for one at least."""
+    used = next(g for g in grads if g is not None)
+    return [used.new_zeros(*used.shape[:-1], n) if g is None else g for g, n in zip(grads, sizes, strict=True)]

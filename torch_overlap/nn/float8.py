@@ -14,26 +14,28 @@ from torch_overlap._C import TorchComm
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
-_SCALINGS = ("current", "delayed")
+_SCALINGS = ("current", "delayed", "mxfp8")
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How the products of a layer are computed on 8-bit floats. Each tensor has one scale: data = tensor * scale.
+    """How the products of a layer are computed on 8-bit floats: data = tensor * scale.
 
-    The scale maps the largest magnitude to the largest value of the 8-bit type. The magnitude is that of the whole
-    tensor, over all ranks of the layer, so that 8-bit values do not depend on how many ranks share it.
+    With "current" and "delayed" each tensor has one scale, which maps the largest magnitude to the largest value of the
+    8-bit type. The magnitude is that of the whole tensor, over all ranks of the layer, so that 8-bit values do not
+    depend on how many ranks share it. With "mxfp8" each 32 elements along which a product sums share a power of two.
 
     Args:
         scaling: "current": the magnitude is that of the tensor itself; the ranks agree on it in one small all-reduce
             in each forward and each backward of a layer. "delayed": it is the largest of the last `amax_history_len`
             steps; the ranks agree in `update_float8_scales`, once a step for all layers. Until its first call the
-            scales are current ones.
-        margin: scales leave room for magnitudes 2^margin times as large.
+            scales are current ones. "mxfp8": of blocks of 32; the ranks agree on nothing.
+        margin: scales leave room for magnitudes 2^margin times as large. 0 with "mxfp8".
         amax_history_len: steps that delayed scaling looks back.
         forward_dtype: of activations and weights: torch.float8_e4m3fn.
-        backward_dtype: of the gradients of outputs: torch.float8_e5m2 or torch.float8_e4m3fn.
+        backward_dtype: of the gradients of outputs: torch.float8_e5m2 or torch.float8_e4m3fn. Default: e4m3 with
+            "mxfp8", whose scales follow the magnitudes closely, else e5m2.
         use_split_accumulator: on Hopper, promote the partial sums of forward products to float32 as they grow. Those
             of gradients always are.
 
@@ -45,10 +47,12 @@ class Float8Recipe:
     margin: int = 0
     amax_history_len: int = 16
     forward_dtype: torch.dtype = _E4M3
-    backward_dtype: torch.dtype = _E5M2
+    backward_dtype: torch.dtype | None = None
     use_split_accumulator: bool = False
 
     def __post_init__(self) -> None:
+        if self.backward_dtype is None:
+            object.__setattr__(self, "backward_dtype", _E4M3 if self.scaling == "mxfp8" else _E5M2)
         for what, value, choices in (
             ("scaling", self.scaling, _SCALINGS),
             ("forward_dtype", self.forward_dtype, (_E4M3,)),  # tensor cores take e5m2 on one side only
@@ -57,8 +61,16 @@ class Float8Recipe:
             if value not in choices:
                 listed = " or ".join(str(choice) for choice in choices)
                 raise ValueError(f"Float8Recipe: expected {what} {listed}, got {value}")
+        if self.scaling == "mxfp8" and self.margin != 0:
+            raise ValueError(f"Float8Recipe: expected margin 0 with mxfp8, got {self.margin}; a block's scale is that "
+                             "of its own values")  # fmt: skip
         if self.amax_history_len < 1:
             raise ValueError(f"Float8Recipe: expected amax_history_len of 1 or more, got {self.amax_history_len}")
+
+    @property
+    def alignment(self) -> int:
+        """What the features of a rank are a multiple of."""
+        return 32 if self.scaling == "mxfp8" else 16
 
 
 class Float8State(nn.Module):
@@ -104,7 +116,9 @@ class Float8State(nn.Module):
             entry.copy_(torch.maximum(entry, torch.cat([a.view(1) for a in amax])))
 
     def dtype(self, direction: str) -> torch.dtype:
-        return self.recipe.forward_dtype if direction == "forward" else self.recipe.backward_dtype
+        found = self.recipe.forward_dtype if direction == "forward" else self.recipe.backward_dtype
+        assert found is not None
+        return found
 
     def extra_repr(self) -> str:
         return f"scaling={self.recipe.scaling}"

@@ -12,7 +12,6 @@ from torch_overlap import ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn import _choice
 from torch_overlap.nn._float8 import column_products, row_product
-from torch_overlap.nn._float8_products import ALIGNMENT
 from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
@@ -57,12 +56,15 @@ class _ParallelLinear(nn.Module):
     def _make_float8(self, weights: Sequence[Tensor]) -> None:
         """The state of `fp8`, beside the weights [out, in] of this rank."""
         self.float8 = None if self.fp8 is None else Float8State(self.fp8, self.comm, weights[0].device)
-        for out_features, in_features in (w.shape for w in weights if self.fp8 is not None):
+        if self.fp8 is None:
+            return
+        for out_features, in_features in (w.shape for w in weights):
             for what, value in (("in_features", in_features), ("out_features", out_features)):
-                if value % ALIGNMENT != 0:
+                if value % self.fp8.alignment != 0:
                     name: str = self._get_name()  # type: ignore[no-untyped-call]
-                    raise ValueError(f"{name}: expected {what} of a rank divisible by {ALIGNMENT} with fp8, got "
-                                     f"{value}; pad it, or use fp8=None")  # fmt: skip
+                    raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
+                                     f"{'mxfp8' if self.fp8.scaling == 'mxfp8' else 'fp8'}, got {value}; pad it, or "
+                                     "use fp8=None")  # fmt: skip
 
     def _reset_float8(self) -> None:
         if self.float8 is not None:
@@ -114,10 +116,11 @@ class ColumnParallelLinear(_ParallelLinear):
         init: fills rows of the full weight in place, [any number, in_features], instead of nn.Linear's distribution.
         fp8: multiply 8-bit floats, forward and backward, by this recipe; parameters keep their dtype. x is float32,
             float16 or bfloat16, or under autocast, and gradients are of the first order. The gradient of the weight
-            is multiplied in bfloat16 (8-bit values still) where the number of rows is not a multiple of 16.
+            is multiplied in bfloat16 (8-bit values still) where the number of rows is not a multiple of 16; with
+            "mxfp8" rows are filled up with zeros to blocks of 32.
 
     Raises:
-        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16.
+        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16 ("mxfp8": 32).
     """
 
     def __init__(
@@ -261,7 +264,7 @@ class RowParallelLinear(_ParallelLinear):
         others: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16.
+        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16 or 32.
     """
 
     bias: nn.Parameter | None

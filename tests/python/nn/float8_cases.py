@@ -40,6 +40,9 @@ class Matrix:
         most = (size + self.error) @ (size_of_other + other.error)
         return Matrix(self.value @ other.value, most - size @ size_of_other)
 
+    def flat(self):
+        return Matrix(self.value.flatten(0, -2), self.error.flatten(0, -2))
+
     def t(self):
         return Matrix(self.value.t(), self.error.t())
 

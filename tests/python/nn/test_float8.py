@@ -229,12 +229,20 @@ def test_block(seed, size, sequence_parallel, activation):
 
 RECIPE = tnn.Float8Recipe()
 ERRORS = {
-    r"Float8Recipe: expected scaling current or delayed, got block": lambda c: tnn.Float8Recipe("block"),
+    r"Float8Recipe: expected scaling current or delayed or mxfp8, got block": lambda c: tnn.Float8Recipe("block"),
     r"Float8Recipe: expected forward_dtype torch.float8_e4m3fn, got torch.float8_e5m2":
         lambda c: tnn.Float8Recipe(forward_dtype=E5M2),
     r"Float8Recipe: expected backward_dtype torch.float8_e4m3fn or torch.float8_e5m2, got torch.bfloat16":
         lambda c: tnn.Float8Recipe(backward_dtype=torch.bfloat16),
     r"Float8Recipe: expected amax_history_len of 1 or more, got 0": lambda c: tnn.Float8Recipe(amax_history_len=0),
+    r"Float8Recipe: expected margin 0 with mxfp8, got 1; a block's scale":
+        lambda c: tnn.Float8Recipe("mxfp8", margin=1),
+    r"ColumnParallelLinear: expected out_features of a rank divisible by 32 with mxfp8, got 16; pad it":
+        lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=tnn.Float8Recipe("mxfp8")),
+    r"ColumnParallelLinear: expected gather_dim to be a dimension of rows, got -1, .*shape \[2, 32\]":
+        lambda c: tnn.ColumnParallelLinear(32, 64, c, gather_dim=-1, fp8=tnn.Float8Recipe("mxfp8"))(torch.ones(2, 32)),
+    r"RowParallelLinear: expected scatter_dim to be a dimension of rows, got 1, .*shape \[2, 32\]":
+        lambda c: tnn.RowParallelLinear(64, 32, c, scatter_dim=1, fp8=tnn.Float8Recipe("mxfp8"))(torch.ones(2, 32)),
     r"ColumnParallelLinear: expected out_features of a rank divisible by 16 with fp8, got 8; pad it":
         lambda c: tnn.ColumnParallelLinear(16, 16, c, fp8=RECIPE),
     r"RowParallelLinear: expected in_features of a rank divisible by 16 with fp8, got 8; pad it":

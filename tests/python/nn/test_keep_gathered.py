@@ -9,7 +9,7 @@ import torch_overlap.nn as tnn
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-FP8 = [None, "current", "delayed"]
+FP8 = [None, "current", "delayed", "mxfp8"]
 
 
 def recipe(fp8):
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_the_same(seed, size, algorithm, fp8, dim):
     shape, dtype = (16, 2, 32) if dim == 0 else (2, 16, 32), torch.float32 if fp8 else torch.float64
 
     def rank(comm):
-        drops = tnn.ColumnParallelLinear(32, [48 * size, 96 * size], comm, gather_dim=dim, algorithm=algorithm,
+        drops = tnn.ColumnParallelLinear(32, [32 * size, 96 * size], comm, gather_dim=dim, algorithm=algorithm,
                                          fp8=recipe(fp8), dtype=dtype)  # fmt: skip
         keeps = copy.deepcopy(drops)
         keeps.keep_gathered = True
@@ -72,7 +72,7 @@ class Drop(torch.autograd.Function):
 @pytest.mark.parametrize("fp8", FP8)
 def test_no_gradient_comes_back(seed, fp8):
     def rank(comm):
-        layer = tnn.ColumnParallelLinear(32, [96], comm, keep_gathered=True, fp8=recipe(fp8))
+        layer = tnn.ColumnParallelLinear(32, [64], comm, keep_gathered=True, fp8=recipe(fp8))
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         Drop.apply(layer(x)[0]).sum().backward()
         assert all(grad is None or not grad.any() for grad in (x.grad, *(p.grad for p in layer.parameters())))
@@ -80,7 +80,7 @@ def test_no_gradient_comes_back(seed, fp8):
     run_ranks(rank, 2, backend="local")
 
 
-@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("fp8", [None, "current", "delayed"])
 def test_one_gather_less(seed, fp8):
     def rank(comm):
         names = []
@@ -95,6 +95,27 @@ def test_one_gather_less(seed, fp8):
             step(layer, x, (0,))
             counts.append((names.count("all_gather_single"), names.count("reduce_scatter_single")))
         assert counts == [(2, 1), (1, 1)]
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_mxfp8_gathers_columns_forward(seed):
+    """Data and scales of the rows, and of the columns: in forward where they are kept, else half of them backward."""
+
+    def rank(comm):
+        names = []
+        noted(comm, names)
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        counts = []
+        for keep in (False, True):
+            layer = tnn.ColumnParallelLinear(32, 64, comm, keep_gathered=keep, algorithm="sequential",
+                                             fp8=recipe("mxfp8"))  # fmt: skip
+            names.clear()
+            y = layer(x)
+            forward = names.count("all_gather_single")
+            y.sum().backward()
+            counts.append((forward, names.count("all_gather_single") - forward))
+        assert counts == [(2, 2), (4, 0)]
 
     run_ranks(rank, 2, backend="local")
 
@@ -114,10 +135,10 @@ def test_nothing_is_kept_for_weights_without_gradients(seed):
 def compiled(comm, seed, fp8):
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    module = tnn.ParallelTransformerBlock(32, 2, 64, comm, keep_gathered=True, fp8=recipe(fp8))
+    module = tnn.ParallelTransformerBlock(64, 2, 64, comm, keep_gathered=True, fp8=recipe(fp8))
     twin = copy.deepcopy(module)
     run = torch.compile(twin, backend="aot_eager", fullgraph=True)
-    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(seed + comm.get_rank()))
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(seed + comm.get_rank()))
     results = []
     for one, parameters in ((module, module), (run, twin)):
         leaf = x.clone().requires_grad_()
@@ -128,6 +149,6 @@ def compiled(comm, seed, fp8):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp8", [None, "current"])
+@pytest.mark.parametrize("fp8", [None, "current", "mxfp8"])
 def test_compile_fullgraph(seed, fp8):
     run_ranks(compiled, 2, seed, fp8, backend="gloo", timeout=280)
