@@ -1,8 +1,9 @@
 """Our own products for Hopper beside cuBLASLt's best, on the twelve shapes of the operators' benchmark.
 
-    python benchmarks/own_gemm.py --tp 4 --out results
+    python benchmarks/own_gemm.py --tp 4 --dtype bf16 --out results
 
-One GPU; the shapes are those of one of `tp` ranks, bfloat16, weights [n, k]. Each variant is captured in a CUDA graph
+One GPU; the shapes are those of one of `tp` ranks, weights [n, k], results bfloat16; fp8: e4m3 with one factor for
+each operand. Each variant is captured in a CUDA graph
 of several calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds
 of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
 At the end: the geometric mean and the worst over all shapes of the quickest of our kernels.
@@ -22,7 +23,7 @@ from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.bench.cases import GATHERS, SCATTERS
 from torch_overlap.bench.result import write_result
 from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, spread_of
-from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, set_gemm_tuning
+from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
 
 BASELINE = "cublaslt"
 CALLS = 6
@@ -35,15 +36,21 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
-def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+def measure(shape: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call, by variant."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
-    def random(rows: int) -> torch.Tensor:
-        return torch.randn(rows, k, device="cuda").bfloat16()
+    def random(rows: int, transposed: bool) -> GemmOperand:
+        data = torch.randn(rows, k, device="cuda")
+        if dtype == "bf16":
+            return GemmOperand(data.bfloat16(), transposed)
+        one = torch.ones(1, device="cuda")
+        return GemmOperand(
+            data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=one
+        )
 
-    products = [GemmArgs(GemmOperand(random(m)), GemmOperand(random(n), True), out) for _ in range(SETS)]
+    products = [GemmArgs(random(m, False), random(n, True), out) for _ in range(SETS)]
     variants: dict[str, Callable[[GemmArgs], object]] = {BASELINE: gemm}
     variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
     watch = Stopwatch(torch.device("cuda"), meet=lambda: None)
@@ -62,6 +69,7 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -69,20 +77,20 @@ def main() -> None:
     torch.manual_seed(0)
     rows, best = [], []
     for name, shape in shapes_of(args.tp).items():
-        samples = measure(shape, args.rounds)
+        samples = measure(shape, args.dtype, args.rounds)
         ratios = {}
         for kernel, values in samples.items():
             us, iqr = spread_of(values)
             ratios[kernel] = ratio_of(samples, kernel, BASELINE).median
-            row = {"op": "gemm", "name": name, "shape": list(shape), "algorithm": kernel, "us": us, "iqr_us": iqr}
-            rows.append(row | {"ratio_gemm": ratios[kernel], "peers": {}})
+            row = {"op": "gemm", "name": name, "shape": list(shape), "dtype": args.dtype, "algorithm": kernel}
+            rows.append(row | {"us": us, "iqr_us": iqr, "ratio_gemm": ratios[kernel], "peers": {}})
         del ratios[BASELINE]
         best.append(min(ratios.values()))
         text = "  ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in ratios.items())
         print(f"{name:12s} {shape!s:22s} {spread_of(samples[BASELINE]).median:8.1f} us  {text}", flush=True)
     mean = math.exp(sum(map(math.log, best)) / len(best))
     print(f"tp {args.tp}: geometric mean {mean:.3f}, worst {max(best):.3f}")
-    print(write_result("own_gemm", 1, rows, args.out))
+    print(write_result("own_gemm" if args.dtype == "bf16" else "own_gemm_fp8", 1, rows, args.out))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch_overlap.bench.cases import COLLECTIVES, Case
+from torch_overlap.bench.classes import ag_gemm_classes, bulk, gemm_rs_classes
 from torch_overlap.bench.collectives import collective
 from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_ar_norm, gemm_rs
 from torch_overlap.bench.libraries import NO_CUDA, Libraries
@@ -17,6 +18,10 @@ BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] 
     "gemm_ar": gemm_ar,
     "gemm_ar_norm": gemm_ar_norm,
     "gemm": gemm_alone,
+    "ag_gemm_classes": ag_gemm_classes,
+    "gemm_rs_classes": gemm_rs_classes,
+    "bulk_ag": bulk,
+    "bulk_rs": bulk,
     **dict.fromkeys(COLLECTIVES, collective),
 }
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm", "gemm")
 ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything twice
+# Over buffers of the overlap classes, beside the operators: not part of "all".
+CLASS_OPS = ("ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OPS = (*GEMM_OPS, *COLLECTIVES)
-DTYPES = ("bf16", "fp16", "fp8")
+KNOWN_OPS = (*OPS, *CLASS_OPS)
+FP8 = ("fp8", "fp8_rows")  # one factor for each operand, or for each of its rows
+DTYPES = ("bf16", "fp16", *FP8)
 MODES = ("graph", "eager")
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -27,7 +31,8 @@ class Case:
 
     shape: (M, N, K) of the whole layer, or (bytes,) of the whole tensor: what all_gather makes, what the others take.
     An all-gather has x [M / tp, K] and w [N / tp, K] on each rank, a reduction x [M, K / tp] and w [N, K / tp]; "gemm"
-    is the product of one rank alone, [M, K] by [N, K].
+    is the product of one rank alone, [M, K] by [N, K]. The bulk ones are gradients of the all-gather's layer: dx = dy w
+    beside the gather of x, dw = dy^T x beside the reduce-scatter of dx.
     """
 
     op: str
@@ -37,21 +42,26 @@ class Case:
 
     @property
     def is_gemm(self) -> bool:
-        return self.op in GEMM_OPS
+        return self.op not in COLLECTIVES
+
+    @property
+    def pattern(self) -> str:
+        """The operation, whoever does it."""
+        return self.op.removesuffix("_classes")
 
     @property
     def label(self) -> str:
         return self.name or ("x".join(map(str, self.shape)) if self.is_gemm else byte_text(self.shape[0]))
 
     def element_size(self) -> int:
-        return 1 if self.dtype == "fp8" else 2
+        return 1 if self.dtype in FP8 else 2
 
     def local(self, tp: int) -> tuple[int, int, int]:
         """(m, n, k) of one rank's product."""
         m, n, k = self.shape
-        if self.op == "ag_gemm":
-            return m, n // tp, k
-        return (m, n, k) if self.op == "gemm" else (m, n, k // tp)
+        return {
+            "ag_gemm": (m, n // tp, k), "gemm": (m, n, k), "bulk_ag": (m, k, n // tp), "bulk_rs": (n // tp, k, m)
+        }.get(self.pattern, (m, n, k // tp))  # fmt: skip
 
     def moved(self, tp: int) -> int:
         """Bytes that a rank must send, and receive."""
@@ -61,7 +71,9 @@ class Case:
             whole = self.shape[0]
         else:
             m, n, k = self.shape
-            whole = m * k * self.element_size() if self.op == "ag_gemm" else m * n * 2
+            whole = {
+                "ag_gemm": m * k * self.element_size(), "bulk_ag": m * k * self.element_size(), "bulk_rs": m * k * 2
+            }.get(self.pattern, m * n * 2)  # fmt: skip
         return (2 if self.op in ALL_REDUCED else 1) * whole * (tp - 1) // tp
 
     def set_bytes(self, tp: int) -> int:
@@ -69,8 +81,9 @@ class Case:
         if not self.is_gemm:
             return self.shape[0]
         m, n, k = self.local(tp)
-        own = m // tp if self.op == "ag_gemm" else m
-        return self.element_size() * (own * k + n * k)
+        own = m // tp if self.pattern == "ag_gemm" else m
+        beside = {"bulk_ag": self.shape[0] // tp, "bulk_rs": self.shape[0]}.get(self.op, 0) * self.shape[2]
+        return self.element_size() * (own * k + n * k + beside)
 
     def sets(self, tp: int) -> int:
         """How many inputs take turns, so that none is in the cache when its turn comes."""
@@ -82,7 +95,7 @@ class Case:
         us = 5.0 + self.moved(tp) / 300e3
         if self.is_gemm:
             m, n, k = self.local(tp)
-            us += max(2 * m * n * k / 700e6 / (2 if self.dtype == "fp8" else 1), n * k * self.element_size() / 4e6)
+            us += max(2 * m * n * k / 700e6 / (2 if self.dtype in FP8 else 1), n * k * self.element_size() / 4e6)
         return us
 
     def calls(self, tp: int) -> int:
@@ -101,7 +114,7 @@ class Case:
         """Raises ValueError where tp ranks cannot share the shape."""
         if self.is_gemm:
             m, n, k = self.shape
-            shared = {"ag_gemm": (m, n), "gemm_rs": (m, k), "gemm_ar": (k,), "gemm_ar_norm": (k,), "gemm": ()}[self.op]
+            shared = {"gemm_rs": (m, k), "gemm_ar": (k,), "gemm_ar_norm": (k,), "gemm": ()}.get(self.pattern, (m, n))
             fits = all(size % tp == 0 for size in shared)
         else:
             fits = self.shape[0] % (2 * tp) == 0
@@ -140,8 +153,8 @@ DECODE = {f"70b-{layer} M={m}": (m, 8192, k) for m in (64, 16, 256) for layer, k
 SIZES = (64 * KIB, MIB, 16 * MIB, KIB, 256 * KIB, 4 * MIB, 128 * MIB)
 
 LAYERS = {
-    "ag_gemm": GATHERS,
-    "gemm_rs": SCATTERS,
+    **dict.fromkeys(("ag_gemm", "ag_gemm_classes", "bulk_ag", "bulk_rs"), GATHERS),
+    **dict.fromkeys(("gemm_rs", "gemm_rs_classes"), SCATTERS),
     "gemm_ar": {**{name: SCATTERS[name] for name in ("70b-o", "8b-down")}, **DECODE},
     "gemm_ar_norm": {},  # for decoding alone
     # One rank's products of the layers above at tp 4.
@@ -150,16 +163,17 @@ LAYERS = {
         **{name: (m, n, k // 4) for name, (m, n, k) in SCATTERS.items()},
     },
 }
-TINY = {"ag_gemm": (64, 96, 32), "gemm_rs": (64, 48, 64), "gemm_ar": (64, 48, 64), "gemm_ar_norm": (64, 48, 64),
+TINY = {**dict.fromkeys(CLASS_OPS, (64, 96, 64)),
+        "ag_gemm": (64, 96, 32), "gemm_rs": (64, 48, 64), "gemm_ar": (64, 48, 64), "gemm_ar_norm": (64, 48, 64),
         "gemm": (64, 48, 32)}  # fmt: skip
-SETS = ("bf16", "fp16", "fp8", "decode", "tiny")
+SETS = (*DTYPES, "decode", "tiny")
 
 
 def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
-    """The cases of a set, of `dtype` or the set's own. No collective is one of "decode" or "fp8"."""
+    """The cases of a set, of `dtype` or the set's own. No collective is one of "decode" or 8-bit floats."""
     kind = dtype or (name if name in DTYPES else "bf16")
     if op in COLLECTIVES:
-        if name in ("decode", "fp8"):
+        if name in ("decode", *FP8):
             return []
         return [Case(op, (size,), kind) for size in ((KIB, 64 * KIB) if name == "tiny" else SIZES)]
     if name == "tiny":

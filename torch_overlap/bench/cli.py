@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_overlap.bench.cases import DTYPES, MODES, OPS, SETS, Case, cases_of, parse_shape
+from torch_overlap.bench.cases import DTYPES, KNOWN_OPS, MODES, OPS, SETS, Case, cases_of, parse_shape
 
 EPILOG = """
 bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set, on two GPUs; "all" stands for every operation
 bench ag_gemm --shape 8192,10240,8192         M, N, K of the whole layer; or the name of one, such as 70b-qkv
+bench ag_gemm_classes bulk_rs                 over buffers of the overlap classes, beside the operators; not in "all"
 bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
 bench --check GOALS.json RESULT.json          what falls short of the goals; exits with 1 if anything does
 bench plot RESULT.json ...                    docs/images and the tables of docs/performance.md
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("what", nargs="*", help=f"{', '.join(OPS)}, all; or plot and result files")
+    add("what", nargs="*", help=f"{', '.join(KNOWN_OPS)}, all; or plot and result files")
     add("--shape", action="append", default=[], help="M,N,K, a layer, or bytes; may be repeated")
     add("--set", choices=SETS, help="of shapes (default: bf16; tiny on a CPU)")
     add("--dtype", choices=DTYPES, help="default: the set's, else bf16")
@@ -68,9 +69,11 @@ def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, d
         ValueError: an operation or shape is unknown, or none is left.
     """
     ops = list(OPS) if list(what) == ["all"] else list(dict.fromkeys(what))
-    unknown = [op for op in ops if op not in OPS]
+    unknown = [op for op in ops if op not in KNOWN_OPS]
     if unknown or not ops:
-        raise ValueError(f"bench: expected one of {', '.join(OPS)}, all or plot, got {', '.join(unknown) or 'nothing'}")
+        raise ValueError(
+            f"bench: expected one of {', '.join(KNOWN_OPS)}, all or plot, got {', '.join(unknown) or 'nothing'}"
+        )
     if shapes:
         if name is not None:
             raise ValueError(f"bench: expected --shape or --set, got --set {name} too; give one")

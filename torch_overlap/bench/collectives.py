@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.bench.cases import Case
+from torch_overlap.bench.cases import FP8, Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.bench.problem import DTYPES, Call, Problem, add_torch_all_reduces, having
 from torch_overlap.bench.ranks import Ranks
@@ -22,7 +22,7 @@ HINT = "direct_collectives"
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
     """all_reduce in place; the others from one tensor into another."""
     problem, comm, tp, op = Problem(case), ranks.comm, ranks.size, case.op
-    dtype = torch.uint8 if case.dtype == "fp8" else DTYPES[case.dtype]
+    dtype = torch.uint8 if case.dtype in FP8 else DTYPES[case.dtype]
     count, sets = case.shape[0] // dtype.itemsize, min(case.sets(tp), case.calls(tp))
     inputs = count // tp if op == "all_gather" else count
     outputs = {"all_gather": count, "reduce_scatter": count // tp, "all_to_all": count, "all_reduce": 0}[op]

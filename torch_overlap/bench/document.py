@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_overlap.bench import plots, result
-from torch_overlap.bench.cases import GEMM_OPS
+from torch_overlap.bench.cases import COLLECTIVES
 from torch_overlap.bench.layers import layer_table
 from torch_overlap.bench.tables import TITLES, groups_of, table
 
@@ -52,7 +52,7 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path) ->
         text += f"#### {TITLES[op]}, {dtype}\n\n"
         image = images / f"{stem}-{op}-{dtype}.png"
         if len(cases) > 1 and plots.can_plot():
-            draw = plots.bars if op in GEMM_OPS else plots.lines
+            draw = plots.lines if op in COLLECTIVES else plots.bars
             draw(cases, plots.title_of(cases[0], gpu.upper()), image)
         text += _image(image, document, TITLES[op]) + table(cases) + "\n\n"
     timelines = content.get("timelines", [])

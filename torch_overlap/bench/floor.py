@@ -52,15 +52,17 @@ def gemm_floor_us(case: Case, tp: int, gemm_us: float, rates: Rates) -> float:
     """Of a product with its communication, for a whole product that takes `gemm_us` alone."""
     if case.op == "gemm" or tp == 1:
         return gemm_us
+    if case.pattern in ("bulk_ag", "bulk_rs"):  # neither waits for the other
+        return max(gemm_us, FLAG_US + case.moved(tp) / rates.link * 1e6)
     m, n, k = case.local(tp)
     plans = tilings(m, n, k, case.element_size(), rates.memory)
     fit = gemm_us / min(plans)[0]
     link_us = case.moved(tp) / rates.link * 1e6
-    if case.op == "ag_gemm":  # the own rows first; one wave after the last byte
+    if case.pattern == "ag_gemm":  # the own rows first; one wave after the last byte
         return min(max(whole * fit, FLAG_US + link_us + wave * fit) for whole, wave in plans)
     # The first tiles leave after one wave; the last arrive a flag later, for a sum on all ranks twice.
     hidden = min(max(whole * fit, wave * fit + link_us) for whole, wave in plans)
-    if case.op == "gemm_rs":
+    if case.pattern == "gemm_rs":
         return hidden + FLAG_US
     if m <= FEW_ROWS:
         return gemm_us + _all_reduce_us(m * n * 2, tp, rates.link, 1.5 * FLAG_US)

@@ -19,7 +19,15 @@ from torch_overlap.bench.ranks import Ranks
 NORM_EPS = 1e-6
 
 
+_Made = tuple[Problem, Operands, tuple[list[Tensor], list[Tensor]]]
+
+
 def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    return ag_gemm_of(case, ranks, libraries, wanted)[0]
+
+
+def ag_gemm_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _Made:
+    """The problem, and its x and weights."""
     problem, made, comm, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.comm, ranks.size
     (m, n, k), sets = case.local(tp), case.sets(tp)
     xs = [made.random(m // tp, k) for _ in range(sets)]
@@ -29,16 +37,20 @@ def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
 
     def ours(i: int, algorithm: str) -> Tensor:
         x, w = xs[i % sets], ws[i % sets]
-        if made.scale is None:
+        if not made.is_fp8:
             products: list[Tensor] = to.ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)[0]
             return products[0]
-        scaled: Any = to.ops.scaled_all_gather_matmul(x, made.scale, [w], [made.scale], comm, algorithm=algorithm)
-        first: Any = scaled[0]
-        result: Tensor = first[0] if isinstance(first, list) else first
-        return result
+        scales = made.scale(x), [made.scale(w)]
+        products, _, _ = to.ops.scaled_all_gather_matmul(
+            x, scales[0], [w], scales[1], comm, algorithm=algorithm, scaling_mode=made.mode
+        )
+        return products[0]
 
-    arguments = (xs[0], [ws[0]], comm) if made.scale is None else (xs[0], made.scale, [ws[0]], [made.scale], comm)
-    add_ours(problem, ("scaled_" if made.is_fp8 else "") + "all_gather_matmul", arguments, wanted, ours)
+    if made.is_fp8:
+        scaled = (xs[0], made.scale(xs[0]), [ws[0]], [made.scale(ws[0])], comm)
+        add_ours(problem, "scaled_all_gather_matmul", scaled, wanted, ours, scaling_mode=made.mode)
+    else:
+        add_ours(problem, "all_gather_matmul", (xs[0], [ws[0]], comm), wanted, ours)
 
     for library in having(problem, libraries, "all_gather"):
         own, gathered = [library.like(x) for x in xs], library.empty((m, k), made.dtype)
@@ -56,25 +68,26 @@ def ag_gemm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str
 
     if libraries.torch_symmetric is None:
         problem.missing["torch fused"] = libraries.because("torch")
-        return problem
+        return problem, made, (xs, ws)
     group = libraries.torch_symmetric.group_name
 
     def fused(i: int) -> Tensor:
         x, w = xs[i % sets], ws[i % sets].t()
-        if made.scale is None:
+        if not made.is_fp8:
             _, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group, return_A=False)
         else:
+            scale_x, scale_w = made.torch_scales(x, ws[i % sets])
             _, products = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-                x, [w], made.scale, [made.scale], 0, group, [None], [None], [made.out_dtype], [True]
+                x, [w], scale_x, [scale_w], 0, group, [None], [None], [made.out_dtype], [True]
             )
         product: Tensor = products[0]
         return product
 
     problem.add("torch fused", "peer", fused)
-    return problem
+    return problem, made, (xs, ws)
 
 
-def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) -> tuple[Problem, Operands, Any]:
+def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) -> _Made:
     """What gemm_rs and gemm_ar have in common: the product, and the collective behind it by every library."""
     problem, made, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.size
     (m, n, k), sets = case.local(tp), case.sets(tp)
@@ -106,35 +119,46 @@ def _reduction(case: Case, ranks: Ranks, libraries: Libraries, collective: str) 
 
 
 def gemm_rs(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    return gemm_rs_of(case, ranks, libraries, wanted)[0]
+
+
+def gemm_rs_of(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> _Made:
+    """The problem, and its x and weights."""
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "reduce_scatter")
     comm, sets = ranks.comm, len(xs)
 
     def ours(i: int, algorithm: str) -> Tensor:
         x, w = xs[i % sets], ws[i % sets]
-        if made.scale is None:
+        if not made.is_fp8:
             return to.ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
-        return to.ops.scaled_matmul_reduce_scatter(x, made.scale, w, made.scale, comm, algorithm=algorithm)
+        return to.ops.scaled_matmul_reduce_scatter(
+            x, made.scale(x), w, made.scale(w), comm, algorithm=algorithm, scaling_mode=made.mode
+        )
 
-    arguments = (xs[0], ws[0], comm) if made.scale is None else (xs[0], made.scale, ws[0], made.scale, comm)
-    add_ours(problem, ("scaled_" if made.is_fp8 else "") + "matmul_reduce_scatter", arguments, wanted, ours)
+    if made.is_fp8:
+        scaled = (xs[0], made.scale(xs[0]), ws[0], made.scale(ws[0]), comm)
+        add_ours(problem, "scaled_matmul_reduce_scatter", scaled, wanted, ours, scaling_mode=made.mode)
+    else:
+        add_ours(problem, "matmul_reduce_scatter", (xs[0], ws[0], comm), wanted, ours)
     if libraries.torch_symmetric is None:
         problem.missing["torch fused"] = libraries.because("torch")
-        return problem
+        return problem, made, (xs, ws)
     group = libraries.torch_symmetric.group_name
 
     def fused(i: int) -> Tensor:
         x, w = xs[i % sets], ws[i % sets].t()
-        if made.scale is None:
+        if not made.is_fp8:
             result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
         else:
+            scale_x, scale_w = made.torch_scales(x, ws[i % sets])
             result = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-                x, w, made.scale, made.scale, "sum", 0, 0, group, [x.shape[0], w.shape[1]], None, None,
+                x, w, scale_x, scale_w, "sum", 0, 0, group, [x.shape[0], w.shape[1]], None, None,
                 made.out_dtype, True,
             )  # fmt: skip
         return result
 
     problem.add("torch fused", "peer", fused)
-    return problem
+    return problem, made, (xs, ws)
 
 
 def _gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> tuple[Problem, Any]:
@@ -168,7 +192,8 @@ def gemm_ar_norm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequenc
     made, comm, sets = Operands(case.dtype, ranks.device), ranks.comm, len(xs)
     m, n, _ = case.local(ranks.size)
     # Replicated: the same on all ranks.
-    residual, gain = (torch.full(shape, 0.5, dtype=made.out_dtype, device=ranks.device) for shape in ((m, n), (n,)))
+    generator = torch.Generator().manual_seed(1)
+    residual, gain = (torch.randn(s, generator=generator).to(ranks.device, made.out_dtype) for s in ((m, n), (n,)))
 
     def then_norm(call: Call, i: int) -> Tensor:
         return F.rms_norm(residual + call(i), (n,), gain, NORM_EPS)

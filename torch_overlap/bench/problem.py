@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.bench.cases import Case, byte_text
+from torch_overlap.bench.cases import FP8, Case, byte_text
 from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm
 
+PERIOD = 8  # of the factors of rows
 Role = Literal["gemm", "comm", "ours", "peer"]
 Call = Callable[[int], Tensor]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, torch.float8_e4m3fn)
 
 
 @dataclass
@@ -44,11 +45,15 @@ class Variant:
 
 @dataclass
 class Problem:
-    """The ways to do a case, and for those that cannot be had, why. All compute the same of the same inputs."""
+    """The ways to do a case, and for those that cannot be had, why. All compute the same of the same inputs.
+
+    ends: called once nothing of it is used any more.
+    """
 
     case: Case
     variants: list[Variant] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    ends: list[Callable[[], object]] = field(default_factory=list)
 
     def add(self, name: str, role: Role, call: Call, before: Callable[[], object] | None = None,
             chosen: str = "", choose: Callable[[], str] | None = None) -> None:  # fmt: skip
@@ -60,10 +65,24 @@ class Operands:
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         self.dtype = DTYPES[dtype]
-        self.is_fp8 = dtype == "fp8"
+        self.is_fp8 = dtype in FP8
         self.out_dtype = torch.bfloat16 if self.is_fp8 else self.dtype
         self.device = device
-        self.scale = torch.ones(1, device=device) if self.is_fp8 else None
+        self.mode = ScalingMode.NO_SCALING
+        if self.is_fp8:
+            self.mode = ScalingMode.ROW_SCALING if dtype == "fp8_rows" else ScalingMode.CURRENT_TENSOR_SCALING
+        # The same on all ranks, and for the parts of a matrix.
+        generator = torch.Generator().manual_seed(1)
+        self._factors = torch.rand(PERIOD, generator=generator).add_(0.5).to(device)
+        self._scales: dict[int, Tensor] = {}
+
+    def scale(self, matrix: Tensor) -> Tensor:
+        """One factor, or one for each row."""
+        rows = matrix.shape[0] if self.mode == ScalingMode.ROW_SCALING else 1
+        if rows not in self._scales:
+            factors = self._factors.repeat(-(-rows // PERIOD))[:rows]
+            self._scales[rows] = factors.view(rows, 1) if self.mode == ScalingMode.ROW_SCALING else factors
+        return self._scales[rows]
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.out_dtype, device=self.device).to(self.dtype)
@@ -72,9 +91,9 @@ class Operands:
         return torch.empty(shape, dtype=self.out_dtype, device=self.device)
 
     def _operand(self, x: Tensor, transposed: bool = False) -> GemmOperand:
-        if self.scale is None:
+        if not self.is_fp8:
             return GemmOperand(x, transposed)
-        return GemmOperand(x, transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=self.scale)
+        return GemmOperand(x, transposed, scaling=self.mode, scale_inv=self.scale(x))
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         """out = x weight^T"""
@@ -82,9 +101,15 @@ class Operands:
         return out
 
     def torch_mm(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        if self.scale is None:
+        if not self.is_fp8:
             return torch.mm(x, weight.t(), out=out)
-        return torch._scaled_mm(x, weight.t(), self.scale, self.scale, out_dtype=self.out_dtype, use_fast_accum=True)
+        scale_x, scale_w = self.torch_scales(x, weight)
+        return torch._scaled_mm(x, weight.t(), scale_x, scale_w, out_dtype=self.out_dtype, use_fast_accum=True)
+
+    def torch_scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """As torch wants those of x and of the transposed weight."""
+        of_weight = self.scale(weight)
+        return self.scale(x), of_weight.t() if self.mode == ScalingMode.ROW_SCALING else of_weight
 
 
 def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
@@ -100,8 +125,8 @@ def algorithms(op: str, call: Callable[[str], object]) -> list[str]:
 
 
 def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequence[str],
-             call: Callable[[int, str], Tensor]) -> None:  # fmt: skip
-    """A variant for each algorithm that the operator has, and that it says can run here."""
+             call: Callable[[int, str], Tensor], **options: Any) -> None:  # fmt: skip
+    """A variant for each algorithm that the operator has, and that it says can run here. options: of the operator."""
     names = algorithms(op, lambda name: call(0, name))
     for name in wanted:
         if name not in names:
@@ -111,7 +136,7 @@ def add_ours(problem: Problem, op: str, arguments: Sequence[Any], wanted: Sequen
             continue
 
         def explain(name: str = name) -> str:
-            return to.explain(op, *arguments, algorithm=name).algorithm
+            return to.explain(op, *arguments, algorithm=name, **options).algorithm
 
         chosen = ""
         try:

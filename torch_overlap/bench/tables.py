@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_overlap.bench.cases import GEMM_OPS, OPS, byte_text
+from torch_overlap.bench.cases import COLLECTIVES, KNOWN_OPS, byte_text
 
 Row = dict[str, Any]
 TITLES = {
@@ -19,6 +19,10 @@ TITLES = {
     "all_gather": "All-gather",
     "reduce_scatter": "Reduce-scatter",
     "all_to_all": "All-to-all",
+    "ag_gemm_classes": "All-gather, then product, by the overlap classes",
+    "gemm_rs_classes": "Product, then reduce-scatter, by the overlap classes",
+    "bulk_ag": "Product beside an all-gather",
+    "bulk_rs": "Product beside a reduce-scatter",
     "layer": "A transformer layer, forward and backward",
 }
 # The file of before `bench`, of which the operator's rows are shown: it ran by the algorithm "ring".
@@ -58,7 +62,7 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
                 continue
             row = row | {key: _OLDER[row[key]] for key in ("op", "dtype", "algorithm")} | {"name": row["layer"]}
         op, dtype = str(row["op"]), str(row["dtype"])
-        if op not in OPS:
+        if op not in KNOWN_OPS:
             continue
         shape = tuple(row["shape"]) if isinstance(row["shape"], list) else (row["shape"],)
         label = str(row.get("name") or "x".join(map(str, shape)))
@@ -67,7 +71,7 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
         key = (op, shape, dtype, row["tp"])
         group = found.setdefault(key, Group(op, label, shape, dtype, row["tp"], {}))
         group.rows.setdefault(row["mode"], {})[row["algorithm"]] = row
-    return sorted(found.values(), key=lambda g: (OPS.index(g.op), _work(g.shape)))
+    return sorted(found.values(), key=lambda g: (KNOWN_OPS.index(g.op), _work(g.shape)))
 
 
 def _work(shape: tuple[int, ...]) -> int:
@@ -90,7 +94,7 @@ def peers_of(groups: Sequence[Group]) -> list[str]:
 def table(groups: Sequence[Group]) -> str:
     """Of one operation: ratios to the product alone, or for collectives microseconds."""
     op = groups[0].op
-    return _gemm_table(groups) if op in GEMM_OPS else _collective_table(groups)
+    return _collective_table(groups) if op in COLLECTIVES else _gemm_table(groups)
 
 
 def _gemm_table(groups: Sequence[Group]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.__main__ import main
 from torch_overlap.bench import result
-from torch_overlap.bench.cases import OPS, Case
+from torch_overlap.bench.cases import CLASS_OPS, KNOWN_OPS, Case
 from torch_overlap.bench.libraries import NO_CUDA, Arena
 from torch_overlap.bench.measure import try_out
 from torch_overlap.bench.problem import Problem, algorithms
@@ -58,6 +58,50 @@ def test_ag_gemm(tmp_path: Path) -> None:
         assert name in done.stdout
 
 
+WAYS = {
+    "ag_gemm_classes": {"auto", "class ring", "class ring kernels", "class ring aggregate", "class ring atomic",
+                        "gemm ring"},
+    "gemm_rs_classes": {"auto", "class ring", "class ring atomic", "gemm ring", "class pipeline",
+                        "class pipeline atomic", "gemm pipeline"},
+    "bulk_ag": {"auto", "sequential", "chunked", "bulk", "class bulk", "class bulk copy engine", "gemm bulk"},
+    "bulk_rs": {"auto", "sequential", "chunked", "bulk", "class bulk", "gemm bulk"},
+}  # fmt: skip
+
+
+def test_classes(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench(*CLASS_OPS, "--set", "tiny", "--device", "cpu", "--rounds", 2, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read(path)
+    result.check_rows(found)
+    for op, ways in WAYS.items():
+        rows = [row for row in found["rows"] if row["op"] == op]
+        assert {row["algorithm"] for row in rows} == ways, found["missing"]
+        assert all(set(row["peers"]) == {"gloo"} for row in rows)
+        assert f"{op} tiny: 64 96 64, bf16, eager" in done.stdout
+    assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
+def test_classes_of_8_bit_floats_and_by_name(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "result.json"
+    arguments = (
+        "--shape",
+        "64,96,64",
+        "--dtype",
+        dtype,
+        "--algorithm",
+        "auto,class ring atomic,gemm ring",
+        "--rounds",
+        1,
+    )
+    done = bench("ag_gemm_classes", "gemm_rs_classes", *arguments, "--device", "cpu", "--tp", 2, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = result.read(path)["rows"]
+    for op in ("ag_gemm_classes", "gemm_rs_classes"):
+        assert {row["algorithm"] for row in rows if row["op"] == op} == {"auto", "class ring atomic", "gemm ring"}
+
+
 @pytest.mark.slow
 def test_everything_else(tmp_path: Path) -> None:
     ops = ("gemm_rs", "gemm_ar", "gemm", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -78,11 +122,11 @@ def test_everything_else(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_gpus(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = bench("all", "--set", "tiny", "--tp", 2, "--rounds", 3, "--timeline", "--json", path)
+    done = bench(*KNOWN_OPS, "--set", "tiny", "--tp", 2, "--rounds", 3, "--timeline", "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = result.read(path)
     result.check_rows(found)
-    for op in OPS:
+    for op in KNOWN_OPS:
         rows = [row for row in found["rows"] if row["op"] == op]
         assert {row["mode"] for row in rows} == {"graph", "eager"}, op
         assert all("torch.mm" in row["peers"] or "nccl" in row["peers"] for row in rows)

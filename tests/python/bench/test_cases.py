@@ -6,9 +6,11 @@ import pytest
 
 from torch_overlap.bench.cases import (
     CACHE_BYTES,
+    CLASS_OPS,
     COLLECTIVES,
     DTYPES,
     GEMM_OPS,
+    KNOWN_OPS,
     LAYERS,
     MIB,
     OPS,
@@ -52,7 +54,7 @@ def test_command_lines_that_cannot_be(what: list[str], shapes: list[str], name: 
 
 def test_every_set_can_be_shared_by_2_4_and_8_ranks() -> None:
     for name in SETS:
-        cases = [case for op in OPS for case in cases_of(op, name)]
+        cases = [case for op in KNOWN_OPS for case in cases_of(op, name)]
         assert cases
         assert len(set(cases)) == len(cases)
         for case in cases:
@@ -62,7 +64,7 @@ def test_every_set_can_be_shared_by_2_4_and_8_ranks() -> None:
     assert {case.dtype for case in cases_of("ag_gemm", "fp8")} == {"fp8"}
     assert {case.dtype for case in cases_of("all_reduce", "bf16", "fp16")} == {"fp16"}
     assert set(DTYPES) <= set(SETS)
-    assert set(LAYERS) == set(GEMM_OPS)
+    assert set(LAYERS) == {*GEMM_OPS, *CLASS_OPS}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_shapes_that_ranks_cannot_share(op: str, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_inputs_take_turns_beyond_the_cache(tp: int) -> None:
-    for op in GEMM_OPS:
+    for op in (*GEMM_OPS, *CLASS_OPS):
         for case in cases_of(op, "bf16"):
             assert case.sets(tp) * case.set_bytes(tp) >= CACHE_BYTES
             assert case.calls(tp) >= case.sets(tp)
@@ -104,3 +106,14 @@ def test_what_a_rank_sends() -> None:
     }  # fmt: skip
     assert Case("ag_gemm", (m, n, k)).local(tp) == (m, n // 4, k)
     assert Case("gemm_rs", (m, n, k)).local(tp) == (m, n, k // 4)
+    for op in ("ag_gemm", "gemm_rs"):
+        ours, theirs = Case(op, (m, n, k)), Case(f"{op}_classes", (m, n, k))
+        assert (theirs.local(tp), theirs.moved(tp)) == (ours.local(tp), ours.moved(tp))
+    # dx [m, k] = dy w, dw [n, k] = dy^T x: of a rank's n, with all rows of x or dx beside them
+    for op, local in (("bulk_ag", (m, k, n // 4)), ("bulk_rs", (n // 4, k, m))):
+        assert (Case(op, (m, n, k)).local(tp), Case(op, (m, n, k)).moved(tp)) == (local, 3 * m * k * 2 // 4)
+
+
+def test_all_stands_for_the_operators() -> None:
+    assert {case.op for case in chosen_cases(["all"], [], "tiny", None)} == set(OPS)
+    assert {case.op for case in chosen_cases(CLASS_OPS, [], "tiny", None)} == set(CLASS_OPS)

@@ -1,0 +1,100 @@
+"""Host time of the operators: what an eager call takes beyond its kernels, by algorithm.
+
+    torchrun --nproc_per_node 2 benchmarks/operator_host.py --out results
+
+Small shapes, whose kernels take less time than the host needs to start them. `host_us` is the time that the host
+spends in one of 50 calls in a row; `us` is what a call of such a row takes on the device and the host together, and
+`graph_us` the same calls in a CUDA graph, which the host starts once: `us` - `graph_us` is what the host costs. All
+take turns within every round; medians of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import torch_overlap as to
+from torch_overlap.bench.result import write_result
+from torch_overlap.bench.timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
+from torch_overlap.quantize import ScalingMode
+
+CALLS = 50
+ROWS, FEATURES = 64, 1024  # of a rank
+
+
+def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
+    """Each operator by each algorithm that it has here."""
+    size = comm.get_size()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    own, whole, weight = random(ROWS, FEATURES), random(ROWS * size, FEATURES), random(FEATURES, FEATURES)
+    own8, whole8, weight8 = (t.to(torch.float8_e4m3fn) for t in (own, whole, weight))
+    one = torch.ones(1, device="cuda")
+    residual, gain = random(ROWS * size, FEATURES), random(FEATURES)
+    mode = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING}
+    calls: dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, object]]] = {
+        "all_gather_matmul": (to.ops.all_gather_matmul, (own, [weight], comm), {}),
+        "matmul_reduce_scatter": (to.ops.matmul_reduce_scatter, (whole, weight, comm), {}),
+        "matmul_all_reduce": (to.ops.matmul_all_reduce, (whole, weight, comm), {}),
+        "matmul_all_reduce_rms_norm": (to.ops.matmul_all_reduce_rms_norm, (whole, weight, residual, gain, comm), {}),
+        "scaled_all_gather_matmul": (to.ops.scaled_all_gather_matmul, (own8, one, [weight8], [one], comm), mode),
+        "scaled_matmul_reduce_scatter": (to.ops.scaled_matmul_reduce_scatter, (whole8, one, weight8, one, comm), mode),
+    }
+    found: dict[str, Callable[[], object]] = {}
+    for name, (call, arguments, options) in calls.items():
+        for algorithm in ("auto", "sequential", "ring", "fused"):
+            try:
+                taken = to.explain(name, *arguments, algorithm=algorithm, **options).algorithm
+            except (to.UnsupportedError, to.InvalidValueError):
+                continue
+            if algorithm in ("auto", taken):
+                found[f"{name} {algorithm}"] = partial(call, *arguments, algorithm=algorithm, **options)
+    found["mm"] = partial(torch.mm, whole, weight)
+    reduced = random(ROWS * size, FEATURES)
+    found["comm.all_reduce"] = partial(comm.all_reduce, reduced, to.ReduceOp.SUM, async_op=False)
+    found["ops.all_reduce_"] = partial(to.ops.all_reduce_, reduced, comm)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="", help="variants whose name has this; no file is written")
+    args = parser.parse_args()
+    comm = to.new_comm("nccl", torch.device("cuda"), name="operator_host")
+    watch = Stopwatch(comm.get_device(), meet=lambda: comm.barrier(async_op=False))
+    host, device = {}, {}
+    for name, call in operators(comm).items():
+        if args.only not in name:
+            continue
+        for _ in range(3):
+            call()
+        host[name] = host_sampler(call, CALLS)
+        device[f"{name} eager"] = watch.sampler(call, repeats=CALLS)
+        device[f"{name} graph"] = watch.sampler(in_graph(call, CALLS), calls=CALLS)
+    host_us = slowest_rank(interleave(host, args.rounds), comm)
+    device_us = slowest_rank(interleave(device, args.rounds), comm)
+    rows = []
+    for name in host:
+        us, iqr = spread_of(device_us[f"{name} eager"])
+        row = {"op": name.split()[0], "algorithm": name.split()[-1], "us": us, "iqr_us": iqr, "peers": {},
+               "host_us": spread_of(host_us[name]).median,
+               "graph_us": spread_of(device_us[f"{name} graph"]).median}  # fmt: skip
+        rows.append(row)
+        if comm.get_rank() == 0:
+            over = us - row["graph_us"]
+            print(f"{name:40s} host {row['host_us']:6.1f}  eager {us:6.1f}  graph {row['graph_us']:6.1f}  {over:+.1f}")
+    if comm.get_rank() == 0 and not args.only:
+        print(write_result("operator_host", comm.get_size(), rows, args.out))
+    comm.finalize()
+
+
+if __name__ == "__main__":
+    main()
