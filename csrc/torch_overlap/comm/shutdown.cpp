@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <thread>
+
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 namespace {
@@ -10,6 +13,8 @@ namespace {
 struct Shutdown {
   std::atomic<bool> begun{false};
   std::timed_mutex dropping;
+  std::atomic<int> tasks{0};
+  const ProcessStamp process{};  // a fork has none of the threads
 };
 
 Shutdown& shutdown() {
@@ -20,9 +25,18 @@ Shutdown& shutdown() {
 }  // namespace
 
 void begin_process_exit() noexcept {
-  shutdown().begun = true;
-  if (shutdown().dropping.try_lock_for(std::chrono::seconds(2))) shutdown().dropping.unlock();
+  Shutdown& all = shutdown();
+  all.begun = true;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  if (all.dropping.try_lock_until(until)) all.dropping.unlock();
+  while (all.tasks > 0 && all.process.is_current() && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
+
+BackgroundTask::BackgroundTask() noexcept { ++shutdown().tasks; }
+
+BackgroundTask::~BackgroundTask() { --shutdown().tasks; }
 
 std::unique_lock<std::timed_mutex> permit_to_drop() {
   std::unique_lock lock(shutdown().dropping);

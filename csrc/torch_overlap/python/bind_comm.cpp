@@ -24,16 +24,16 @@ CommPtr new_comm(const std::string& backend, c10::Device device,
   return without_gil([&] { return TorchComm::create(backend, device, name, options, who); });
 }
 
-// No thread of a communicator may outlive the interpreter. Returns the names of those that were
-// left.
+// No thread of a communicator may use Python once the interpreter ends. Returns the names of those
+// that were left.
 std::vector<std::string> abort_all() {
-  begin_process_exit();
   std::vector<std::string> names;
   for (const CommPtr& comm : live_comms()) {
     if (comm->is_finalized() || comm->is_aborted()) continue;
     names.push_back(comm->name());
     comm->abort();
   }
+  begin_process_exit();
   return names;
 }
 

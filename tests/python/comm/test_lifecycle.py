@@ -284,6 +284,21 @@ def test_the_interpreter_ends_although_a_communicator_lives() -> None:
     assert "got live communicators ['left']" in done.stderr
 
 
+def test_no_operation_outlives_the_interpreter() -> None:
+    """One that ends while the interpreter does would drop its tensors without Python's lock to be had."""
+    done = run_python("""
+        import time, torch, torch_overlap as to
+        class Slow:
+            def __del__(self, sleep=time.sleep):
+                sleep(0.5)  # the interpreter is ending
+        slow = Slow()
+        store = torch.distributed.HashStore()
+        comm = to.new_comm("gloo", "cpu", "left", store=store, rank=0, size=1)
+        comm.all_reduce(torch.ones(40_000_000, dtype=torch.complex64), to.ReduceOp.PREMUL_SUM(0.5), async_op=True)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_finalized_communicator_leaves_no_trace_at_the_end() -> None:
     done = run_python("""
         import torch, torch_overlap as to

@@ -4,15 +4,22 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
 
 struct Lanes::State {
+  // The process does not end while a task waits or runs.
+  struct Item {
+    std::unique_ptr<BackgroundTask> until_done;
+    Task task;  // what it holds dies first
+  };
   struct Lane {
-    std::deque<Task> queue;
+    std::deque<Item> queue;
     bool busy = false;
     std::condition_variable ready;
     std::thread thread;
@@ -87,7 +94,7 @@ void Lanes::enqueue(int index, Task task) {
   TORCH_OVERLAP_CHECK(!state_->closed, kState,
                       "expected a communicator that takes operations, got one that was closed");
   State::Lane& lane = state_->lane(index);
-  lane.queue.push_back(std::move(task));
+  lane.queue.push_back({std::make_unique<BackgroundTask>(), std::move(task)});
   if (lane.thread.joinable()) {
     lane.ready.notify_one();
   } else {
@@ -102,12 +109,12 @@ void Lanes::work(const std::shared_ptr<State>& state, int index) {
   while (true) {
     lane.ready.wait(lock, [&] { return !lane.busy && (!lane.queue.empty() || state->closed); });
     if (lane.queue.empty()) break;
-    Task task = std::move(lane.queue.front());
+    std::optional<State::Item> item(std::move(lane.queue.front()));
     lane.queue.pop_front();
     lane.busy = true;
     lock.unlock();
-    task();
-    task = nullptr;  // what it holds dies outside the lock
+    item->task();
+    item.reset();  // outside the lock
     lock.lock();
     lane.busy = false;
     if (lane.queue.empty()) state->idle.notify_all();
