@@ -20,10 +20,11 @@ _ALGORITHMS = {
     "scaled_all_gather_matmul": (*_EXCHANGE, "ring", "fused"),
     "scaled_matmul_reduce_scatter": (*_EXCHANGE, "ring", "fused"),
     "bulk_overlap_matmul": (*_EXCHANGE, "bulk"),
-    "all_to_all_matmul": _EXCHANGE,
-    "matmul_all_to_all": _EXCHANGE,
+    "all_to_all_matmul": (*_EXCHANGE, "ring"),
+    "matmul_all_to_all": (*_EXCHANGE, "ring"),
 }
 _PIECES = 4  # of all_to_all_matmul
+_ALIGNMENT = 256  # of a result of matmul_all_to_all in its channel
 # Which goes as another one.
 _AS = {"matmul_all_reduce_rms_norm": "matmul_all_reduce"}
 
@@ -117,11 +118,27 @@ def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
     return _C._matmul_all_reduce_problem(given["comm"], _rows(x), features, x.shape[-1], x.dtype)
 
 
-def _exchange(given: dict[str, Any]) -> dict[str, Any]:
-    """Of operators that always go through the communicator."""
-    x = given["x"]
-    rows = _rows(x) if "weights" in given else _rows(x) // given["comm"].get_size() // _PIECES
-    return {"dtype": x.dtype, "shape": (0, 0, 0), "chunk_rows": rows, "prefers_channels": False}
+def _exchange_in(given: dict[str, Any]) -> dict[str, Any]:
+    x, weight, size = given["x"], given["weight"], given["comm"].get_size()
+    return {
+        "dtype": x.dtype,
+        "shape": (_rows(x), *weight.shape),
+        "chunk_rows": _rows(x) // size // _PIECES,
+        "gather_bytes": x.nbytes,
+        "prefers_channels": False,
+    }
+
+
+def _exchange_out(given: dict[str, Any]) -> dict[str, Any]:
+    x, size = given["x"], given["comm"].get_size()
+    features = [weight.shape[0] for weight in given["weights"]]
+    return {
+        "dtype": x.dtype,
+        "shape": (_rows(x) * size, sum(features), x.shape[-1]),
+        "chunk_rows": _rows(x),
+        "scatter_bytes": sum(-(-_rows(x) * n * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for n in features),
+        "prefers_channels": False,
+    }
 
 
 def _bulk(given: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +162,8 @@ _EXPLAINED = {
     "matmul_all_reduce": _all_reduce,
     "matmul_all_reduce_rms_norm": _all_reduce,
     "bulk_overlap_matmul": _bulk,
-    "all_to_all_matmul": _exchange,
-    "matmul_all_to_all": _exchange,
+    "all_to_all_matmul": _exchange_in,
+    "matmul_all_to_all": _exchange_out,
     "scaled_all_gather_matmul": _gather,
     "scaled_matmul_reduce_scatter": _scatter,
 }

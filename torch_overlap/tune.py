@@ -78,6 +78,18 @@ def _reduce(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Calla
     return lambda a: ops.matmul_reduce_scatter(x, w, comm, algorithm=a)
 
 
+def _exchange(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
+    m, n, k = shape
+    size = comm.get_size()
+    rows = _part(op, "m", m, size)
+    if op == "all_to_all_matmul":
+        x, w = _operands(comm, (m, _part(op, "k", k, size)), (n, k), dtype)
+        return lambda a: ops.all_to_all_matmul(x, w, comm, algorithm=a)
+    _part(op, "n", n, size)
+    x, w = _operands(comm, (rows, k), (n, k), dtype)
+    return lambda a: ops.matmul_all_to_all(x, [w], comm, algorithm=a)
+
+
 def _operands(comm: TorchComm, x: tuple[int, int], w: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(sizes, device=comm.get_device()).to(dtype) for sizes in (x, w)]
 
@@ -93,6 +105,8 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
     "matmul_all_reduce": _reduce,
     "scaled_all_gather_matmul": _gather,
     "scaled_matmul_reduce_scatter": _reduce,
+    "all_to_all_matmul": _exchange,
+    "matmul_all_to_all": _exchange,
 }
 
 
@@ -155,7 +169,8 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
 
 
 # What the operators are called in result files of `python -m torch_overlap bench`.
-_BENCHED = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce"}
+_BENCHED = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
+            "a2a_gemm": "all_to_all_matmul", "gemm_a2a": "matmul_all_to_all"}  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 

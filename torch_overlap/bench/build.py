@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch_overlap.bench.cases import COLLECTIVES, Case
 from torch_overlap.bench.classes import ag_gemm_classes, bulk, gemm_rs_classes
 from torch_overlap.bench.collectives import collective
+from torch_overlap.bench.exchanges import exchange
 from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_ar_norm, gemm_rs
 from torch_overlap.bench.libraries import NO_CUDA, Libraries
 from torch_overlap.bench.problem import Problem
@@ -22,6 +23,8 @@ BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] 
     "gemm_rs_classes": gemm_rs_classes,
     "bulk_ag": bulk,
     "bulk_rs": bulk,
+    "a2a_gemm": exchange,
+    "gemm_a2a": exchange,
     **dict.fromkeys(COLLECTIVES, collective),
 }
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm", "gemm")
 ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything twice
-# Over buffers of the overlap classes, beside the operators: not part of "all".
+# Around attention whose heads are sharded, and over buffers of the overlap classes, beside the operators: not part of
+# "all".
+EXCHANGE_OPS = ("a2a_gemm", "gemm_a2a")
 CLASS_OPS = ("ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OPS = (*GEMM_OPS, *COLLECTIVES)
-KNOWN_OPS = (*OPS, *CLASS_OPS)
+KNOWN_OPS = (*OPS, *EXCHANGE_OPS, *CLASS_OPS)
 FP8 = ("fp8", "fp8_rows")  # one factor for each operand, or for each of its rows
 DTYPES = ("bf16", "fp16", *FP8)
 MODES = ("graph", "eager")
@@ -30,8 +32,9 @@ class Case:
     """One operation of one shape.
 
     shape: (M, N, K) of the whole layer, or (bytes,) of the whole tensor: what all_gather makes, what the others take.
-    An all-gather has x [M / tp, K] and w [N / tp, K] on each rank, a reduction x [M, K / tp] and w [N, K / tp]; "gemm"
-    is the product of one rank alone, [M, K] by [N, K]. The bulk ones are gradients of the all-gather's layer: dx = dy w
+    An all-gather has x [M / tp, K] and w [N / tp, K] on each rank, a reduction x [M, K / tp] and w [N, K / tp], an
+    all-to-all w [N, K] and x [M, K / tp] before the product, [M / tp, K] where it comes behind; "gemm" is the product
+    of one rank alone, [M, K] by [N, K]. The bulk ones are gradients of the all-gather's layer: dx = dy w
     beside the gather of x, dw = dy^T x beside the reduce-scatter of dx.
     """
 
@@ -60,7 +63,8 @@ class Case:
         """(m, n, k) of one rank's product."""
         m, n, k = self.shape
         return {
-            "ag_gemm": (m, n // tp, k), "gemm": (m, n, k), "bulk_ag": (m, k, n // tp), "bulk_rs": (n // tp, k, m)
+            "ag_gemm": (m, n // tp, k), "gemm": (m, n, k), "bulk_ag": (m, k, n // tp), "bulk_rs": (n // tp, k, m),
+            "a2a_gemm": (m // tp, n, k), "gemm_a2a": (m // tp, n, k),
         }.get(self.pattern, (m, n, k // tp))  # fmt: skip
 
     def moved(self, tp: int) -> int:
@@ -72,7 +76,8 @@ class Case:
         else:
             m, n, k = self.shape
             whole = {
-                "ag_gemm": m * k * self.element_size(), "bulk_ag": m * k * self.element_size(), "bulk_rs": m * k * 2
+                "ag_gemm": m * k * self.element_size(), "bulk_ag": m * k * self.element_size(), "bulk_rs": m * k * 2,
+                "a2a_gemm": m * k * 2 // tp, "gemm_a2a": m * n * 2 // tp,
             }.get(self.pattern, m * n * 2)  # fmt: skip
         return (2 if self.op in ALL_REDUCED else 1) * whole * (tp - 1) // tp
 
@@ -114,7 +119,9 @@ class Case:
         """Raises ValueError where tp ranks cannot share the shape."""
         if self.is_gemm:
             m, n, k = self.shape
-            shared = {"gemm_rs": (m, k), "gemm_ar": (k,), "gemm_ar_norm": (k,), "gemm": ()}.get(self.pattern, (m, n))
+            shared = {
+                "gemm_rs": (m, k), "gemm_ar": (k,), "gemm_ar_norm": (k,), "gemm": (), "a2a_gemm": (m, k)
+            }.get(self.pattern, (m, n))  # fmt: skip
             fits = all(size % tp == 0 for size in shared)
         else:
             fits = self.shape[0] % (2 * tp) == 0
@@ -149,10 +156,14 @@ SCATTERS = {
     "small": (2048, 4096, 4096),
     "gpt3-fc2": (8192, 12288, 49152),
 }
+HEADS = {"a2a_gemm": {"70b-o": (8192, 8192, 8192), "8b-o": (8192, 4096, 4096), "70b-o-32k": (32768, 8192, 8192)},
+         "gemm_a2a": {"70b-qkv": (8192, 10240, 8192), "8b-qkv": (8192, 6144, 4096),
+                      "70b-qkv-32k": (32768, 10240, 8192)}}  # fmt: skip
 DECODE = {f"70b-{layer} M={m}": (m, 8192, k) for m in (64, 16, 256) for layer, k in (("o", 8192), ("down", 28672))}
 SIZES = (64 * KIB, MIB, 16 * MIB, KIB, 256 * KIB, 4 * MIB, 128 * MIB)
 
 LAYERS = {
+    **HEADS,
     **dict.fromkeys(("ag_gemm", "ag_gemm_classes", "bulk_ag", "bulk_rs"), GATHERS),
     **dict.fromkeys(("gemm_rs", "gemm_rs_classes"), SCATTERS),
     "gemm_ar": {**{name: SCATTERS[name] for name in ("70b-o", "8b-down")}, **DECODE},
@@ -163,7 +174,7 @@ LAYERS = {
         **{name: (m, n, k // 4) for name, (m, n, k) in SCATTERS.items()},
     },
 }
-TINY = {**dict.fromkeys(CLASS_OPS, (64, 96, 64)),
+TINY = {**dict.fromkeys((*CLASS_OPS, *EXCHANGE_OPS), (64, 96, 64)),
         "ag_gemm": (64, 96, 32), "gemm_rs": (64, 48, 64), "gemm_ar": (64, 48, 64), "gemm_ar_norm": (64, 48, 64),
         "gemm": (64, 48, 32)}  # fmt: skip
 SETS = (*DTYPES, "decode", "tiny")
@@ -172,6 +183,8 @@ SETS = (*DTYPES, "decode", "tiny")
 def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
     """The cases of a set, of `dtype` or the set's own. No collective is one of "decode" or 8-bit floats."""
     kind = dtype or (name if name in DTYPES else "bf16")
+    if op in EXCHANGE_OPS and kind in FP8:
+        return []
     if op in COLLECTIVES:
         if name in ("decode", *FP8):
             return []

@@ -14,6 +14,7 @@ EPILOG = """
 bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set, on two GPUs; "all" stands for every operation
 bench ag_gemm --shape 8192,10240,8192         M, N, K of the whole layer; or the name of one, such as 70b-qkv
 bench ag_gemm_classes bulk_rs                 over buffers of the overlap classes, beside the operators; not in "all"
+bench a2a_gemm gemm_a2a                       with an all-to-all, around attention whose heads are sharded; not in "all"
 bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
 bench --check GOALS.json RESULT.json          what falls short of the goals; exits with 1 if anything does
 bench plot RESULT.json ...                    docs/images and the tables of docs/performance.md

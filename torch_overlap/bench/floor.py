@@ -58,11 +58,11 @@ def gemm_floor_us(case: Case, tp: int, gemm_us: float, rates: Rates) -> float:
     plans = tilings(m, n, k, case.element_size(), rates.memory)
     fit = gemm_us / min(plans)[0]
     link_us = case.moved(tp) / rates.link * 1e6
-    if case.pattern == "ag_gemm":  # the own rows first; one wave after the last byte
+    if case.pattern in ("ag_gemm", "a2a_gemm"):  # one wave after the last byte
         return min(max(whole * fit, FLAG_US + link_us + wave * fit) for whole, wave in plans)
     # The first tiles leave after one wave; the last arrive a flag later, for a sum on all ranks twice.
     hidden = min(max(whole * fit, wave * fit + link_us) for whole, wave in plans)
-    if case.pattern == "gemm_rs":
+    if case.pattern in ("gemm_rs", "gemm_a2a"):
         return hidden + FLAG_US
     if m <= FEW_ROWS:
         return gemm_us + _all_reduce_us(m * n * 2, tp, rates.link, 1.5 * FLAG_US)

@@ -165,9 +165,8 @@ def arena_bytes(case: Case, tp: int) -> int:
     if not case.is_gemm:
         return 2 * case.sets(tp) * (case.shape[0] + ALIGNMENT) + MIB
     m, n, k = case.shape
-    whole = {"ag_gemm": m * k * case.element_size(), "bulk_ag": 2 * m * k, "bulk_rs": 2 * m * k}.get(
-        case.pattern, 2 * m * n
-    )
+    inputs = dict.fromkeys(("bulk_ag", "bulk_rs", "a2a_gemm"), 2 * m * k)
+    whole = (inputs | {"ag_gemm": m * k * case.element_size()}).get(case.pattern, 2 * m * n)
     return 2 * whole + case.sets(tp) * (whole // tp + ALIGNMENT) + MIB
 
 

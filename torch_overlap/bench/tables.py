@@ -15,6 +15,8 @@ TITLES = {
     "gemm_ar": "Product, then all-reduce",
     "gemm_ar_norm": "Product, then all-reduce, residual and RMSNorm",
     "gemm": "Product alone",
+    "a2a_gemm": "All-to-all, then product",
+    "gemm_a2a": "Product, then all-to-all",
     "all_reduce": "All-reduce",
     "all_gather": "All-gather",
     "reduce_scatter": "Reduce-scatter",

@@ -164,8 +164,9 @@ def all_to_all_matmul(
             tokens is divisible by the number of ranks; dimension 0 is outermost, others only make more rows.
         weight: [n, k], all of it on every rank.
         bias: [n].
-        algorithm: "auto", "sequential" or "chunked": this rank's rows come in pieces, all under way at once, and one
-            is multiplied while the next arrives.
+        algorithm: "auto", "sequential", "chunked": this rank's rows come in pieces, all under way at once, and one is
+            multiplied while the next arrives; or "ring": such pieces straight from the other ranks' memory to where
+            they are multiplied, for ranks that reach each other's.
 
     Returns: [tokens / size, ..., n], of the dtype of x.
 
@@ -190,8 +191,9 @@ def matmul_all_to_all(
         x: [tokens / size, ..., k], the same shape on all ranks: this rank's tokens.
         weights: each [n_i, k], all of it on every rank, n_i divisible by the number of ranks.
         biases: none, or one entry [n_i] for each weight; None stands for no bias.
-        algorithm: "auto", "sequential" or "chunked": the features of one rank after the other; one part travels, to
-            where it belongs in the result, while the next is computed.
+        algorithm: "auto", "sequential", "chunked": the features of one rank after the other; one part travels, to
+            where it belongs in the result, while the next is computed; or "ring": such parts through memory that the
+            ranks share.
 
     Returns: for each weight [tokens, ..., n_i / size], of the dtype of x: all tokens, this rank's features.
 

@@ -10,9 +10,6 @@ namespace {
 
 constexpr std::string_view kAllToAllMatmul = "all_to_all_matmul";
 
-// This rank's rows come in this many pieces: each is multiplied while the next travels.
-constexpr int64_t kRowPieces = 4;
-
 // linear(all_to_all(x, 0, -1), weight, bias): x [tokens, ..., k / size].
 Tensor all_to_all_matmul_out(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& bias, int64_t group_size,
@@ -42,14 +39,24 @@ Tensor all_to_all_matmul_kernel(const Tensor& x, const Tensor& weight,
   auto out = all_to_all_matmul_out(x, weight, bias, group_size, algorithm);
   const auto communicator = find_comm(kAllToAllMatmul, comm, group_size);
   const auto rows = out.flatten(0, -2);
-  const bool chunked = goes_in_pieces(*communicator, algorithm, rows.size(0) / kRowPieces);
-  RowExchange inputs(*communicator, to_rows(x, 0), chunked ? kRowPieces : 0);
-  for (size_t step = 0; step < inputs.steps(); ++step) {
-    const auto input = inputs.wait(step);
+  const std::vector<Tensor> matrices{to_rows(x, 0)};
+  const auto chosen = choose_exchange({.op = kAllToAllMatmul,
+                                       .dtype = x.scalar_type(),
+                                       .m = matrices[0].size(0),
+                                       .n = weight.size(0),
+                                       .k = weight.size(1),
+                                       .chunk_rows = rows.size(0) / kRowPieces,
+                                       .gather_bytes = RowExchange::channel_bytes(matrices)},
+                                      algorithm, communicator);
+  const auto inputs =
+      RowExchange::start(kAllToAllMatmul, communicator, matrices, kRowPieces, chosen);
+  for (size_t step = 0; step < inputs->steps(); ++step) {
+    const auto input = inputs->wait(step);
     const Span span("chunk_gemm", step);
-    const auto [begin, length] = inputs.range(step);
+    const auto [begin, length] = inputs->range(step);
     linear_out(kAllToAllMatmul, rows.narrow(0, begin, length), input, weight, bias);
   }
+  inputs->finish();
   return out;
 }
 
@@ -61,8 +68,8 @@ Tensor all_to_all_matmul_meta(const Tensor& x, const Tensor& weight,
 
 // The gradient. With g that of the result and A = all_to_all(x, 0, -1):
 //   x: all_to_all(g weight, -1, 0)    weight: g^T A    bias: g summed over rows
-// Chunked, A travels once more while the first columns of g weight are computed; these travel while
-// the next are, and the last behind the weight's gradient.
+// In pieces, A travels once more while the first columns of g weight are computed; these travel
+// while the next are, and the last behind the weight's gradient.
 
 std::tuple<Tensor, Tensor> all_to_all_gradients_out(const Tensor& x, const Tensor& weight,
                                                     bool x_wanted, bool weight_wanted) {
@@ -80,25 +87,42 @@ std::tuple<Tensor, Tensor> all_to_all_gradients_kernel(const Tensor& grad, const
   const auto communicator = find_comm(kAllToAllMatmul, comm, group_size);
   const auto grad_rows = to_rows(grad, 0);
   const auto x_rows = x_wanted ? x_grad.flatten(0, -2) : Tensor();
-  const bool chunked = goes_in_pieces(*communicator, algorithm, grad_rows.size(0));
-  std::optional<RowExchange> inputs;
-  if (weight_wanted) inputs.emplace(*communicator, to_rows(x, 0), chunked ? 1 : 0);
-  std::optional<ColumnExchange> outputs;
-  if (x_wanted && chunked) {
-    outputs.emplace(*communicator, x_rows);
+  const std::vector<Tensor> matrices =
+      weight_wanted ? std::vector<Tensor>{to_rows(x, 0)} : std::vector<Tensor>();
+  const auto chosen = choose_exchange(
+      {.op = kAllToAllMatmul,
+       .dtype = x.scalar_type(),
+       .m = grad_rows.size(0) * group_size,
+       .n = weight.size(0),
+       .k = weight.size(1),
+       .chunk_rows = grad_rows.size(0),
+       .gather_bytes = RowExchange::channel_bytes(matrices),
+       .scatter_bytes =
+           x_wanted ? ColumnExchange::channel_bytes({static_cast<int64_t>(x_rows.nbytes())}) : 0},
+      algorithm, communicator);
+  std::unique_ptr<RowExchange> inputs;
+  if (weight_wanted) {
+    inputs = RowExchange::start(kAllToAllMatmul, communicator, matrices, /*pieces=*/1, chosen);
+  }
+  std::unique_ptr<ColumnExchange> outputs;
+  if (x_wanted && chosen != Algorithm::sequential) {
+    outputs = ColumnExchange::start(kAllToAllMatmul, communicator, {x_rows}, chosen);
     for (size_t step = 0; step < outputs->steps(); ++step) {
       {
         const Span span("chunk_gemm", step);
-        auto part = outputs->part(step);
+        auto part = outputs->part(0, step);
         at::mm_out(part, grad_rows,
                    weight.narrow(1, outputs->chunk(step) * part.size(1), part.size(1)));
       }
-      outputs->send(step);
+      outputs->send(0, step);
     }
   } else if (x_wanted) {
     exchange_columns(*communicator, at::mm(grad_rows, weight), x_rows);
   }
-  if (weight_wanted) at::mm_out(weight_grad, grad_rows.t(), inputs->wait_all());
+  if (weight_wanted) {
+    at::mm_out(weight_grad, grad_rows.t(), inputs->wait_all());
+    inputs->finish();
+  }
   if (outputs) outputs->wait_all();
   return {std::move(x_grad), std::move(weight_grad)};
 }

@@ -5,56 +5,145 @@
 #include <utility>
 
 #include "torch_overlap/ops/checks.h"
-#include "torch_overlap/ops/choose.h"
+#include "torch_overlap/ops/exchange_channel.h"
 #include "torch_overlap/ops/pipeline.h"
 
 namespace torch_overlap::ops {
+namespace {
+
+// As one collective for each matrix, which the constructor waits for.
+class CollectiveRowExchange final : public RowExchange {
+ public:
+  CollectiveRowExchange(TorchComm& comm, const std::vector<at::Tensor>& matrices)
+      : RowExchange(comm, matrices, /*pieces=*/1) {
+    joined_ = at::empty({own(), total_}, matrices[0].options());
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      const int64_t width = matrices[i].size(1);
+      const auto received = at::empty({size_, own(), width}, matrices[i].options());
+      comm.all_to_all_single(received, matrices[i].view(received.sizes()), /*async_op=*/false);
+      columns(joined_, i).unflatten(1, {size_, width}).copy_(received.movedim(0, 1));
+    }
+  }
+
+ private:
+  void arrive(size_t) override {}
+};
+
+// In pieces, which the communicator sends and receives.
+class ChunkedRowExchange final : public RowExchange {
+ public:
+  ChunkedRowExchange(TorchComm& comm, const std::vector<at::Tensor>& matrices, int64_t pieces)
+      : RowExchange(comm, matrices, pieces) {
+    joined_ = at::empty({own(), total_}, matrices[0].options());
+    for (const auto& matrix : matrices) {
+      received_.push_back(at::empty({size_, own(), matrix.size(1)}, matrix.options()));
+    }
+    for (size_t step = 0; step < steps() && size_ > 1; ++step) {
+      const Span span("chunk_comm", step);
+      const auto [begin, length] = range(step);
+      std::vector<P2POp> transfers;
+      for (const auto& [to, give, from, get] : scatter_schedule(rank_, size_).exchanges) {
+        for (size_t i = 0; i < received_.size(); ++i) {
+          transfers.push_back({P2POp::Type::SEND, part(i, give, range(step)), to});
+          transfers.push_back(
+              {P2POp::Type::RECV, received_[i][from].narrow(0, begin, length), from});
+        }
+      }
+      works_.push_back(comm.batch_send_recv(std::move(transfers), /*async_op=*/true));
+    }
+    for (size_t i = 0; i < received_.size(); ++i) {
+      received_[i][rank_].copy_(part(i, rank_, {0, own()}));
+    }
+  }
+
+ private:
+  void arrive(size_t step) override {
+    if (step < works_.size()) {
+      const Span span("chunk_wait", step);
+      works_[step]->wait();
+    }
+    const auto [begin, length] = range(step);
+    for (size_t i = 0; i < received_.size(); ++i) {
+      columns(joined_.narrow(0, begin, length), i)
+          .unflatten(1, {size_, received_[i].size(2)})
+          .copy_(received_[i].narrow(1, begin, length).movedim(0, 1));
+    }
+  }
+
+  std::vector<at::Tensor> received_;  // [size, own, k_i]
+  std::vector<WorkPtr> works_;
+};
+
+// By the communicator, to where the results are.
+class ChunkedColumnExchange final : public ColumnExchange {
+ public:
+  ChunkedColumnExchange(TorchComm& comm, const std::vector<at::Tensor>& into)
+      : ColumnExchange(comm, into), comm_(comm) {}
+
+  void wait_all() override {
+    for (size_t step = 0; step < works_.size(); ++step) {
+      const Span span("chunk_wait", step);
+      works_[step]->wait();
+    }
+    works_.clear();
+  }
+
+ private:
+  void transfer(size_t i, size_t step, const Exchange& exchange) override {
+    works_.push_back(
+        comm_.batch_send_recv({{P2POp::Type::SEND, part(i, step), exchange.to},
+                               {P2POp::Type::RECV, results_[i][exchange.from], exchange.from}},
+                              /*async_op=*/true));
+  }
+
+  TorchComm& comm_;
+  std::vector<WorkPtr> works_;
+};
+
+}  // namespace
 
 void check_exchange_algorithm(std::string_view op, std::string_view algorithm) {
-  check_choice(op, "algorithm", "auto sequential chunked", algorithm);
+  check_choice(op, "algorithm", "auto sequential chunked ring", algorithm);
 }
 
-bool goes_in_pieces(const TorchComm& comm, std::string_view algorithm, int64_t rows) {
-  if (algorithm == "auto") return comm.size() > 1 && is_worth_chunks(rows);
-  return algorithm == "chunked";
+Algorithm choose_exchange(OverlapProblem problem, std::string_view algorithm,
+                          const std::shared_ptr<TorchComm>& comm) {
+  problem.prefers_channels = false;
+  const auto chosen = choose_algorithm(problem, algorithm, comm).algorithm;
+  // What is measured for other operators does not say so here.
+  return chosen == Algorithm::chunked || chosen == Algorithm::ring ? chosen : Algorithm::sequential;
 }
 
-RowExchange::RowExchange(TorchComm& comm, const at::Tensor& rows, int64_t pieces) {
-  const int rank = comm.rank();
-  const int size = comm.size();
-  const auto parts = rows.view({size, rows.size(0) / size, rows.size(1)});
-  ranges_ = row_chunks(parts.size(1), pieces);
-  received_ = at::empty(parts.sizes(), parts.options());
-  joined_ = at::empty({parts.size(1), size * parts.size(2)}, parts.options());
-  if (pieces == 0) {
-    comm.all_to_all_single(received_, parts, /*async_op=*/false);
-    return;
+RowExchange::RowExchange(const TorchComm& comm, const std::vector<at::Tensor>& matrices,
+                         int64_t pieces)
+    : rank_(comm.rank()),
+      size_(comm.size()),
+      matrices_(matrices),
+      ranges_(row_chunks(own(), pieces)) {
+  for (const auto& matrix : matrices_) {
+    begins_.push_back(total_);
+    total_ += size_ * matrix.size(1);
   }
-  for (size_t step = 0; step < ranges_.size() && size > 1; ++step) {
-    const Span span("chunk_comm", step);
-    const auto [begin, length] = ranges_[step];
-    std::vector<P2POp> transfers;
-    for (const auto& [to, give, from, get] : scatter_schedule(rank, size).exchanges) {
-      transfers.push_back({P2POp::Type::SEND, parts[give].narrow(0, begin, length), to});
-      transfers.push_back({P2POp::Type::RECV, received_[from].narrow(0, begin, length), from});
-    }
-    works_.push_back(comm.batch_send_recv(std::move(transfers), /*async_op=*/true));
+}
+
+std::unique_ptr<RowExchange> RowExchange::start(std::string_view op,
+                                                const std::shared_ptr<TorchComm>& comm,
+                                                const std::vector<at::Tensor>& matrices,
+                                                int64_t pieces, Algorithm algorithm) {
+  if (algorithm == Algorithm::ring) return start_channel_rows(op, comm, matrices, pieces);
+  if (algorithm == Algorithm::chunked) {
+    return std::make_unique<ChunkedRowExchange>(*comm, matrices, pieces);
   }
-  received_[rank].copy_(parts[rank]);
+  return std::make_unique<CollectiveRowExchange>(*comm, matrices);
 }
 
 at::Tensor RowExchange::wait(size_t step) {
-  const auto [begin, length] = ranges_[step];
-  const auto rows = joined_.narrow(0, begin, length);
-  if (step < waited_) return rows;
-  waited_ = step + 1;
-  if (step < works_.size()) {
-    const Span span("chunk_wait", step);
-    works_[step]->wait();
+  if (step >= waited_) {
+    arrive(step);
+    waited_ = step + 1;
   }
-  rows.view({length, received_.size(0), received_.size(2)})
-      .copy_(received_.narrow(1, begin, length).movedim(0, 1));
-  return rows;
+  const auto [begin, length] = ranges_[step];
+  return joined_.narrow(0, begin, length);
 }
 
 at::Tensor RowExchange::wait_all() {
@@ -62,33 +151,44 @@ at::Tensor RowExchange::wait_all() {
   return joined_;
 }
 
-ColumnExchange::ColumnExchange(TorchComm& comm, const at::Tensor& into)
-    : comm_(comm), schedule_(scatter_schedule(comm.rank(), comm.size())) {
-  arriving_ = into.view({comm.size(), into.size(0) / comm.size(), into.size(1)});
-  outgoing_ =
-      at::empty({comm.size() - 1, arriving_.size(1), arriving_.size(2)}, arriving_.options());
+at::Tensor RowExchange::columns(const at::Tensor& rows, size_t i) const {
+  return rows.narrow(1, begins_[i], size_ * matrices_[i].size(1));
 }
 
-at::Tensor ColumnExchange::part(size_t step) {
-  return step + 1 == steps() ? arriving_[comm_.rank()] : outgoing_[static_cast<int64_t>(step)];
+at::Tensor RowExchange::place(size_t i, int from, const RowRange& rows) const {
+  const int64_t width = matrices_[i].size(1);
+  return joined_.narrow(0, rows.begin, rows.length).narrow(1, begins_[i] + from * width, width);
 }
 
-void ColumnExchange::send(size_t step) {
+at::Tensor RowExchange::part(size_t i, int to, const RowRange& rows) const {
+  return matrices_[i].narrow(0, to * own() + rows.begin, rows.length);
+}
+
+ColumnExchange::ColumnExchange(const TorchComm& comm, const std::vector<at::Tensor>& into)
+    : rank_(comm.rank()), schedule_(scatter_schedule(comm.rank(), comm.size())) {
+  for (const auto& result : into) {
+    results_.push_back(result.view({comm.size(), result.size(0) / comm.size(), result.size(1)}));
+    outgoing_.push_back(at::empty(
+        {comm.size() - 1, results_.back().size(1), results_.back().size(2)}, result.options()));
+  }
+}
+
+std::unique_ptr<ColumnExchange> ColumnExchange::start(std::string_view op,
+                                                      const std::shared_ptr<TorchComm>& comm,
+                                                      const std::vector<at::Tensor>& into,
+                                                      Algorithm algorithm) {
+  if (algorithm == Algorithm::ring) return start_channel_columns(op, comm, into);
+  return std::make_unique<ChunkedColumnExchange>(*comm, into);
+}
+
+at::Tensor ColumnExchange::part(size_t i, size_t step) const {
+  return step + 1 == steps() ? results_[i][rank_] : outgoing_[i][static_cast<int64_t>(step)];
+}
+
+void ColumnExchange::send(size_t i, size_t step) {
   if (step + 1 == steps()) return;
   const Span span("chunk_comm", step);
-  const Exchange& exchange = schedule_.exchanges[step];
-  works_.push_back(
-      comm_.batch_send_recv({{P2POp::Type::SEND, part(step), exchange.to},
-                             {P2POp::Type::RECV, arriving_[exchange.from], exchange.from}},
-                            /*async_op=*/true));
-}
-
-void ColumnExchange::wait_all() {
-  for (size_t step = 0; step < works_.size(); ++step) {
-    const Span span("chunk_wait", step);
-    works_[step]->wait();
-  }
-  works_.clear();
+  transfer(i, step, schedule_.exchanges[step]);
 }
 
 void exchange_columns(TorchComm& comm, const at::Tensor& y, const at::Tensor& into) {

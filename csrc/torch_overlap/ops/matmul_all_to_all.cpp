@@ -13,9 +13,6 @@ namespace {
 
 constexpr std::string_view kMatmulAllToAll = "matmul_all_to_all";
 
-// Backward, this rank's rows of the gradients come in this many pieces.
-constexpr int64_t kGradientPieces = 4;
-
 // For each weight all_to_all(linear(x, weight, bias), -1, 0): [size * tokens, ..., n_i / size].
 std::vector<Tensor> matmul_all_to_all_out(const Tensor& x, at::TensorList weights,
                                           const OptionalTensors& biases, int64_t group_size,
@@ -54,30 +51,45 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
   const auto communicator = find_comm(kMatmulAllToAll, comm, group_size);
   const auto inputs = to_rows(x, 0);
   const auto bias_of = [&](size_t i) { return biases.empty() ? std::nullopt : biases.get(i); };
-  if (!goes_in_pieces(*communicator, algorithm, inputs.size(0))) {
+  std::vector<Tensor> results;
+  std::vector<int64_t> bytes;
+  int64_t features = 0;
+  for (const auto& result : out) {
+    results.push_back(result.flatten(0, -2));
+    bytes.push_back(static_cast<int64_t>(result.nbytes()));
+    features += group_size * result.size(-1);
+  }
+  const auto chosen = choose_exchange({.op = kMatmulAllToAll,
+                                       .dtype = x.scalar_type(),
+                                       .m = inputs.size(0) * group_size,
+                                       .n = features,
+                                       .k = inputs.size(1),
+                                       .chunk_rows = inputs.size(0),
+                                       .scatter_bytes = ColumnExchange::channel_bytes(bytes)},
+                                      algorithm, communicator);
+  if (chosen == Algorithm::sequential) {
     for (size_t i = 0; i < weights.size(); ++i) {
       const auto product = at::empty({inputs.size(0), weights[i].size(0)}, x.options());
       linear_out(kMatmulAllToAll, product, inputs, weights[i], bias_of(i));
-      exchange_columns(*communicator, product, out[i].flatten(0, -2));
+      exchange_columns(*communicator, product, results[i]);
     }
     return out;
   }
-  std::vector<ColumnExchange> outputs;
-  for (const auto& result : out) outputs.emplace_back(*communicator, result.flatten(0, -2));
-  for (size_t step = 0; step < outputs[0].steps(); ++step) {
+  const auto outputs = ColumnExchange::start(kMatmulAllToAll, communicator, results, chosen);
+  for (size_t step = 0; step < outputs->steps(); ++step) {
     for (size_t i = 0; i < weights.size(); ++i) {
       {
         const Span span("chunk_gemm", step);
-        const auto part = outputs[i].part(step);
-        const int64_t begin = outputs[i].chunk(step) * part.size(1);
+        const auto part = outputs->part(i, step);
+        const int64_t begin = outputs->chunk(step) * part.size(1);
         auto bias = bias_of(i);
         if (bias) bias = bias->narrow(0, begin, part.size(1));
         linear_out(kMatmulAllToAll, part, inputs, weights[i].narrow(0, begin, part.size(1)), bias);
       }
-      outputs[i].send(step);
+      outputs->send(i, step);
     }
   }
-  for (auto& output : outputs) output.wait_all();
+  outputs->wait_all();
   return out;
 }
 
@@ -89,8 +101,7 @@ std::vector<Tensor> matmul_all_to_all_meta(const Tensor& x, at::TensorList weigh
 
 // The gradient. With g_i that of result i and G_i = all_to_all(g_i, 0, -1):
 //   x: sum_i G_i weights[i]    weights[i]: G_i^T x    biases[i]: G_i summed over rows
-// Chunked, each piece of the rows of x's gradient is computed while the next piece of the G_i
-// travels.
+// In pieces, each of the rows of x's gradient is computed while the next piece of the G_i travels.
 
 using ExchangeGradients = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>>;
 
@@ -118,37 +129,48 @@ ExchangeGradients exchange_gradients_kernel(at::TensorList grads, const Tensor& 
   auto& [x_grad, weight_grads, bias_grads] = out;
   const auto communicator = find_comm(kMatmulAllToAll, comm, group_size);
   const auto inputs = to_rows(x, 0);
-  const bool chunked = goes_in_pieces(*communicator, algorithm, inputs.size(0) / kGradientPieces);
-  std::vector<RowExchange> outputs;
-  for (const auto& grad : grads) {
-    outputs.emplace_back(*communicator, to_rows(grad, 0), chunked ? kGradientPieces : 0);
-  }
+  std::vector<Tensor> matrices;
+  for (const auto& grad : grads) matrices.push_back(to_rows(grad, 0));
+  int64_t features = 0;
+  for (const auto& weight : weights) features += weight.size(0);
+  const auto chosen = choose_exchange({.op = kMatmulAllToAll,
+                                       .dtype = x.scalar_type(),
+                                       .m = inputs.size(0) * group_size,
+                                       .n = features,
+                                       .k = inputs.size(1),
+                                       .chunk_rows = inputs.size(0) / kRowPieces,
+                                       .gather_bytes = RowExchange::channel_bytes(matrices)},
+                                      algorithm, communicator);
+  const auto outputs =
+      RowExchange::start(kMatmulAllToAll, communicator, matrices, kRowPieces, chosen);
   if (x_wanted) {
     const auto x_rows = x_grad.flatten(0, -2);
     // Several of a 16-bit dtype are one product of all columns, which is rounded once.
     const bool joins = grads.size() > 1 && c10::isReducedFloatingType(x.scalar_type());
     const auto joined_weights = joins ? at::cat(weights, 0) : Tensor();
-    for (size_t step = 0; step < outputs[0].steps(); ++step) {
-      std::vector<Tensor> pieces;
-      for (auto& output : outputs) pieces.push_back(output.wait(step));
+    for (size_t step = 0; step < outputs->steps(); ++step) {
+      const auto rows = outputs->wait(step);
       const Span span("chunk_gemm", step);
-      const auto [begin, length] = outputs[0].range(step);
+      const auto [begin, length] = outputs->range(step);
       auto target = x_rows.narrow(0, begin, length);
       if (joins) {
-        at::mm_out(target, at::cat(pieces, 1), joined_weights);
+        at::mm_out(target, rows, joined_weights);
         continue;
       }
-      at::mm_out(target, pieces[0], weights[0]);
-      for (size_t i = 1; i < pieces.size(); ++i) target.addmm_(pieces[i], weights[i]);
+      at::mm_out(target, outputs->columns(rows, 0), weights[0]);
+      for (size_t i = 1; i < weights.size(); ++i) {
+        target.addmm_(outputs->columns(rows, i), weights[i]);
+      }
     }
   }
-  for (auto& output : outputs) output.wait_all();
+  const auto all = outputs->wait_all();
   for (size_t i = 0; i < weights_wanted.size(); ++i) {
-    at::mm_out(weight_grads[i], outputs[weights_wanted[i]].wait_all().t(), inputs);
+    at::mm_out(weight_grads[i], outputs->columns(all, weights_wanted[i]).t(), inputs);
   }
   for (size_t i = 0; i < biases_wanted.size(); ++i) {
-    at::sum_out(bias_grads[i], outputs[biases_wanted[i]].wait_all(), 0);
+    at::sum_out(bias_grads[i], outputs->columns(all, biases_wanted[i]), 0);
   }
+  outputs->finish();
   return out;
 }
 

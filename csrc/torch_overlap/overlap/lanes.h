@@ -25,7 +25,8 @@ struct LaneOptions {
 // lanes is queued, and done by the caller's thread in an order that respects what each waits for.
 //
 //   fork();                        the lanes come behind what the caller has issued
-//   run(lane, work); ...           after(other, mark(lane)) orders two lanes
+//   run(lane, work); ...           after(other, mark(lane)) orders two lanes, settle(lane) a lane
+//                                  and what the caller does by itself before the join
 //   join();                        the caller comes behind all lanes
 //
 // Compute lanes are 0 .. computes() - 1, and comm() is one more. Threads: one operation at a time.
@@ -58,6 +59,9 @@ class TORCH_OVERLAP_API Lanes {
   virtual Mark mark(int lane) = 0;
   // What is put on `lane` from now on comes after `mark`, which is of this operation.
   virtual void after(int lane, Mark mark) = 0;
+  // What is put on the caller's stream from now on comes after all that was put on `lane`: on a CPU
+  // that is done when this returns.
+  virtual void settle(int lane) = 0;
   // What is put on `lane` from now on comes after the work, which something put on a lane before
   // has made by the time this comes to it (null: there is none).
   virtual void wait(int lane, std::shared_ptr<WorkPtr> work) = 0;

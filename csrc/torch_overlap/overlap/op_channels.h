@@ -13,6 +13,9 @@ namespace torch_overlap {
 // gradient has under way together.
 enum class OperatorChannel { gather, scatter };
 
+// Flags that such a channel has for each rank.
+inline constexpr int kOperatorFlags = 4;
+
 // The channel of a communicator with room for `bytes`: made, or made anew with more room, by the
 // first call that needs it. Collective then: all ranks ask for the same. Null where it would have
 // to be made during a capture, where no memory can be shared. It ends with the communicator.

@@ -51,11 +51,15 @@ class TORCH_OVERLAP_API Transport {
     int to;
     at::Tensor give;
     int64_t at;
-    int flag;
+    int flag;  // direct only: kUntold where a later move of the lane tells of this one too
     int from;
     at::Tensor get;
     int get_flag;
+    // Direct only. Bytes from row to row of `give` [rows, columns] there, where other data lies
+    // between; 0: it lies there as one piece, and here too.
+    int64_t pitch = 0;
   };
+  static constexpr int kUntold = -1;
   virtual void exchange(Lanes& lanes, int lane, const Move& move) = 0;
   // What is put on the lane from now on finds what the flags tell of.
   virtual void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) = 0;

@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.__main__ import main
 from torch_overlap.bench import result
-from torch_overlap.bench.cases import CLASS_OPS, KNOWN_OPS, Case
+from torch_overlap.bench.cases import CLASS_OPS, EXCHANGE_OPS, KNOWN_OPS, Case
 from torch_overlap.bench.libraries import NO_CUDA, Arena
 from torch_overlap.bench.measure import try_out
 from torch_overlap.bench.problem import Problem, algorithms
@@ -65,12 +65,13 @@ WAYS = {
                         "class pipeline atomic", "gemm pipeline"},
     "bulk_ag": {"auto", "sequential", "chunked", "bulk", "class bulk", "class bulk copy engine", "gemm bulk"},
     "bulk_rs": {"auto", "sequential", "chunked", "bulk", "class bulk", "gemm bulk"},
+    **{op: {"auto", "sequential", "chunked", "ring"} for op in EXCHANGE_OPS},
 }  # fmt: skip
 
 
-def test_classes(tmp_path: Path) -> None:
+def test_classes_and_exchanges(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = bench(*CLASS_OPS, "--set", "tiny", "--device", "cpu", "--rounds", 2, "--json", path)
+    done = bench(*CLASS_OPS, *EXCHANGE_OPS, "--set", "tiny", "--device", "cpu", "--rounds", 2, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = result.read(path)
     result.check_rows(found)

@@ -9,6 +9,7 @@ from torch_overlap.bench.cases import (
     CLASS_OPS,
     COLLECTIVES,
     DTYPES,
+    EXCHANGE_OPS,
     GEMM_OPS,
     KNOWN_OPS,
     LAYERS,
@@ -64,7 +65,7 @@ def test_every_set_can_be_shared_by_2_4_and_8_ranks() -> None:
     assert {case.dtype for case in cases_of("ag_gemm", "fp8")} == {"fp8"}
     assert {case.dtype for case in cases_of("all_reduce", "bf16", "fp16")} == {"fp16"}
     assert set(DTYPES) <= set(SETS)
-    assert set(LAYERS) == {*GEMM_OPS, *CLASS_OPS}
+    assert set(LAYERS) == {*GEMM_OPS, *EXCHANGE_OPS, *CLASS_OPS}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_shapes_that_ranks_cannot_share(op: str, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_inputs_take_turns_beyond_the_cache(tp: int) -> None:
-    for op in (*GEMM_OPS, *CLASS_OPS):
+    for op in (*GEMM_OPS, *EXCHANGE_OPS, *CLASS_OPS):
         for case in cases_of(op, "bf16"):
             assert case.sets(tp) * case.set_bytes(tp) >= CACHE_BYTES
             assert case.calls(tp) >= case.sets(tp)

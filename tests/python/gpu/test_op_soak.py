@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.slow]
 
 STEPS = 64  # inputs repeat after these
 NAMES = ["permute", "all_to_all_v_async", "all_gather_matmul-chunked", "matmul_reduce_scatter-sequential",
-         "matmul_all_reduce-chunked", "all_to_all_matmul-chunked"]  # fmt: skip
+         "matmul_all_reduce-chunked", "all_to_all_matmul-chunked", "all_to_all_matmul-ring",
+         "matmul_all_to_all-ring"]  # fmt: skip
 EACH = pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
 
 

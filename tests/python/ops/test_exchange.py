@@ -1,15 +1,18 @@
 """Products beside an all-to-all, against the same in fp64 on one rank: values, gradients, autocast, errors."""
 
+import random
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
-from torch_overlap import InvalidTypeError, ops
+from torch_overlap import _C, InvalidTypeError, explain, ops, tune
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-FORCED = ["sequential", "chunked"]
+FORCED = ["sequential", "chunked", "ring"]
 ALGORITHMS = [*FORCED, "auto"]
 
 
@@ -173,6 +176,71 @@ def test_the_gradient_of_several_products_is_rounded_once(algorithm, dtype, seed
     run_ranks(rank, 1, backend="local")
 
 
+# --- Over channels -------------------------------------------------------------------------------------
+
+
+def in_sequence_rank(comm, number):
+    """Operators that share channels, nothing between them, ranks that come late and lanes in another order."""
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number)
+    late = random.Random(number + me)
+    _C._set_interleaving(number + 1)
+    try:
+        for turn in range(8):
+            rows = size * (3 + turn % 3)
+            xs = [data(rows, 5) for _ in range(size)]
+            w, v = data(6, size * 5), data(2 * size, 5)
+            if late.random() < 0.3:
+                time.sleep(late.uniform(0, 0.01))
+            tokens = ops.all_to_all_matmul(xs[me], w, comm, algorithm="ring")
+            heads, again = ops.matmul_all_to_all(xs[me], [v, v[:size]], comm, algorithm="ring")
+            (gathered,), _ = ops.all_gather_matmul(xs[me], [v], comm, algorithm="ring")
+            check(tokens, F.linear(to_tokens(xs)[me], w))
+            check(heads, to_heads([F.linear(x, v) for x in xs])[me])
+            check(again, to_heads([F.linear(x, v[:size]) for x in xs])[me])
+            check(gathered, F.linear(torch.cat(xs), v))
+    finally:
+        _C._set_interleaving(0)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_operators_over_channels_follow_each_other(size, backend, seed):
+    run_ranks(in_sequence_rank, size, seed, backend=backend)
+
+
+def measured_rank(comm):
+    """What was measured as the quickest is taken, forward and backward."""
+    size = comm.get_size()
+    x, w = torch.randn(1024 * size, 4), torch.randn(6, 4 * size)
+    y, v = torch.randn(256, 4), torch.randn(2 * size, 4)
+    calls = {"all_to_all_matmul": (x, w, comm), "matmul_all_to_all": (y, [v], comm)}
+    shapes = {"all_to_all_matmul": (1024 * size, 6, 4 * size), "matmul_all_to_all": (256 * size, 2 * size, 4)}
+    entries = {_C._tuning_key(op, *mnk, torch.float32, size, "cpu", False): "ring" for op, mnk in shapes.items()}
+    found = {op: explain(op, *arguments) for op, arguments in calls.items()}
+    _C._set_tuning("table", entries)
+    try:
+        for op, arguments in calls.items():
+            assert (found[op].algorithm, found[op].decided_by) == ("chunked", "rule")
+            assert (explain(op, *arguments).algorithm, explain(op, *arguments).decided_by) == ("ring", "table")
+        leaves = [t.clone().requires_grad_() for t in (x, w, y, v)]
+
+        def run(algorithm):
+            tokens = ops.all_to_all_matmul(leaves[0], leaves[1], comm, algorithm=algorithm)
+            heads = ops.matmul_all_to_all(leaves[2], [leaves[3]], comm, algorithm=algorithm)[0]
+            results = [tokens, heads, *torch.autograd.grad(tokens.sum() + heads.sum(), leaves)]
+            return [t.detach() for t in results]
+
+        want, (got, events) = run("sequential"), spans(lambda: run("auto"))
+        assert not [name for name, *_ in events if name.startswith("chunk_wait")]  # which the communicator does
+        torch.testing.assert_close(got, want)
+    finally:
+        tune.load()
+
+
+def test_what_is_measured_goes_over_channels():
+    run_ranks(measured_rank, 2)
+
+
 # --- Order of transfers and products, autocast, errors -----------------------------------------------
 
 
@@ -233,10 +301,10 @@ def test_autocast_casts_the_operands(seed):
 
 
 ERRORS = {
-    "all_to_all_matmul: expected algorithm to be one of auto sequential chunked, got 'ring'": (
-        lambda c, x, w: ops.all_to_all_matmul(x, w, c, algorithm="ring")
+    "all_to_all_matmul: expected algorithm to be one of auto sequential chunked ring, got 'fused'": (
+        lambda c, x, w: ops.all_to_all_matmul(x, w, c, algorithm="fused")
     ),
-    "matmul_all_to_all: expected algorithm to be one of auto sequential chunked, got 'bulk'": (
+    "matmul_all_to_all: expected algorithm to be one of auto sequential chunked ring, got 'bulk'": (
         lambda c, x, w: ops.matmul_all_to_all(x, [w], c, algorithm="bulk")
     ),
     r"all_to_all_matmul: expected x \[tokens, ..., features\], got shape \[5\]": (

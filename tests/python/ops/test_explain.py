@@ -98,7 +98,7 @@ def test_ranks_that_do_not_reach_each_other():
 
 
 def exchange_rank(comm):
-    """Of the operators that exchange, all goes through the communicator in any case."""
+    """Operators that exchange go through the communicator unless they are asked, or measured, to go through memory."""
     size, pretence = comm.get_size(), None
     x, w = torch.randn(ROWS, INNER), torch.randn(FEATURES, INNER)
     heads = torch.randn(ROWS * size, INNER // size)
@@ -111,8 +111,16 @@ def exchange_rank(comm):
             rows = 64 * size if op == "matmul_all_to_all" else 64 // 4
             assert found.algorithm == "sequential"
             assert found.why.startswith(f"chunks of {rows} rows are quicker computed than sent")
-            with pytest.raises(to.InvalidValueError, match=f"^{op}: expected algorithm to be one of .*, got 'ring'"):
-                to.explain(op, *args, algorithm="ring")
+            with pytest.raises(to.InvalidValueError, match=f"^{op}: expected algorithm to be one of .*, got 'fused'"):
+                to.explain(op, *args, algorithm="fused")
+            if pretence is None:
+                assert to.explain(op, *args, algorithm="ring").why == "asked for"
+                getattr(to.ops, op)(*args, algorithm="ring")
+                continue
+            with pytest.raises(to.UnsupportedError, match=f"^{op}: expected what algorithm 'ring' needs"):
+                getattr(to.ops, op)(*args, algorithm="ring")
+        # A communicator of its own, whose channels are not there yet.
+        comm = comm.split(list(range(size)))
         pretence = _C._PretendUnreachable()
     del pretence
 

@@ -75,13 +75,12 @@ bool HostLanes::advance(Queue& queue) {
   return true;
 }
 
-void HostLanes::join() {
+void HostLanes::work_off(const std::function<bool()>& is_done) {
   // Communication first: what it starts goes on while products are computed.
   std::vector<size_t> order(queues_.size());
   std::iota(order.rbegin(), order.rend(), 0);
   try {
-    while (std::any_of(queues_.begin(), queues_.end(),
-                       [](const Queue& queue) { return !queue.items.empty(); })) {
+    while (!is_done()) {
       if (shuffles_) std::shuffle(order.begin(), order.end(), random_);
       const bool advanced =
           std::any_of(order.begin(), order.end(), [this](size_t i) { return advance(queues_[i]); });
@@ -91,6 +90,17 @@ void HostLanes::join() {
     cancel();
     throw;
   }
+}
+
+void HostLanes::join() {
+  work_off([this] {
+    return std::all_of(queues_.begin(), queues_.end(),
+                       [](const Queue& queue) { return queue.items.empty(); });
+  });
+}
+
+void HostLanes::settle(int lane) {
+  work_off([&queue = queues_.at(lane), put = queues_.at(lane).put] { return queue.done >= put; });
 }
 
 void HostLanes::cancel() noexcept {

@@ -22,6 +22,7 @@ class HostLanes final : public Lanes {
   void run(int lane, std::string_view name, std::function<void()> work) override;
   Mark mark(int lane) override;
   void after(int lane, Mark mark) override;
+  void settle(int lane) override;
   void wait(int lane, std::shared_ptr<WorkPtr> work) override;
 
   // What is put on the lane from now on comes after `is_ready` has said so, which is asked again
@@ -42,6 +43,8 @@ class HostLanes final : public Lanes {
   void put(int lane, Item item);
   // Does the first item of a lane, if it is ready.
   bool advance(Queue& queue);
+  // Works the lanes off until `is_done`.
+  void work_off(const std::function<bool()>& is_done);
 
   std::vector<Queue> queues_;
   std::mt19937_64 random_;

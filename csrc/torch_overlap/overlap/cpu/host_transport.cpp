@@ -63,10 +63,20 @@ void HostTransport::end() {}
 
 void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   lanes.run(lane, "exchange", [this, move] {
-    auto* const there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
-    if (move.give.numel() > 0) {
-      std::memcpy(there, move.give.const_data_ptr(), move.give.nbytes());
+    auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
+    const at::Tensor& give = move.give;
+    if (give.numel() > 0 && move.pitch == 0) {
+      std::memcpy(there, give.const_data_ptr(), give.nbytes());
+    } else if (give.numel() > 0) {
+      const auto* here = static_cast<const std::byte*>(give.const_data_ptr());
+      const auto element = static_cast<int64_t>(give.element_size());
+      for (int64_t row = 0; row < give.size(0); ++row) {
+        std::memcpy(there, here, give.size(1) * element);
+        there += move.pitch;
+        here += give.stride(0) * element;
+      }
     }
+    if (move.flag == kUntold) return;
     word(move.to, options_.layout.flag_at(move.flag)).store(epoch_, std::memory_order_release);
   });
 }

@@ -74,6 +74,12 @@ void CudaLanes::after(int lane, Mark mark) {
         "cudaStreamWaitEvent");
 }
 
+void CudaLanes::settle(int lane) {
+  if (lane == 0 && shares_caller_) return;
+  check(cudaStreamWaitEvent(streams_.origin().stream(), reinterpret_cast<cudaEvent_t>(mark(lane))),
+        "cudaStreamWaitEvent");
+}
+
 void CudaLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
   run(lane, "wait", [&] {
     if (*work) (*work)->wait();

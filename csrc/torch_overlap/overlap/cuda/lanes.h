@@ -23,6 +23,7 @@ class CudaLanes final : public Lanes {
   void run(int lane, std::string_view name, std::function<void()> work) override;
   Mark mark(int lane) override;
   void after(int lane, Mark mark) override;
+  void settle(int lane) override;
   void wait(int lane, std::shared_ptr<WorkPtr> work) override;
 
  private:

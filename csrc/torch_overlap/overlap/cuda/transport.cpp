@@ -112,21 +112,29 @@ void CudaTransport::drain(std::chrono::milliseconds timeout) noexcept {
 void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   lanes.run(lane, "exchange", [&] {
     const cudaStream_t stream = current_stream();
-    uint32_t* const flag = word(move.to, options_.layout.flag_at(move.flag));
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
-    if (!options_.use_ce) {
-      require(launch_push(words_, there(move.to, move.at), from, bytes, flag, control(),
-                          options_.blocks, cluster_, stream),
-              "overlap: push");
+    void* const to = there(move.to, move.at);
+    if (!options_.use_ce && move.pitch == 0 && move.flag != kUntold) {
+      require(
+          launch_push(words_, to, from, bytes, word(move.to, options_.layout.flag_at(move.flag)),
+                      control(), options_.blocks, cluster_, stream),
+          "overlap: push");
       return;
     }
-    if (bytes > 0) {
-      require(
-          cudaMemcpyAsync(there(move.to, move.at), from, bytes, cudaMemcpyDeviceToDevice, stream),
-          "cudaMemcpyAsync to a peer");
+    if (bytes > 0 && move.pitch > 0) {
+      const size_t element = move.give.element_size();
+      require(cudaMemcpy2DAsync(to, move.pitch, from, move.give.stride(0) * element,
+                                move.give.size(1) * element, move.give.size(0),
+                                cudaMemcpyDeviceToDevice, stream),
+              "cudaMemcpy2DAsync to a peer");
+    } else if (bytes > 0) {
+      require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream),
+              "cudaMemcpyAsync to a peer");
     }
-    require(cudaMemcpyAsync(flag, words_.epoch, sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream),
+    if (move.flag == kUntold) return;
+    require(cudaMemcpyAsync(word(move.to, options_.layout.flag_at(move.flag)), words_.epoch,
+                            sizeof(uint32_t), cudaMemcpyDeviceToDevice, stream),
             "cudaMemcpyAsync of a flag");
   });
 }

@@ -1,0 +1,58 @@
+"""Products with an all-to-all, as around attention whose heads are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+import torch_overlap as to
+from torch_overlap.bench.cases import Case
+from torch_overlap.bench.libraries import Libraries, Library
+from torch_overlap.bench.problem import Operands, Problem, add_ours, having
+from torch_overlap.bench.ranks import Ranks
+
+
+def exchange(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    """a2a_gemm: x [M, K / tp] becomes [M / tp, K] and is multiplied. gemm_a2a: the product of x [M / tp, K] becomes
+    [M, N / tp]. w is [N, K] on every rank."""
+    problem, made, comm, tp = Problem(case), Operands(case.dtype, ranks.device), ranks.comm, ranks.size
+    (m, n, k), sets, comes_first = case.local(tp), case.sets(tp), case.op == "a2a_gemm"
+    if made.is_fp8:
+        raise ValueError(f"bench: expected --dtype bf16 or fp16 of {case.op}, got {case.dtype}")
+    x_shape = (m * tp, k // tp) if comes_first else (m, k)
+    xs = [made.random(*x_shape) for _ in range(sets)]
+    ws = [made.random(n, k) for _ in range(sets)]
+    rows, out = made.random(m, k), made.empty(m, n)
+    problem.add("gemm", "gemm", lambda i: made.multiply(rows, ws[i % sets], out))
+
+    def ours(i: int, algorithm: str) -> Tensor:
+        x, w = xs[i % sets], ws[i % sets]
+        if comes_first:
+            return to.ops.all_to_all_matmul(x, w, comm, algorithm=algorithm)
+        results: list[Tensor] = to.ops.matmul_all_to_all(x, [w], comm, algorithm=algorithm)
+        return results[0]
+
+    op = "all_to_all_matmul" if comes_first else "matmul_all_to_all"
+    add_ours(problem, op, (xs[0], ws[0] if comes_first else [ws[0]], comm), wanted, ours)
+
+    for library in having(problem, libraries, "all_to_all"):
+        sent = library.empty((m * tp, (k if comes_first else n) // tp), made.dtype)
+        received = library.empty(sent.shape, made.dtype)
+
+        def alone(i: int, at: Library = library, received: Tensor = received, sent: Tensor = sent) -> Tensor:
+            at.all_to_all(received, xs[i % sets] if comes_first else sent)
+            return received
+
+        def then(i: int, at: Library = library, received: Tensor = received, sent: Tensor = sent) -> Tensor:
+            if comes_first:
+                heads = alone(i, at, received, sent).view(tp, m, -1).movedim(0, 1).reshape(m, k)
+                return made.multiply(heads, ws[i % sets], out)
+            product = made.multiply(xs[i % sets], ws[i % sets], out)
+            sent.view(tp, m, -1).copy_(product.view(m, tp, -1).movedim(1, 0))
+            return alone(i, at, received, sent)
+
+        if library is libraries.plain:
+            problem.add("all_to_all", "comm", alone)
+        problem.add(library.name, "peer", then)
+    return problem
