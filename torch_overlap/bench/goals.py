@@ -5,9 +5,10 @@ A file of goals is {"goals": [...]}. Each names the cases that it is about by wh
 Of each such case the row of "algorithm" (by default "auto") is compared with "at_most": {metric: bound}, of which one
 is enough. With "geometric_mean" the mean over the cases is compared instead of each.
 
-A metric is a number of the row, "over_graph" (its time over that of the same in a graph; for products that no launch
-shows in, each as a multiple of the product alone in its own rounds, since a GPU runs slower in longer samples), or
-"over_<peer>".
+A metric is a number of the row, "floor_where_communication_bound" (its "ratio_floor" where communication alone takes
+as long as the product alone, or longer), "over_graph" (its time over that of the same in a graph; for products that no
+launch shows in, each as a multiple of the product alone in its own rounds, since a GPU runs slower in longer samples),
+or "over_<peer>".
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def _metrics(goal: dict[str, Any], row: Row, rows: Sequence[Row]) -> dict[str, f
 
 
 def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
+    if metric == "floor_where_communication_bound":
+        return float(row["ratio_floor"]) if row.get("comm_us", 0.0) >= row["gemm_us"] else None
     if metric == "over_graph":
         same = ("op", "shape", "dtype", "tp", "algorithm")
         graphs = (r for r in rows if r["mode"] == "graph" and all(r[key] == row[key] for key in same))

@@ -43,6 +43,14 @@ def test_bounds() -> None:
     assert kept(slow, row(), row(mode="eager", us=10.6, gemm_us=9.45)) == [False]
 
 
+def test_the_floor_counts_where_communication_takes_longer_than_the_product() -> None:
+    goal = {"at_most": {"ratio_gemm": 1.0, "floor_where_communication_bound": 1.05}}
+    assert kept(goal, row(comm_us=9.0)) == [True]
+    assert kept(goal, row(comm_us=9.0, ratio_floor=1.06)) == [False]
+    assert kept(goal, row(comm_us=8.9)) == [False]
+    assert kept(goal, row(comm_us=8.9, ratio_gemm=1.0)) == [True]
+
+
 def test_which_rows_a_goal_is_about() -> None:
     rows = [
         row(),
