@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_overlap._C import ReduceOp, TorchComm
+from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, TorchComm
 
 # torch.compile makes constants of both, guarded by their equality: another communicator compiles again.
 torch.utils._pytree.register_constant(TorchComm)
@@ -12,20 +12,45 @@ torch.utils._pytree.register_constant(ReduceOp)
 
 
 @torch.compiler.assume_constant_result
-def group(comm: TorchComm) -> tuple[str, int]:
+def group(comm: object) -> tuple[str, int]:
     """The name and size that operators take for a communicator. Constants in a compiled graph."""
+    if not isinstance(comm, TorchComm):
+        raise InvalidTypeError(
+            f"torch_overlap.ops: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); "
+            "get_comm(name) finds one by its name"
+        )
     return comm.get_name(), comm.get_size()
 
 
 def reduction(op: ReduceOp | str, factor: float | None = None) -> tuple[str, float | None]:
-    """An operator's spelling of a reduction: ReduceOp.PREMUL_SUM(2) is "premul_sum", 2.0."""
-    return (op, factor) if isinstance(op, str) else _spelled(op)
+    """An operator's spelling of a reduction: ReduceOp.PREMUL_SUM(2) is "premul_sum", 2.0.
+
+    Raises:
+        InvalidTypeError: it is no ReduceOp, or its factor is a tensor.
+        InvalidValueError: a ReduceOp, which has its own factor or takes none, and a factor beside it.
+    """
+    if isinstance(op, str):
+        return op, factor
+    name, own = _spelled(op)
+    if factor is not None:
+        raise InvalidValueError(
+            f'ReduceOp: expected a factor in ReduceOp.PREMUL_SUM(factor) or beside "premul_sum", got {factor} beside '
+            f"{op!r}"
+        )
+    return name, own
 
 
 @torch.compiler.assume_constant_result
-def _spelled(op: ReduceOp) -> tuple[str, float | None]:
+def _spelled(op: object) -> tuple[str, float | None]:
+    if op is ReduceOp.PREMUL_SUM:
+        raise InvalidTypeError(
+            "ReduceOp: expected a ReduceOp, got the function ReduceOp.PREMUL_SUM; write ReduceOp.PREMUL_SUM(factor) "
+            "with a number"
+        )
+    if not isinstance(op, ReduceOp):
+        raise InvalidTypeError(f"ReduceOp: expected a ReduceOp or its name, got {op!r} ({type(op).__name__})")
     if isinstance(op.factor, torch.Tensor):
-        raise TypeError(
+        raise InvalidTypeError(
             "ReduceOp.PREMUL_SUM: expected a number as the factor of an operator, got a tensor; "
             "use comm.all_reduce, or multiply before a sum"
         )

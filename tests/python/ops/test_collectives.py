@@ -289,14 +289,34 @@ ERRORS = {
         x, 0, comm.get_name(), 3
     ),
     "a live communicator, got 'nobody'": lambda comm, x: torch.ops.torch_overlap.broadcast(x, 0, "nobody"),
+    "no factor for 'sum', got 3": lambda comm, x: ops.all_reduce(x, comm, "sum", factor=3.0),
+    "got 3.0 beside ReduceOp.MAX": lambda comm, x: ops.all_reduce_(x, comm, to.ReduceOp.MAX, factor=3.0),
+    "got 3.0 beside .*PREMUL_SUM": lambda comm, x: ops.all_reduce(x, comm, to.ReduceOp.PREMUL_SUM(2), factor=3.0),
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_a_mistake_is_an_error_that_says_what_to_do(message):
     def rank(comm):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(to.InvalidValueError, match=message):
             ERRORS[message](comm, torch.ones(3, 5))
         assert torch.equal(ops.all_reduce(torch.ones(2), comm), torch.full((2,), 2.0))  # still usable
+
+    local(rank, 2)
+
+
+WRONG_TYPES = {
+    r"write ReduceOp.PREMUL_SUM\(factor\)": lambda comm, x: ops.all_reduce(x, comm, to.ReduceOp.PREMUL_SUM),
+    "a ReduceOp or its name, got None": lambda comm, x: ops.reduce_scatter(x, comm, 0, None),
+    "a number as the factor": lambda comm, x: ops.all_reduce_(x, comm, to.ReduceOp.PREMUL_SUM(torch.ones(1))),
+    "comm as a TorchComm, got 'tp'": lambda comm, x: ops.all_gather(x, "tp"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+def test_an_argument_of_another_type_is_named(message):
+    def rank(comm):
+        with pytest.raises(to.InvalidTypeError, match=f"expected .*{message}"):
+            WRONG_TYPES[message](comm, torch.ones(4, 5))
 
     local(rank, 2)
