@@ -15,6 +15,11 @@ INTEGERS = (
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 COMPLEX = (torch.complex64, torch.complex128)
+# What moves and is not reduced.
+OTHERS = (
+    torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.bits8, torch.bits16,
+)  # fmt: skip
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 
 _LINEAR = (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM)
@@ -27,6 +32,10 @@ def rank_input(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -
     shape = tuple(shape)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
+    if dtype in OTHERS:
+        count = math.prod(shape) * dtype.itemsize
+        raw = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype).view(shape)
     if dtype in INTEGERS:
         low = -5 if dtype.is_signed else 0
         return torch.randint(low, 6, shape, generator=generator).to(dtype)

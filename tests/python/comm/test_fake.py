@@ -110,6 +110,20 @@ def run_check(comm: TorchComm, name: str, seed: int) -> None:
                 check(comm, Case(comm, seed, shape, dtype), async_op)
 
 
+def run_sparse(comm: TorchComm, seed: int) -> None:
+    dense = rank_input(seed, comm.get_rank(), (6, 4), torch.float64)
+    dense[comm.get_rank() % 6] = 0
+    sparse = dense.to_sparse()
+    comm.all_reduce(sparse, ReduceOp.SUM, False).wait()
+    assert sparse.is_coalesced()
+    assert_reduced(sparse.to_dense(), ReduceOp.SUM, [dense] * comm.get_size())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_a_sparse_tensor_becomes_the_sum_of_equal_ones(size: int, seed: int) -> None:
+    run_ranks(run_sparse, size, seed, backend="fake")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
 def test_results_are_those_of_equal_ranks(name: str, size: int, seed: int) -> None:

@@ -47,6 +47,20 @@ def exercise(comm: TorchComm) -> None:
     batch.issue(True).wait()
 
 
+# Upstream's, and the reduction, which it does not show.
+IN_PLACE, OUT_OF_PLACE = {"tensor", "async_op"}, {"output", "input", "async_op"}
+FIELDS: dict[str, set[str]] = {
+    "send": IN_PLACE | {"peer"}, "recv": IN_PLACE | {"peer"}, "broadcast": IN_PLACE | {"root"},
+    "all_reduce": IN_PLACE | {"op"}, "reduce": IN_PLACE | {"op", "root"}, "all_gather": OUT_OF_PLACE,
+    "all_gather_v": OUT_OF_PLACE, "all_gather_single": OUT_OF_PLACE, "reduce_scatter": OUT_OF_PLACE | {"op"},
+    "reduce_scatter_v": OUT_OF_PLACE | {"op"}, "reduce_scatter_single": OUT_OF_PLACE | {"op"},
+    "all_to_all": OUT_OF_PLACE, "all_to_all_single": OUT_OF_PLACE,
+    "all_to_all_v_single": OUT_OF_PLACE | {"output_split_sizes", "input_split_sizes"}, "barrier": {"async_op"},
+    "scatter": OUT_OF_PLACE | {"root"}, "gather": OUT_OF_PLACE | {"root"}, "gather_single": OUT_OF_PLACE | {"root"},
+    "batch_op_issue": {"num_ops", "ops", "async_op"}, "split": {"ranks", "name"}, "new_window": set(),
+}  # fmt: skip
+
+
 def run_arguments(comm: TorchComm) -> None:
     seen: list[tuple[OpName, int, Any]] = []
     after: list[tuple[int, Any]] = []
@@ -74,6 +88,9 @@ def run_arguments(comm: TorchComm) -> None:
     assert all(args.error is None for _, args in after)
 
     by_name = {name.name: args for name, _, args in seen}
+    every_field = set.union(*FIELDS.values())
+    for name, fields in FIELDS.items():
+        assert {field for field in every_field if hasattr(by_name[name], field)} == fields, name
     for name, args in by_name.items():
         camel = "".join(part.capitalize() for part in name.split("_"))
         assert type(args).__name__ == f"{camel}PreHookArgs"

@@ -60,7 +60,9 @@ def run_from_environment(rank: int, size: int, store: object, names: dict[str, s
     import torch_overlap as to
 
     os.environ.update({key: value.format(rank=rank, size=size) for key, value in names.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ["MASTER_PORT"] = str(port)
+    if "SLURM_STEP_NODELIST" not in names:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     with to.new_comm("gloo", "cpu", "launched") as comm:
         assert (comm.get_rank(), comm.get_size()) == (rank, size)
         x = torch.tensor([rank])
@@ -68,13 +70,21 @@ def run_from_environment(rank: int, size: int, store: object, names: dict[str, s
         assert x.item() == size * (size - 1) // 2
 
 
+ASKED = "TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD"
 LAUNCHERS = {
     "torchrun": {"RANK": "{rank}", "WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}"},
     "torchcomm": {"TORCHCOMM_RANK": "{rank}", "TORCHCOMM_SIZE": "{size}", "RANK": "7", "WORLD_SIZE": "9"},
-    "mpi": {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}"},
+    "open mpi": {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}", "RANK": "7", "WORLD_SIZE": "9"},
+    "mvapich": {"MV2_COMM_WORLD_RANK": "{rank}", "MV2_COMM_WORLD_SIZE": "{size}"},
     "pmi": {"PMI_RANK": "{rank}", "PMI_SIZE": "{size}"},
-    "slurm": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}"},
-}
+    "pals": {"PALS_RANKID": "{rank}", "PALS_SIZE": "{size}"},
+    # Without MASTER_ADDR: the first host of the list.
+    "slurm": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_STEP_NODELIST": "localhost,elsewhere[1-3]"},
+    "torchrun below mpi": {
+        ASKED: "torchrun", "RANK": "{rank}", "WORLD_SIZE": "{size}",
+        "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+    },
+}  # fmt: skip
 ALL_NAMES = {name for names in LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
 
 

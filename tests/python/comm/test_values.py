@@ -5,11 +5,12 @@ import torch
 
 from torch_overlap import ReduceOp, TorchComm
 from torch_overlap.testing import run_ranks
-from torch_overlap.testing.reference import assert_equal, assert_reduced, poisoned, rank_input
+from torch_overlap.testing.reference import DTYPES, OTHERS, assert_equal, assert_reduced, poisoned, rank_input
 
 # Nothing, one element, a number that no group divides, and several dimensions.
 SHAPES = [(0,), (1,), (129,), (3, 5, 2)]
 MOVED = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint64, torch.bool, torch.complex64]
+REST = [dtype for dtype in (*DTYPES, *OTHERS) if dtype not in MOVED]
 
 
 class Case:
@@ -190,6 +191,8 @@ def run_operation(comm: TorchComm, name: str, seed: int) -> None:
         for dtype in [torch.float32] if name in REDUCING else MOVED:
             for async_op in (False, True):
                 operation(Case(comm, seed + number, shape, dtype, async_op))
+    for number, dtype in enumerate([] if name in REDUCING else REST):
+        operation(Case(comm, seed, (5, 2), dtype, async_op=number % 2 == 0))
 
 
 @pytest.mark.parametrize("name", [op.__name__ for op in OPERATIONS])

@@ -1,0 +1,87 @@
+"""A pending operation holds its tensors, whatever the caller drops, and lets go of them when it has ended."""
+
+import time
+import weakref
+
+import pytest
+import torch
+from comm_calls import arguments
+
+from torch_overlap import ReduceOp, TorchComm
+from torch_overlap.testing import run_ranks
+
+
+def used(comm: TorchComm, name: str, args: tuple[object, ...]) -> list[torch.Tensor]:
+    """The tensors that the operation of this rank reads or writes."""
+    tensors: list[torch.Tensor] = []
+    for position, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+        elif isinstance(arg, list) and not (name == "scatter" and position == 1):  # rank 1 is its root
+            tensors += [one for one in arg if isinstance(one, torch.Tensor)]
+    return tensors
+
+
+Refs = list["weakref.ref[torch.Tensor]"]
+
+
+def alive(refs: Refs) -> list[bool]:
+    return [ref() is not None for ref in refs]
+
+
+def assert_let_go(refs: Refs, what: str) -> None:
+    """The thread that ran the operation may hold them for a moment more."""
+    deadline = time.monotonic() + 30
+    while any(alive(refs)):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def run_dropped(comm: TorchComm) -> None:
+    meeting = comm.split([0, 1])
+    assert meeting is not None
+    for name in arguments(comm):
+        args = arguments(comm)[name]
+        if comm.get_rank() == 1:
+            meeting.barrier(False)
+            getattr(comm, name)(*args, True).wait()
+            continue
+        refs = [weakref.ref(tensor) for tensor in used(comm, name, args)]
+        work = getattr(comm, name)(*args, True)
+        del args
+        assert not work.is_completed(), name
+        assert all(alive(refs)), name
+        meeting.barrier(False)
+        work.wait()
+        assert_let_go(refs, name)
+    meeting.finalize()
+
+
+@pytest.mark.parametrize("which", ["gloo", "local"])
+def test_tensors_live_until_the_operation_has_ended(which: str) -> None:
+    run_ranks(run_dropped, 2, backend=which)
+
+
+def run_all_dropped(comm: TorchComm) -> None:
+    """The factor and the work too: nobody waits, and the result is there."""
+    meeting = comm.split([0, 1])
+    assert meeting is not None
+    x = torch.full((1000,), 2.0)
+    if comm.get_rank() == 1:
+        meeting.barrier(False)
+    factor = torch.tensor([0.5])
+    ref = weakref.ref(factor)
+    comm.all_reduce(x, ReduceOp.PREMUL_SUM(factor), True)
+    del factor
+    if comm.get_rank() == 0:
+        assert alive([ref]) == [True]
+        meeting.barrier(False)
+    comm.barrier(False)
+    assert torch.equal(x, torch.full((1000,), 2.0))
+    assert_let_go([ref], "the factor")
+    meeting.finalize()
+
+
+@pytest.mark.parametrize("which", ["gloo", "local"])
+def test_a_factor_and_the_work_may_be_dropped(which: str) -> None:
+    run_ranks(run_all_dropped, 2, backend=which)
