@@ -85,6 +85,23 @@ def test_every_variable_is_read_or_accounted_for() -> None:
         assert (f'"{name}"' in read) != (name in not_here()), name
 
 
+def test_the_page_has_every_variable_that_is_read() -> None:
+    read = set(re.findall(r'"([A-Z][A-Z0-9_]+)"', ENV.read_text())) - {"SIGUSR1", "SIGUSR2"}
+    assert {"RANK", "TORCHCOMM_RANK", "TORCH_OVERLAP_TUNE_CACHE"} <= read
+    listed = PAGE.read_text().split("## Environment")[1] + PAGE.with_name("debugging.md").read_text()
+    assert [name for name in sorted(read) if f"`{name}" not in listed] == []
+
+
+def test_nothing_else_reads_a_variable() -> None:
+    package, programs = Path(torch_overlap.__file__).parent, ("bench", "testing")
+    python = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in programs]
+    native = [path for path in ENV.parents[1].rglob("*.*") if path.suffix in (".cpp", ".cu", ".h") and path != ENV]
+    reads = re.compile(r"\benviron\b|\bgetenv\b")
+    assert len(python) > 50
+    assert len(native) > 200
+    assert [path.name for path in (*python, *native) if reads.search(path.read_text())] == []
+
+
 def is_here(name: str) -> bool:
     missing = object()
     return functools.reduce(lambda o, part: getattr(o, part, missing), name.split("."), torch_overlap) is not missing
