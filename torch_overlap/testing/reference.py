@@ -14,10 +14,10 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.flo
 INTEGERS = (
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
-COMPLEX = (torch.complex64, torch.complex128)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 # What moves and is not reduced.
 OTHERS = (
-    torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
     torch.bits8, torch.bits16,
 )  # fmt: skip
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
@@ -117,7 +117,7 @@ def assert_reduced(got: Tensor, op: ReduceOp, inputs: Sequence[Tensor], factors:
         weight = sizes.prod(0) if op.type is RedOpType.PRODUCT else sizes.sum(0)
         if factors is not None:
             weight = weight * max(1.0, *(abs(factor) for factor in factors))
-        real = torch.float32 if dtype is torch.complex64 else torch.float64 if dtype is torch.complex128 else dtype
+        real = dtype.to_real()
         tolerance = 2 * (len(inputs) + 1) * torch.finfo(real).eps * weight + torch.finfo(real).tiny
         bad = ~((got.to(wide) - expected).abs() <= tolerance)  # also where it is NaN
     _fail_where(bad, got, expected, f"{op} of {len(inputs)} {dtype} inputs")

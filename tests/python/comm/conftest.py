@@ -1,25 +1,35 @@
 """The backends and sizes of the contract. Modules of this folder that are no tests can be imported, also on ranks."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 SIZES = (1, 2, 3, 4, 8)
-CPU = [("gloo", size) for size in SIZES[:-1]] + [("local", size) for size in SIZES]
-FAKE = [("fake", size) for size in SIZES]
-GPU = [pytest.param("nccl", size, marks=pytest.mark.gpu(size)) for size in SIZES]
+# gloo's ranks are processes: of eight, which are slow, test_values.py has some.
+SIZES_OF = {"gloo": (1, 2, 3, 4), "local": SIZES, "nccl": SIZES, "fake": SIZES}
+MOVE_DATA = ("gloo", "local", "nccl")
+
+
+def contract(backends: Iterable[str], sizes: Sequence[int]) -> list[Any]:
+    """Every backend in every size that both it and the test have."""
+    pairs = [(backend, size) for backend in backends for size in SIZES_OF[backend] if size in sizes]
+    return [pytest.param(*pair, marks=[pytest.mark.gpu(pair[1])] if pair[0] == "nccl" else []) for pair in pairs]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend, size`: every backend that moves data, in every size. `any_backend`: all four, in two ranks, or with
-    `any_size` in every size."""
+    `any_size` in every size. The mark `sizes` leaves some."""
+    mark = metafunc.definition.get_closest_marker("sizes")
+    sizes = mark.args if mark else SIZES
     if {"backend", "size"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("backend", "size"), [*CPU, *GPU])
+        metafunc.parametrize(("backend", "size"), contract(MOVE_DATA, sizes))
     if {"any_backend", "any_size"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("any_backend", "any_size"), [*CPU, *FAKE, *GPU])
+        metafunc.parametrize(("any_backend", "any_size"), contract(SIZES_OF, sizes))
     elif "any_backend" in metafunc.fixturenames:
         nccl = pytest.param("nccl", marks=pytest.mark.gpu(2))
         metafunc.parametrize("any_backend", ["gloo", "local", "fake", nccl])

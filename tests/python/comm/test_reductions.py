@@ -12,6 +12,7 @@ from torch_overlap.testing.reference import (
     DTYPES,
     FLOATS,
     INTEGERS,
+    OTHERS,
     assert_equal,
     assert_reduced,
     is_legal,
@@ -19,7 +20,7 @@ from torch_overlap.testing.reference import (
     rank_input,
 )
 
-SIZES = {"gloo": (2, 3), "local": (2, 3, 8), "fake": (1, 2, 3, 4, 8), "nccl": (2, 4)}
+SIZES = {"gloo": (1, 2, 3, 4), "local": (1, 2, 3, 4, 8), "fake": (1, 2, 3, 4, 8), "nccl": (1, 2, 3, 4, 8)}
 TRIPLES = [
     pytest.param(backend, size, op, marks=[pytest.mark.gpu(size)] if backend == "nccl" else [])
     for backend, sizes in SIZES.items()
@@ -81,12 +82,25 @@ def test_every_dtype_is_reduced_or_refused(which: str, ranks: int, op: RedOpType
     assert refused == [[str(dtype) for dtype in DTYPES if not is_legal(op, dtype)]] * ranks
 
 
+def run_others(comm: TorchComm, seed: int) -> None:
+    for dtype in OTHERS:
+        mine = rank_input(seed, comm.get_rank(), (8,), dtype).to(comm.get_device())
+        for kind in RedOpType:
+            with pytest.raises(InvalidTypeError, match=r"all_reduce: expected .*dtype"):
+                comm.all_reduce(mine, make_op(kind, 1.0), False)
+        assert_equal(mine, rank_input(seed, comm.get_rank(), (8,), dtype))
+
+
+def test_every_other_dtype_is_refused(any_backend: str, device: str, seed: int) -> None:
+    run_ranks(run_others, 2, seed, backend=any_backend, device=device)
+
+
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "errors.md"
 DTYPES_OF_ROWS = {
     "uint8/16/32/64, int8/16/32/64": INTEGERS,
     "bool": (torch.bool,),
     "float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2": FLOATS,
-    "complex64, complex128": COMPLEX,
+    "complex32, complex64, complex128": COMPLEX,
 }
 
 

@@ -64,9 +64,9 @@ def run_outsiders(comm: TorchComm, seed: int) -> None:
     comm.barrier(False).wait()
 
 
+@pytest.mark.sizes(3, 4, 8)
 def test_an_empty_list_gives_none(backend: str, size: int, device: str, seed: int) -> None:
-    if size > 2:
-        run_ranks(run_outsiders, size, seed, backend=backend, device=device)
+    run_ranks(run_outsiders, size, seed, backend=backend, device=device)
 
 
 def run_nested(comm: TorchComm, seed: int) -> None:
@@ -86,9 +86,9 @@ def run_nested(comm: TorchComm, seed: int) -> None:
     inner.finalize()
 
 
+@pytest.mark.sizes(4)
 def test_splits_of_splits(backend: str, size: int, device: str, seed: int) -> None:
-    if size == 4:
-        run_ranks(run_nested, size, seed, backend=backend, device=device)
+    run_ranks(run_nested, size, seed, backend=backend, device=device)
 
 
 NAMED = """

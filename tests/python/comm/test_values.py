@@ -223,10 +223,10 @@ def run_ring(comm: TorchComm, seed: int, async_op: bool) -> None:
         assert_equal(output, rank_input(seed, previous, (17,), dtype))
 
 
+@pytest.mark.sizes(2, 3, 4, 8)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_send_and_recv_around_a_ring(backend: str, size: int, device: str, seed: int, async_op: bool) -> None:
-    if size > 1:
-        run_ranks(run_ring, size, seed, async_op, backend=backend, device=device)
+    run_ranks(run_ring, size, seed, async_op, backend=backend, device=device)
 
 
 def run_order(comm: TorchComm, seed: int) -> None:
@@ -243,9 +243,9 @@ def run_order(comm: TorchComm, seed: int) -> None:
             assert_equal(output, tensor.cpu())
 
 
+@pytest.mark.sizes(2)
 def test_messages_between_two_ranks_stay_in_order(backend: str, size: int, device: str, seed: int) -> None:
-    if size == 2:
-        run_ranks(run_order, size, seed, backend=backend, device=device)
+    run_ranks(run_order, size, seed, backend=backend, device=device)
 
 
 def run_in_flight(comm: TorchComm, seed: int) -> None:
