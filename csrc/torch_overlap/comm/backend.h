@@ -133,6 +133,9 @@ struct BackendEntry {
   std::vector<c10::DeviceType> devices;
   // False: the backend talks to nobody, so making or splitting a communicator is not collective.
   bool has_peers = true;
+  // Looks at the hints of a communicator that is there already: one warning names those that the
+  // backend does not know, and a value that it cannot read throws. Null: it takes any.
+  std::function<void(const Hints&)> check_hints = nullptr;
 };
 
 // The registry. Names are lower case. Registering a name twice replaces the entry.

@@ -155,10 +155,9 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
       "batch_op_issue: expected as many sends to this rank as receives from it, got ",
       self_sends.size(), " and ", self_recvs.size());
   for (size_t i = 0; i < self_sends.size(); ++i) {
-    TORCH_OVERLAP_CHECK(self_sends[i]->tensor.nbytes() == self_recvs[i]->tensor.nbytes(), kValue,
-                        "batch_op_issue: expected a receive from this rank of ",
-                        self_sends[i]->tensor.nbytes(), " bytes, got ",
-                        self_recvs[i]->tensor.nbytes());
+    const at::Tensor& sent = self_sends[i]->tensor;
+    check.tensor_like(self_recvs[i]->tensor, sent, "a receive from this rank");
+    check.numel(self_recvs[i]->tensor, sent.numel(), "a receive from this rank");
   }
   Call call = make_call(OpName::batch_op_issue, Primitive::p2p);
   call.p2p = std::move(ops);

@@ -109,8 +109,17 @@ void TorchComm::set_timeout(Milliseconds timeout) {
   timeout_->store(bounded);
 }
 
+ResolvedOptions TorchComm::options_with(const Hints& hints) const {
+  ResolvedOptions merged = options();
+  merge_hints(merged, hints);
+  const auto entry = find_backend(backend_name_);
+  if (entry && entry->check_hints) entry->check_hints(merged.hints);
+  return merged;
+}
+
 void TorchComm::set_hints(const Hints& hints) {
   require_not_finalized("set_hints");
+  (void)options_with(hints);  // throws on one that cannot be read
   change([&](Membership& members) { merge_hints(members.context.options, hints); });
 }
 
@@ -126,8 +135,7 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
                       "reconfigure: expected a timeout >= 0, got ", options.timeout.count(), " ms");
   const auto handles = handle_list(options);
   check_handles(handles, init_handle_);
-  ResolvedOptions merged = before->context.options;
-  merge_hints(merged, options.hints);  // throws on one that does not parse
+  (void)options_with(options.hints);  // throws on one that cannot be read
 
   State expected = State::kActive;
   if (!state_.compare_exchange_strong(expected, State::kReconfiguring)) {

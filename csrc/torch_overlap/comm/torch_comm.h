@@ -284,6 +284,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   void change(const Change& apply);
   std::shared_ptr<Membership> next_generation(const ReconfigureOptions& options,
                                               const std::vector<std::string>& handles);
+  // The options with `hints` over them. Warns of hints that the backend does not know.
+  ResolvedOptions options_with(const Hints& hints) const;
   Checker checker(std::string_view op) const;
   std::string out_of_step(uint64_t generation);
   void abort_by(void (Backend::*end)());

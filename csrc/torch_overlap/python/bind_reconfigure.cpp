@@ -76,12 +76,17 @@ void register_reconfigure(py::module_& module) {
       .def(
           "set_hints",
           [](TorchComm& self, const py::handle& hints) {
-            self.set_hints(to_hints("set_hints", hints));
+            const Hints given = to_hints("set_hints", hints);
+            without_gil([&] {
+              self.set_hints(given);
+              return true;
+            });
           },
           py::arg("hints"),
           "Puts hints over those given before. Those that the backend's library takes when it "
-          "makes "
-          "a communicator have their effect in later children, and after reconfigure().");
+          "makes a communicator have their effect in later children, and after reconfigure(). One "
+          "warning names those that the backend does not know; a value that it cannot read raises, "
+          "and changes nothing.");
 }
 
 }  // namespace torch_overlap::python

@@ -79,7 +79,7 @@ const ReduceOp& to_reduce_op(std::string_view name, py::handle op) {
   if (__builtin_expect(!op.is_none() && caster.load(op, /*convert=*/false), 1)) {
     return py::detail::cast_op<const ReduceOp&>(caster);
   }
-  TORCH_OVERLAP_CHECK(!PyCallable_Check(op.ptr()), kType, name,
+  TORCH_OVERLAP_CHECK(!PyCallable_Check(op.ptr()) || PyType_Check(op.ptr()), kType, name,
                       ": expected a ReduceOp, got the function ReduceOp.PREMUL_SUM; write "
                       "ReduceOp.PREMUL_SUM(factor) with a number or a one-element tensor");
   fail(ErrorKind::kType, name, ": expected a ReduceOp, got ", describe(op),

@@ -127,6 +127,19 @@ def test_hints_say_where_to_listen(hints: dict[str, str]) -> None:
     run_ranks(_listen_somewhere, 2, hints, backend="gloo")
 
 
+def _listen_although(rank: int, size: int, store: Any) -> None:
+    for hints in ({"hostname": "127.0.0.1"}, {"interface": "lo"}):
+        with to.new_comm("gloo", "cpu", "hinted", store=store, rank=rank, size=size, hints=hints) as comm:
+            x = torch.ones(3)
+            comm.all_reduce(x, to.ReduceOp.SUM, False)
+            assert torch.equal(x, torch.full((3,), float(size)))
+
+
+@pytest.mark.parametrize("variable", ["TORCHCOMM_GLOO_HOSTNAME", "TORCHCOMM_GLOO_INTERFACE"])
+def test_a_hint_wins_over_the_environment(variable: str) -> None:
+    run_ranks(_listen_although, 2, comm=False, env={variable: "nowhere"})
+
+
 def _two_places(comm: Any) -> str:
     return _message(lambda: comm.split([0], hints={"hostname": "127.0.0.1", "interface": "lo"}))
 

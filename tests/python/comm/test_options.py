@@ -1,13 +1,17 @@
 """Options have effects: timeouts fire, hints are read, precedence holds. What is stored is not enough."""
 
+import functools
 import inspect
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from comm_calls import LARGE, arguments
+from torch.distributed import Store
 
 import torch_overlap as to
 from torch_overlap import CommOptions, InvalidTypeError, InvalidValueError, OperationTimeoutError, ReduceOp, TorchComm
@@ -18,7 +22,6 @@ SHORT = timedelta(milliseconds=300)
 # Generous: what is asked is which of two far apart limits fired. Without SHORT it is the communicator's, of 100 s.
 LONG_SECONDS = 40
 PATIENT_RANKS = 200
-LARGE = 1 << 16  # elements: more than a transport takes before the peer asks for them
 
 
 def alone(comm: TorchComm, **split: object) -> TorchComm:
@@ -125,7 +128,17 @@ def run_environment_timeout(rank: int, size: int, store: object) -> None:
     assert comm.get_options().timeout == timedelta(seconds=30)
     assert dict(comm.get_options().hints) == {"a_hint": "y", "another": "x"}
     assert dict(wins.hints)["a_hint"] == "of the options"
+    assert comm.get_options().abort_process_on_timeout_or_error is False
     comm.finalize()
+    wins.hints = {}
+    wins.abort_process_on_timeout_or_error = True
+    given: dict[str, Any] = {"options": wins, "store": store, "rank": rank, "size": size}
+    with to.new_comm("gloo", "cpu", "options", **given) as comm:
+        assert comm.get_options().abort_process_on_timeout_or_error is True
+    given |= {"timeout": timedelta(seconds=20), "abort_process_on_timeout_or_error": False}
+    with to.new_comm("gloo", "cpu", "arguments", **given) as comm:
+        assert comm.get_options().timeout == timedelta(seconds=20)
+        assert comm.get_options().abort_process_on_timeout_or_error is False
 
 
 def test_arguments_override_options_override_the_environment() -> None:
@@ -151,8 +164,8 @@ def test_defaults_are_those_of_the_documentation(monkeypatch: pytest.MonkeyPatch
 def test_enable_reconfigure_comes_from_the_argument_or_the_options() -> None:
     options = CommOptions()
     options.enable_reconfigure = True
-    for arguments in ({"enable_reconfigure": True}, {"options": options}):
-        with to.new_comm("fake", "cpu", rank=0, size=1, **arguments) as comm:
+    for given in ({"enable_reconfigure": True}, {"options": options}):
+        with to.new_comm("fake", "cpu", rank=0, size=1, **given) as comm:
             assert comm.get_options().enable_reconfigure
     with to.new_comm("fake", "cpu", rank=0, size=1, options=options, enable_reconfigure=False) as comm:
         assert not comm.get_options().enable_reconfigure
@@ -187,34 +200,25 @@ def test_the_table_has_every_class() -> None:
     assert set(CLASSES.values()) == exported - of_a_communicator
 
 
-def arguments(comm: TorchComm) -> dict[str, tuple[Any, ...]]:
-    """Of every operation in two ranks, before async_op: roots and peers so that rank 0 waits for rank 1."""
-    x, peer = torch.ones(LARGE), 1 - comm.get_rank()
-    rows, flat = [x.clone() for _ in range(2)], x.repeat(2)
-    p2p = [("send", (x, peer)), ("recv", (x.clone(), peer))]
-    return {
-        **dict(p2p if peer else reversed(p2p)),
-        "broadcast": (x, 1), "all_reduce": (x, ReduceOp.SUM), "reduce": (x, 0, ReduceOp.SUM), "barrier": (),
-        "all_gather": (rows, x), "all_gather_v": (rows, x), "all_gather_single": (flat, x), "gather": (rows, x, 0),
-        "gather_single": (flat, x, 0), "reduce_scatter": (x, rows, ReduceOp.SUM),
-        "reduce_scatter_v": (x, rows, ReduceOp.SUM), "reduce_scatter_single": (x, flat, ReduceOp.SUM),
-        "scatter": (x, rows, 1), "all_to_all": (rows, [row.clone() for row in rows]),
-        "all_to_all_single": (flat, flat.clone()), "all_to_all_v_single": (flat, flat.clone(), [], []),
-    }  # fmt: skip
+def operations(comm: TorchComm) -> dict[str, Callable[..., to.TorchWork]]:
+    """Every operation, with all but async_op and its options."""
+    x, peer = torch.ones(LARGE, device=comm.get_device()), 1 - comm.get_rank()
+
+    def batch(async_op: bool, **given: Any) -> to.TorchWork:
+        ops = comm.batch_op_create()
+        ops.send(x, peer)
+        ops.recv(x.clone(), peer)
+        return ops.issue(async_op, **given)
+
+    calls: dict[str, Callable[..., to.TorchWork]] = {
+        name: functools.partial(getattr(comm, name), *args) for name, args in arguments(comm).items()
+    }
+    return {**calls, "batch_op_issue": batch}
 
 
 def run_timeout_of_the_class(comm: TorchComm, name: str) -> None:
     options = getattr(to, CLASSES[name])(timeout=SHORT)
-
-    def call(child: TorchComm) -> None:
-        if name == "batch_op_issue":
-            batch = child.batch_op_create()
-            batch.recv(torch.ones(3), 1)
-            batch.issue(False, options).wait()
-        else:
-            getattr(child, name)(*arguments(child)[name], False, options=options).wait()
-
-    expect_timeout(comm, alone(comm), call)
+    expect_timeout(comm, alone(comm), lambda child: operations(child)[name](False, options=options).wait())
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -224,38 +228,92 @@ def test_the_timeout_of_every_options_class_fires(which: str, name: str) -> None
 
 
 def run_every_class(comm: TorchComm) -> None:
-    for name, args in arguments(comm).items():
+    assert operations(comm).keys() == CLASSES.keys()
+    for name, call in operations(comm).items():
         kind = getattr(to, CLASSES[name])
         options = kind(hints={"is_high_priority_stream": "true"}, timeout=timedelta(seconds=60))
         assert options.timeout == timedelta(seconds=60)
         assert dict(options.hints) == {"is_high_priority_stream": "true"}
-        getattr(comm, name)(*args, False, options=options).wait()
-        getattr(comm, name)(*args, async_op=True, hints=options.hints, timeout=options.timeout).wait()
+        call(False, options=options).wait()
+        call(async_op=True, hints=options.hints, timeout=options.timeout).wait()
         bad = {"is_high_priority_stream": "perhaps"}
         for how in ({"hints": bad}, {"options": kind(hints=bad)}):
             with pytest.raises(InvalidValueError, match="is_high_priority_stream"):
-                getattr(comm, name)(*args, False, **how)
+                call(False, **how)
         wrong = to.SendOptions() if kind is not to.SendOptions else to.RecvOptions()
         with pytest.raises(InvalidTypeError, match=f"{name}: expected options as .*{kind.__name__}, got"):
-            getattr(comm, name)(*args, False, options=wrong)
+            call(False, options=wrong)
         with pytest.raises(InvalidValueError, match=f"{name}: expected a timeout >= 0"):
-            getattr(comm, name)(*args, False, timeout=timedelta(seconds=-1))
+            call(False, timeout=timedelta(seconds=-1))
 
 
-def test_every_operation_takes_its_own_options(any_backend: str) -> None:
-    if any_backend != "nccl":
-        run_ranks(run_every_class, 2, backend=any_backend)
+def test_every_operation_takes_its_own_options(any_backend: str, device: str) -> None:
+    run_ranks(run_every_class, 2, backend=any_backend, device=device)
 
 
-def test_unknown_hints_are_named_in_one_warning() -> None:
-    def body(comm: TorchComm) -> None:
-        with pytest.warns(UserWarning, match="unknown hints are ignored: .*no_such_hint_1"):
-            comm.barrier(False, hints={"no_such_hint_1": "x"})
+def run_unknown_hints(comm: TorchComm, name: str) -> None:
+    """A name is warned of once in a process, whichever communicator gets it."""
+
+    def reconfigure(hints: dict[str, str]) -> None:
+        comm.reconfigure(1, [comm.get_init_handle()], hints=hints)
+
+    def make(hints: dict[str, str]) -> None:
+        kind, where = comm.get_backend(), comm.get_device()
+        to.new_comm(kind, where, store=torch.distributed.HashStore(), rank=0, size=1, hints=hints).finalize()
+
+    def split(hints: dict[str, str]) -> None:
+        child = comm.split([0], hints=hints)
+        assert child is not None
+        child.finalize()
+
+    ways = {
+        "operation": lambda hints: comm.barrier(False, hints=hints).wait(),
+        "new_comm": make, "split": split, "set_hints": comm.set_hints, "reconfigure": reconfigure,
+    }  # fmt: skip
+    for way, call in ways.items():
+        hints = {f"{name}_{way}_{i}": "x" for i in range(2)}
+        with pytest.warns(UserWarning, match="hints are ignored") as caught:
+            call(hints)
+        assert len(caught) == 1, way
+        where = "operation" if way == "operation" else comm.get_backend()
+        assert f"{where}: unknown hints are ignored: [{', '.join(hints)}]" in str(caught[0].message)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            comm.barrier(False, hints={"no_such_hint_1": "x"})
+            if way != "reconfigure":
+                call(hints)
 
-    run_ranks(body, 1, backend="fake")
+
+def run_unknown_hints_here(rank: int, size: int, store: Store, backend: str, device: str, name: str) -> None:
+    comm = to.new_comm(backend, device, store=store, rank=rank, size=size, enable_reconfigure=True)
+    run_unknown_hints(comm, name)
+    comm.finalize()
+
+
+def test_unknown_hints_are_named_in_one_warning(any_backend: str, device: str, seed: int) -> None:
+    run_ranks(run_unknown_hints_here, 1, any_backend, device, f"hint_{seed}", comm=False)
+
+
+UNREADABLE = {
+    "fake": {"is_high_priority_stream": "perhaps"},
+    "gloo": {"hostname": "127.0.0.1", "interface": "lo"},
+    "local": {"local::delay": "soon"},
+    "nccl": {"minCTAs": "many"},
+}
+
+
+def run_unreadable_hints(rank: int, size: int, store: Store, backend: str, device: str) -> None:
+    hints = UNREADABLE[backend]
+    comm = to.new_comm(backend, device, store=store, rank=rank, size=size, enable_reconfigure=True)
+    for call in (comm.set_hints, lambda hints: comm.reconfigure(1, [comm.get_init_handle()], hints=hints)):
+        with pytest.raises(InvalidValueError):
+            call(hints)
+        assert not hints.keys() & dict(comm.get_options().hints).keys()
+        comm.barrier(False).wait()  # as it was
+    comm.finalize()
+
+
+def test_hints_that_cannot_be_read_change_nothing(any_backend: str, device: str) -> None:
+    run_ranks(run_unreadable_hints, 1, any_backend, device, comm=False)
 
 
 def test_hints_that_are_arguments_override_the_options() -> None:

@@ -56,6 +56,8 @@ def test_a_premul_sum_needs_a_factor() -> None:
 def run_bare_name(comm: TorchComm) -> None:
     with pytest.raises(InvalidTypeError, match=r"all_reduce: expected a ReduceOp, .*ReduceOp.PREMUL_SUM\(factor\)"):
         comm.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM, False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="all_reduce: expected a ReduceOp, got <class"):
+        comm.all_reduce(torch.ones(1), ReduceOp, False)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="reduce: expected a ReduceOp, got 'sum'"):
         comm.reduce(torch.ones(1), 0, "sum", False)  # type: ignore[arg-type]
 

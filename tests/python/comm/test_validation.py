@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_overlap import Error, InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, symmetric_empty
+from torch_overlap import (
+    BatchSendRecv,
+    Error,
+    InvalidTypeError,
+    InvalidValueError,
+    ReduceOp,
+    TorchComm,
+    symmetric_empty,
+)
 from torch_overlap.testing import run_ranks
 
 Mistake = tuple[str, type[Error], Callable[[TorchComm, Tensor], object]]
@@ -18,35 +26,49 @@ FOUR_BITS = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 EXPONENTS = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _pair(tensor: Tensor) -> list[Tensor]:
-    return [tensor.clone(), tensor.clone()]
+def _each(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
+    """One for each rank."""
+    return [tensor.clone() for _ in range(comm.get_size())]
 
 
-# What is wrong, the error, and the call. `x` is a good tensor of 4 floats; there are two ranks.
+def _too_many(comm: TorchComm, tensor: Tensor) -> list[Tensor]:
+    return [*_each(comm, tensor), tensor]
+
+
+def _first(comm: TorchComm, count: int) -> list[int]:
+    """Split sizes: all to rank 0."""
+    return [count] + [0] * (comm.get_size() - 1)
+
+
+def _next(comm: TorchComm) -> int:
+    return (comm.get_rank() + 1) % comm.get_size()
+
+
+# What is wrong, the error, and the call. `x` is a good tensor of 4 floats; `n` ranks have `all` of them.
 MISTAKES: list[Mistake] = [
     # ranks
-    ("dst", InvalidValueError, lambda c, x: c.send(x, 2, False)),
+    ("dst", InvalidValueError, lambda c, x: c.send(x, c.get_size(), False)),
     ("dst", InvalidValueError, lambda c, x: c.send(x, -1, True)),
     ("dst", InvalidValueError, lambda c, x: c.send(x, c.get_rank(), False)),
-    ("src", InvalidValueError, lambda c, x: c.recv(x, 7, False)),
-    ("root", InvalidValueError, lambda c, x: c.broadcast(x, 2, False)),
+    ("src", InvalidValueError, lambda c, x: c.recv(x, c.get_size() + 5, False)),
+    ("root", InvalidValueError, lambda c, x: c.broadcast(x, c.get_size(), False)),
     ("root", InvalidValueError, lambda c, x: c.reduce(x, -1, SUM, False)),
-    ("root", InvalidValueError, lambda c, x: c.gather(_pair(x), x, 2, False)),
-    ("root", InvalidValueError, lambda c, x: c.gather_single(x, x, 2, False)),
-    ("root", InvalidValueError, lambda c, x: c.scatter(x, _pair(x), 2, False)),
+    ("root", InvalidValueError, lambda c, x: c.gather(_each(c, x), x, c.get_size(), False)),
+    ("root", InvalidValueError, lambda c, x: c.gather_single(x, x, c.get_size(), False)),
+    ("root", InvalidValueError, lambda c, x: c.scatter(x, _each(c, x), c.get_size(), False)),
     # layout
     ("contiguous", InvalidValueError, lambda c, x: c.all_reduce(torch.ones(4, 4).t(), SUM, False)),
-    ("contiguous", InvalidValueError, lambda c, x: c.send(torch.ones(4, 4)[:, 0], 1 - c.get_rank(), False)),
-    ("contiguous", InvalidValueError, lambda c, x: c.all_gather([x, torch.ones(8)[::2]], x, False)),
+    ("contiguous", InvalidValueError, lambda c, x: c.send(torch.ones(4, 4)[:, 0], _next(c), False)),
+    ("contiguous", InvalidValueError, lambda c, x: c.all_gather([*_each(c, x)[1:], torch.ones(8)[::2]], x, False)),
     ("dense", InvalidTypeError, lambda c, x: c.broadcast(x.to_sparse(), 0, False)),
     ("plain memory", InvalidValueError, lambda c, x: c.broadcast(torch.ones(2, dtype=torch.cfloat).conj(), 0, False)),
     # device
     ("on cpu", InvalidTypeError, lambda c, x: c.all_reduce(x.to("meta"), SUM, False)),
     ("on cpu", InvalidTypeError, lambda c, x: c.all_gather_single(torch.ones(8, device="meta"), x, False)),
     # dtype
-    ("dtype", InvalidTypeError, lambda c, x: c.all_gather(_pair(x.double()), x, False)),
+    ("dtype", InvalidTypeError, lambda c, x: c.all_gather(_each(c, x.double()), x, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_gather_single(torch.ones(8).half(), x, False)),
-    ("dtype", InvalidTypeError, lambda c, x: c.reduce_scatter(x, _pair(x.int()), SUM, False)),
+    ("dtype", InvalidTypeError, lambda c, x: c.reduce_scatter(x, _each(c, x.int()), SUM, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_to_all_single(x.int(), x, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x, ReduceOp.BAND, False)),
     ("dtype", InvalidTypeError, lambda c, x: c.all_reduce(x.bool(), ReduceOp.AVG, False)),
@@ -56,36 +78,39 @@ MISTAKES: list[Mistake] = [
     ("a number dtype", InvalidTypeError, lambda c, x: c.all_reduce(FOUR_BITS.to(x.device), ReduceOp.MAX, False)),
     ("a number dtype", InvalidTypeError, lambda c, x: c.reduce(EXPONENTS.to(x.device), 0, SUM, True)),
     # sizes
-    ("2 tensors", InvalidValueError, lambda c, x: c.all_gather([x], x, False)),
-    ("4 elements", InvalidValueError, lambda c, x: c.all_gather([x, torch.ones(5)], x, False)),
-    ("8 elements", InvalidValueError, lambda c, x: c.all_gather_single(torch.ones(4), x, False)),
-    ("elements", InvalidValueError, lambda c, x: c.all_gather_v([torch.ones(3)] * 2, x, False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.reduce_scatter(x, [x] * 3, SUM, False)),
-    ("4 elements", InvalidValueError, lambda c, x: c.reduce_scatter(x, [torch.ones(5)] * 2, SUM, False)),
-    ("elements", InvalidValueError, lambda c, x: c.reduce_scatter_v(x, [torch.ones(5)] * 2, SUM, False)),
-    ("8 elements", InvalidValueError, lambda c, x: c.reduce_scatter_single(x, x, SUM, False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.scatter(x, [x], c.get_rank(), False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.scatter(x, None, c.get_rank(), False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.gather([x], x, c.get_rank(), False)),
-    ("8 elements", InvalidValueError, lambda c, x: c.gather_single(x, x, c.get_rank(), False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.all_to_all([], [x, x], False)),
-    ("2 tensors", InvalidValueError, lambda c, x: c.all_to_all([x, x], [x], False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.all_gather(_too_many(c, x), x, False)),
+    ("4 elements", InvalidValueError, lambda c, x: c.all_gather([*_each(c, x)[1:], torch.ones(5)], x, False)),
+    ("{all} elements", InvalidValueError, lambda c, x: c.all_gather_single(torch.ones(3), x, False)),
+    ("elements", InvalidValueError, lambda c, x: c.all_gather_v(_each(c, torch.ones(3)), x, False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.reduce_scatter(x, _too_many(c, x), SUM, False)),
+    ("4 elements", InvalidValueError, lambda c, x: c.reduce_scatter(x, _each(c, torch.ones(5)), SUM, False)),
+    ("elements", InvalidValueError, lambda c, x: c.reduce_scatter_v(x, _each(c, torch.ones(5)), SUM, False)),
+    ("{all} elements", InvalidValueError, lambda c, x: c.reduce_scatter_single(x, torch.ones(3), SUM, False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.scatter(x, _too_many(c, x), c.get_rank(), False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.scatter(x, None, c.get_rank(), False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.gather(_too_many(c, x), x, c.get_rank(), False)),
+    ("{all} elements", InvalidValueError, lambda c, x: c.gather_single(torch.ones(3), x, c.get_rank(), False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.all_to_all([], _each(c, x), False)),
+    ("{n} tensors", InvalidValueError, lambda c, x: c.all_to_all(_each(c, x), _each(c, x)[1:], False)),
     ("elements", InvalidValueError, lambda c, x: c.all_to_all_single(torch.ones(2), x, False)),
-    ("divisible", InvalidValueError, lambda c, x: c.all_to_all_single(torch.ones(3), torch.ones(3), False)),
-    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, [4], [2, 2], False)),
-    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, [2, 2], [2, 3], False)),
-    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, [2, 2], [5, -1], False)),
+    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, [4] * 9, _first(c, 4), False)),
+    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, _first(c, 4), _first(c, 5), False)),
+    ("split sizes", InvalidValueError, lambda c, x: c.all_to_all_v_single(x, x, _first(c, 4), _first(c, -1), False)),
     # options
     ("timedelta", InvalidTypeError, lambda c, x: c.all_reduce(x, SUM, False, timeout=5)),
     ("dict of strings", InvalidTypeError, lambda c, x: c.all_reduce(x, SUM, False, hints={"a": 1})),
     ("dict of strings", InvalidTypeError, lambda c, x: c.all_reduce(x, SUM, False, hints="fast")),
     ("AllReduceOptions", InvalidTypeError, lambda c, x: c.all_reduce(x, SUM, False, options=object())),
 ]
+# Three elements for an even number of ranks.
+OF_EVEN: list[Mistake] = [
+    ("divisible by {n}", InvalidValueError, lambda c, x: c.all_to_all_single(x[1:], x[:-1].clone(), False)),
+]
 
 
 def run_mistakes(comm: TorchComm) -> None:
-    device = comm.get_device()
-    for number, (what, kind, call) in enumerate(MISTAKES):
+    size, device = comm.get_size(), comm.get_device()
+    for number, (what, kind, call) in enumerate(MISTAKES + ([] if size % 2 else OF_EVEN)):
         if device.type != "cpu" and what == "on cpu":
             continue
         x = torch.arange(4.0, device=device)
@@ -93,7 +118,7 @@ def run_mistakes(comm: TorchComm) -> None:
         with torch.device(device), pytest.raises(kind) as caught:
             call(comm, x)
         message = f"mistake {number}: {caught.value}"
-        assert what in str(caught.value), message
+        assert what.format(n=size, all=4 * size) in str(caught.value), message
         assert re.match(r"^[a-z_]+: expected .*, got ", str(caught.value), re.S), message
         assert isinstance(caught.value, RuntimeError), message
         assert isinstance(caught.value, ValueError if kind is InvalidValueError else TypeError), message
@@ -101,34 +126,59 @@ def run_mistakes(comm: TorchComm) -> None:
     comm.barrier(False).wait()
 
 
-def test_mistakes_raise_at_once_and_send_nothing(any_backend: str, device: str) -> None:
-    run_ranks(run_mistakes, 2, backend=any_backend, device=device)
+def test_mistakes_raise_at_once_and_send_nothing(any_backend: str, any_size: int, device: str) -> None:
+    run_ranks(run_mistakes, any_size, backend=any_backend, device=device)
+
+
+Add = Callable[[BatchSendRecv, TorchComm, Tensor], object]
+
+
+def _to_itself(sent: Tensor, received: Tensor) -> Add:
+    def add(batch: BatchSendRecv, comm: TorchComm, x: Tensor) -> None:
+        batch.send(sent.to(x.device), comm.get_rank())
+        batch.recv(received.to(x.device), comm.get_rank())
+
+    return add
+
+
+# What is wrong, the error, and what is added to a batch that has a good send and a good receive.
+MISTAKES_IN_A_BATCH: list[tuple[str, type[Error], Add]] = [
+    ("peer in [0, {n}), got -1", InvalidValueError, lambda b, c, x: b.recv(x, -1)),
+    ("peer in [0, {n}), got {n}", InvalidValueError, lambda b, c, x: b.send(x, c.get_size())),
+    ("as many sends to this rank", InvalidValueError, lambda b, c, x: b.send(x, c.get_rank())),
+    ("as many sends to this rank", InvalidValueError, lambda b, c, x: b.recv(x, c.get_rank())),
+    ("tensor on ", InvalidTypeError, lambda b, c, x: b.send(x.to("meta"), _next(c))),
+    ("tensor on ", InvalidTypeError, lambda b, c, x: b.recv(x.to("meta"), _next(c))),
+    ("a contiguous tensor", InvalidValueError, lambda b, c, x: b.send(x.expand(3, 4), _next(c))),
+    ("a contiguous tensor", InvalidValueError, lambda b, c, x: b.recv(x[::2], _next(c))),
+    ("a dense tensor", InvalidTypeError, lambda b, c, x: b.send(x.to_sparse(), _next(c))),
+    ("of dtype Float, got Int", InvalidTypeError, _to_itself(torch.ones(4), torch.ones(4, dtype=torch.int32))),
+    ("of 4 elements, got 5", InvalidValueError, _to_itself(torch.ones(4), torch.ones(5))),
+]
 
 
 def run_batch_mistakes(comm: TorchComm) -> None:
-    x = torch.ones(3, device=comm.get_device())
-    rank, peer = comm.get_rank(), 1 - comm.get_rank()
     with pytest.raises(InvalidValueError, match="batch_op_issue: expected at least one"):
         comm.batch_op_create().issue(False)
-    for bad_peer in (-1, 2):
+    size, rank = comm.get_size(), comm.get_rank()
+    for number, (what, kind, add) in enumerate(MISTAKES_IN_A_BATCH):
+        x = torch.arange(4.0, device=comm.get_device())
+        out = torch.full_like(x, 9)
         batch = comm.batch_op_create()
-        batch.send(x, peer)
-        batch.recv(x, bad_peer)
-        with pytest.raises(InvalidValueError, match=r"expected peer in \[0, 2\)"):
-            batch.issue(True)
-    batch = comm.batch_op_create()
-    batch.send(x, rank)
-    with pytest.raises(InvalidValueError, match="expected as many sends to this rank"):
-        batch.issue(False)
-    batch = comm.batch_op_create()
-    batch.send(x.to("meta"), peer)
-    with pytest.raises(InvalidTypeError, match="expected tensor on"):
-        batch.issue(False)
+        batch.send(x, _next(comm))
+        batch.recv(out, (rank - 1) % size)
+        add(batch, comm, x)
+        with pytest.raises(kind) as caught:
+            batch.issue(bool(number % 2))
+        message = f"mistake {number}: {caught.value}"
+        assert str(caught.value).startswith("batch_op_issue: expected "), message
+        assert what.format(n=size) in str(caught.value), message
+        assert (out == 9).all(), message
     comm.barrier(False).wait()
 
 
-def test_mistakes_in_a_batch_raise_at_issue(any_backend: str, device: str) -> None:
-    run_ranks(run_batch_mistakes, 2, backend=any_backend, device=device)
+def test_mistakes_in_a_batch_raise_at_issue(any_backend: str, any_size: int, device: str) -> None:
+    run_ranks(run_batch_mistakes, any_size, backend=any_backend, device=device)
 
 
 def run_another_device(comm: TorchComm) -> None:

@@ -289,9 +289,11 @@ def test_the_timeout_and_the_hints_can_be_set() -> None:
     comm = fake()
     comm.set_timeout(timedelta(seconds=3))
     assert comm.get_options().timeout == timedelta(seconds=3)
-    comm.set_hints({"is_high_priority_stream": "true", "key": "value"})
+    with pytest.warns(UserWarning, match=r"unknown hints are ignored: \[key\]"):
+        comm.set_hints({"is_high_priority_stream": "true", "key": "value"})
     assert comm.get_options().is_high_priority_stream
-    comm.set_hints({"other": "1"})
+    with pytest.warns(UserWarning, match=r"unknown hints are ignored: \[other\]"):
+        comm.set_hints({"other": "1"})
     assert dict(comm.get_options().hints) == {"key": "value", "other": "1"}
     with pytest.raises(to.InvalidValueError, match="set_timeout: expected a timeout of at least 1 ms"):
         comm.set_timeout(timedelta(0))

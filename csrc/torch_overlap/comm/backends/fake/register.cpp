@@ -8,7 +8,8 @@ const BackendRegistration fake_registration(
                return std::make_shared<FakeBackend>(context);
              },
              .devices = {c10::kCPU, c10::kCUDA, c10::kMeta},
-             .has_peers = false});
+             .has_peers = false,
+             .check_hints = [](const Hints& hints) { warn_unknown_hints(hints, "fake"); }});
 
 }  // namespace
 }  // namespace torch_overlap

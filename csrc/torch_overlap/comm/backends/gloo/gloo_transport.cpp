@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/hash.h>
+#include <torch/version.h>
 
 #include <algorithm>
 
@@ -64,7 +65,8 @@ class GlooTransport::Posted final : public Transfer {
 GlooTransport::GlooTransport(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 GlooTransport::~GlooTransport() = default;
 
-std::string GlooTransport::version() const { return "torch"; }
+// gloo counts none: torch's is the one that it comes with.
+std::string GlooTransport::version() const { return "torch " TORCH_VERSION; }
 
 std::unique_ptr<Transfer> GlooTransport::send(const Message& message) {
   return post(message, /*is_send=*/true);

@@ -34,29 +34,42 @@ GlooFactory require_factory() {
   return holder().factory;
 }
 
-std::optional<std::string> take(Hints& hints, const char* key,
-                                const std::optional<std::string>& from_environment) {
+std::optional<std::string> take(Hints& hints, const char* key) {
   const auto found = hints.find(key);
-  if (found == hints.end()) return from_environment;
+  if (found == hints.end()) return std::nullopt;
   auto value = std::move(found->second);
   hints.erase(found);
   return value;
 }
 
-GlooRequest make_request(const BackendContext& context) {
-  const Env env = Env::read();
-  Hints hints = context.options.hints;
-  GlooRequest request{.store = context.store,
-                      .rank = context.rank,
-                      .size = context.size,
-                      .timeout = context.options.timeout,
-                      .hostname = take(hints, "hostname", env.gloo_hostname),
-                      .interface = take(hints, "interface", env.gloo_interface)};
+// Where to listen: at most one of them is set.
+struct Place {
+  std::optional<std::string> hostname;
+  std::optional<std::string> interface;
+};
+
+// A hint of either kind wins over the environment's.
+Place find_place(Hints hints) {
+  Place place{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
   warn_unknown_hints(hints, "gloo");
-  TORCH_OVERLAP_CHECK(!request.hostname || !request.interface, kValue,
-                      "new_comm: expected a hostname or an interface for gloo, got both ('",
-                      *request.hostname, "' and '", *request.interface, "')");
-  return request;
+  if (!place.hostname && !place.interface) {
+    const Env env = Env::read();
+    place = {.hostname = env.gloo_hostname, .interface = env.gloo_interface};
+  }
+  TORCH_OVERLAP_CHECK(!place.hostname || !place.interface, kValue,
+                      "gloo: expected a hostname or an interface to listen on, got both ('",
+                      *place.hostname, "' and '", *place.interface, "')");
+  return place;
+}
+
+GlooRequest make_request(const BackendContext& context) {
+  Place place = find_place(context.options.hints);
+  return {.store = context.store,
+          .rank = context.rank,
+          .size = context.size,
+          .timeout = context.options.timeout,
+          .hostname = std::move(place.hostname),
+          .interface = std::move(place.interface)};
 }
 
 // gloo's own timeout is one of each attempt to reach each rank.
@@ -87,7 +100,8 @@ std::shared_ptr<Backend> make_gloo_backend(const BackendContext& context) {
 }
 
 const BackendRegistration gloo_registration("gloo", {.make = make_gloo_backend,
-                                                     .devices = {c10::kCPU, c10::kCUDA}});
+                                                     .devices = {c10::kCPU, c10::kCUDA},
+                                                     .check_hints = find_place});
 
 }  // namespace
 

@@ -71,18 +71,23 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
   return mailbox;
 }
 
-std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
-  Hints hints = context.options.hints;
+Faults find_faults(Hints hints) {
   Faults faults = Faults::take(hints);
   warn_unknown_hints(hints, "local");
+  return faults;
+}
+
+std::shared_ptr<Backend> make_local_backend(const BackendContext& context) {
+  Faults faults = find_faults(context.options.hints);
   auto mailbox = context.rank == 0 ? make_mailbox(context) : find_mailbox(context);
   auto transport =
       std::make_unique<LocalTransport>(std::move(mailbox), context.rank, std::move(faults));
   return std::make_shared<HostBackend>(context, std::move(transport), make_local_backend);
 }
 
-const BackendRegistration local_registration("local",
-                                             {.make = make_local_backend, .devices = {c10::kCPU}});
+const BackendRegistration local_registration("local", {.make = make_local_backend,
+                                                       .devices = {c10::kCPU},
+                                                       .check_hints = find_faults});
 
 }  // namespace
 }  // namespace torch_overlap

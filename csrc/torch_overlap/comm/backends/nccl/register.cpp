@@ -1,6 +1,7 @@
 #include <c10/util/Exception.h>
 
 #include "torch_overlap/comm/backends/nccl/backend.h"
+#include "torch_overlap/comm/backends/nccl/config.h"
 
 namespace torch_overlap {
 namespace {
@@ -15,8 +16,18 @@ std::shared_ptr<Backend> make_ncclx(const BackendContext& context) {
   return make_nccl(context);
 }
 
-const BackendRegistration nccl("nccl", {make_nccl, {c10::kCUDA}});
-const BackendRegistration ncclx("ncclx", {make_ncclx, {c10::kCUDA}});
+void check_hints(const Hints& hints) {
+  const NcclConfig config(NcclApi::loaded(), "", hints);
+  (void)event_pool_size(hints);
+  (void)graph_timeouts(hints);
+}
+
+const BackendRegistration nccl("nccl", {.make = make_nccl,
+                                        .devices = {c10::kCUDA},
+                                        .check_hints = check_hints});
+const BackendRegistration ncclx("ncclx", {.make = make_ncclx,
+                                          .devices = {c10::kCUDA},
+                                          .check_hints = check_hints});
 
 }  // namespace
 }  // namespace torch_overlap
