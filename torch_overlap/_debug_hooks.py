@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_overlap._C import (
     Error,
+    InvalidValueError,
     OpName,
     RemovableHandle,
     TorchComm,
@@ -37,7 +38,7 @@ class FlightRecorderHook:
 
     def __init__(self, max_entries: int = 2048, isolated: bool = False) -> None:
         if max_entries < 1:
-            raise ValueError(f"FlightRecorderHook: expected max_entries >= 1, got {max_entries}")
+            raise InvalidValueError(f"FlightRecorderHook: expected max_entries >= 1, got {max_entries}")
         self._isolated = isolated
         self._recorder = _FlightRecorder(max_entries) if isolated else _FlightRecorder.of_process()
 

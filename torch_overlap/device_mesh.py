@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore, _register_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_overlap._C import TorchComm, _BackendWrapper
+from torch_overlap._C import InvalidValueError, TorchComm, _BackendWrapper
 from torch_overlap._c10d import BACKEND_NAME
 
 __all__ = ["init_device_mesh"]
@@ -32,18 +32,18 @@ def init_device_mesh(
     them away and finalizes the communicators. One rank a process: not for ranks that are threads.
 
     Raises:
-        ValueError: names, sizes, devices or ranks do not fit. Nothing is registered then.
+        InvalidValueError: names, sizes, devices or ranks do not fit. Nothing is registered then.
     """
     comms, names = list(mesh_dim_comms), tuple(mesh_dim_names)
     world = _global_comm if _global_comm is not None or len(comms) != 1 else comms[0]
-    sizes = [comm.get_size() for comm in comms]
     _check_arguments(comms, names, world)
     assert world is not None
+    sizes = [comm.get_size() for comm in comms]
     mesh = torch.arange(math.prod(sizes), dtype=torch.int).reshape(sizes)
     coordinates = [int(c[0]) for c in torch.nonzero(mesh == world.get_rank(), as_tuple=True)]
     for name, comm, coordinate in zip(names, comms, coordinates, strict=True):
         if comm.get_rank() != coordinate:
-            raise ValueError(
+            raise InvalidValueError(
                 f"init_device_mesh: expected rank {coordinate} in the communicator of '{name}' for rank "
                 f"{world.get_rank()} of a mesh of {sizes}, got {comm.get_rank()}; give the outermost dimension first"
             )
@@ -62,26 +62,26 @@ def init_device_mesh(
 
 def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: TorchComm | None) -> None:
     if not comms or len(comms) != len(names) or len(set(names)) != len(names):
-        raise ValueError(
+        raise InvalidValueError(
             f"init_device_mesh: expected one name of its own for each communicator, got {len(comms)} communicators "
             f"and names {list(names)}"
         )
     if world is None:
-        raise ValueError(
+        raise InvalidValueError(
             f"init_device_mesh: expected _global_comm for {len(comms)} dimensions, got None; pass the communicator of "
             "all ranks"
         )
     types = {comm.get_device().type for comm in [world, *comms]}
     if len(types) != 1:
-        raise ValueError(f"init_device_mesh: expected communicators of one device type, got {sorted(types)}")
+        raise InvalidValueError(f"init_device_mesh: expected communicators of one device type, got {sorted(types)}")
     sizes = [comm.get_size() for comm in comms]
     if math.prod(sizes) != world.get_size():
-        raise ValueError(
+        raise InvalidValueError(
             f"init_device_mesh: expected dimensions whose product is {world.get_size()}, the size of the global "
             f"communicator, got {sizes}"
         )
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (world.get_rank(), world.get_size()):
-        raise ValueError(
+        raise InvalidValueError(
             f"init_device_mesh: expected a default process group of rank {world.get_rank()} and size "
             f"{world.get_size()} like the global communicator, got rank {dist.get_rank()} and size "
             f"{dist.get_world_size()}; call destroy_process_group first"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_overlap import _C
-from torch_overlap._C import InvalidValueError, TorchComm
+from torch_overlap._C import InvalidTypeError, InvalidValueError, TorchComm, UnsupportedError
 
 
 def _uses_pickle() -> bool:
@@ -39,6 +39,10 @@ def _to_bytes(obj: Any, device: torch.device) -> torch.Tensor:
 
 
 def _from_bytes(tensor: torch.Tensor, weights_only: bool) -> Any:
+    if tensor.numel() == 0:  # every object has bytes: nobody sent one
+        raise UnsupportedError(
+            "objcol: expected the object of another rank, got nothing; the backend 'fake' has no other ranks"
+        )
     host = tensor.cpu()
     data = ctypes.string_at(host.data_ptr(), host.numel())
     if _uses_pickle():
@@ -46,7 +50,9 @@ def _from_bytes(tensor: torch.Tensor, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), weights_only=weights_only)
 
 
-def _check_root(op: str, comm: TorchComm, root: int) -> None:
+def _check_root(op: str, comm: TorchComm, root: object) -> None:
+    if not isinstance(root, int):
+        raise InvalidTypeError(f"{op}: expected a rank as an int, got {root!r} ({type(root).__name__})")
     if not 0 <= root < comm.get_size():
         raise InvalidValueError(f"{op}: expected a rank in [0, {comm.get_size()}), got {root}")
 

@@ -70,13 +70,19 @@ void read_rank_and_size(Env& env, const std::string& method) {
   }
 }
 
-// "gpu[003-007,9],cpu1" -> "gpu003": the first host of a SLURM node list.
+// "gpu[003-007,9],cpu1" -> "gpu003", "rack[0-1]n[2,4]-ib" -> "rack0n2-ib": the first host of a
+// SLURM node list.
 std::string first_slurm_host(const std::string& list) {
-  const size_t end = list.find_first_of(",[");
-  std::string prefix = list.substr(0, end);
-  if (end == std::string::npos || list[end] == ',') return prefix;
-  const size_t first_end = list.find_first_of(",-]", end + 1);
-  return prefix + list.substr(end + 1, first_end - end - 1);
+  std::string host;
+  for (size_t i = 0; i < list.size() && list[i] != ','; ++i) {
+    if (list[i] != '[') {
+      host += list[i];
+      continue;
+    }
+    host += list.substr(i + 1, list.find_first_of(",-]", i) - i - 1);
+    i = std::min(list.find(']', i), list.size());
+  }
+  return host;
 }
 
 bool flag(const char* name, bool otherwise) {

@@ -173,6 +173,9 @@ TEST_F(EnvTest, TheFirstSlurmHostIsTheMaster) {
   EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha,beta"}}).master_addr, "alpha");
   EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha"}}).master_addr, "alpha");
   EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2]"}}).master_addr, "n2");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2,5]-ib,m"}}).master_addr, "n2-ib");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "rack[0-1]n[07-12]"}}).master_addr, "rack0n07");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[3"}}).master_addr, "n3");
   EXPECT_EQ(read({{"MASTER_ADDR", "1.2.3.4"}}).master_addr, "1.2.3.4");
 }
 

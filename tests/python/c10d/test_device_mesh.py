@@ -68,14 +68,14 @@ def mesh_2d(comm):
     rank = comm.get_rank()
     dp = comm.split([rank % 2, rank % 2 + 2], name=f"dp{rank % 2}")
     tp = comm.split([rank // 2 * 2, rank // 2 * 2 + 1], name=f"tp{rank // 2}")
-    with pytest.raises(ValueError, match="_global_comm"):
+    with pytest.raises(torch_overlap.InvalidValueError, match="_global_comm"):
         init_device_mesh([dp, tp], ["outer", "inner"])
-    with pytest.raises(ValueError, match="one name"):
+    with pytest.raises(torch_overlap.InvalidValueError, match="one name"):
         init_device_mesh([dp, tp], ["dp", "dp"], _global_comm=comm)
-    with pytest.raises(ValueError, match="product"):
+    with pytest.raises(torch_overlap.InvalidValueError, match="product"):
         init_device_mesh([dp], ["dp"], _global_comm=comm)
     if rank in (1, 2):
-        with pytest.raises(ValueError, match="outermost"):
+        with pytest.raises(torch_overlap.InvalidValueError, match="outermost"):
             init_device_mesh([tp, dp], ["inner", "outer"], _global_comm=comm)
     assert not dist.is_initialized()
     mesh = init_device_mesh([dp, tp], ["outer", "inner"], _global_comm=comm)

@@ -1,9 +1,11 @@
 """Object collectives."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from torch_overlap import Error, InvalidValueError, TorchComm, objcol
+from torch_overlap import Error, InvalidTypeError, InvalidValueError, TorchComm, UnsupportedError, objcol
 from torch_overlap.testing import run_ranks
 
 
@@ -113,11 +115,44 @@ def run_mistakes(comm: TorchComm) -> None:
         objcol.broadcast_object_list(comm, [1, 2] if rank == 0 else [None], 0)
     with pytest.raises(InvalidValueError, match="scatter_object_output_list"):
         objcol.scatter_object_list(comm, 0, [], [1, 2])
+    for name, args in {
+        "gather_object": (1, "a"), "send_object_list": ([1], None), "recv_object_list": ([1], 1.0),
+        "broadcast_object_list": ([1], "0"),
+    }.items():  # fmt: skip
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected a rank as an int, got"):
+            getattr(objcol, name)(comm, *args)
+    with pytest.raises(InvalidTypeError, match="scatter_object_list: expected a rank as an int, got"):
+        objcol.scatter_object_list(comm, "0", [1], [1, 2])  # type: ignore[arg-type]
     comm.barrier(False).wait()
 
 
 def test_mistakes_raise() -> None:
     run_ranks(run_mistakes, 2)
+
+
+def run_without_peers(comm: TorchComm) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    got: list[object] = [None] * size
+    objcol.all_gather_object(comm, got, {"rank": rank})
+    assert got == [{"rank": rank}] * size
+    for root in range(size):
+        mine: list[object] = [rank, "x"]
+        calls: list[Callable[[], None]] = [
+            lambda root=root, mine=mine: objcol.broadcast_object_list(comm, mine, root),
+            lambda root=root, mine=mine: objcol.scatter_object_list(comm, root, mine, list(range(size))),
+        ]
+        for call in calls:
+            if rank == root:
+                call()
+            else:
+                with pytest.raises(UnsupportedError, match="objcol: expected the object of another rank"):
+                    call()
+        assert mine == [rank, "x"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_without_peers_there_are_no_objects_of_others(size: int) -> None:
+    run_ranks(run_without_peers, size, backend="fake")
 
 
 def run_unknown_serialization(comm: TorchComm) -> None:

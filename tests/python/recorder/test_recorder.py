@@ -276,7 +276,7 @@ def test_a_hook_may_have_records_of_its_own(
     handle.remove()
     comm.barrier(False)
     assert hook.size() == 0
-    with pytest.raises(ValueError, match="max_entries >= 1"):
+    with pytest.raises(to.InvalidValueError, match="max_entries >= 1"):
         FlightRecorderHook(max_entries=0)
 
 
