@@ -102,6 +102,14 @@ def test_nothing_else_reads_a_variable() -> None:
     assert [path.name for path in (*python, *native) if reads.search(path.read_text())] == []
 
 
+def test_the_page_has_what_a_communicator_has() -> None:
+    page = PAGE.read_text().split("## Environment")[0]
+    owners = (torch_overlap.TorchComm, torch_overlap.TorchWork, torch_overlap.BatchSendRecv)
+    names = [name for owner in owners for name in dir(owner) if not name.startswith("_")]
+    names += [name for name in torch_overlap.__all__ if name.endswith("Options")]
+    assert [name for name in names if f"`{name}" not in page] == []
+
+
 def is_here(name: str) -> bool:
     missing = object()
     return functools.reduce(lambda o, part: getattr(o, part, missing), name.split("."), torch_overlap) is not missing

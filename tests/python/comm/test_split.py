@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_overlap import CommOptions, InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, comm_names, get_comm
+from torch_overlap import (
+    CommOptions,
+    InvalidTypeError,
+    InvalidValueError,
+    ReduceOp,
+    TorchComm,
+    comm_names,
+    get_comm,
+    new_comm,
+)
 from torch_overlap.testing import run_ranks
 from torch_overlap.testing.reference import assert_equal, assert_reduced, rank_input
 
@@ -165,6 +174,8 @@ def test_what_cannot_be_read_on_one_rank_is_an_error_on_every_rank(which: str, w
 
 def run_inherited(comm: TorchComm) -> None:
     everyone = list(range(comm.get_size()))
+    comm.set_timeout(timedelta(seconds=31))  # nothing is as it would be without the parent
+    comm.set_hints({"is_high_priority_stream": "true", "direct_collectives": "off"})
     child, changed = comm.split(everyone, "child"), comm.split(everyone, "changed", timeout=timedelta(seconds=7))
     assert child is not None
     assert changed is not None
@@ -173,7 +184,7 @@ def run_inherited(comm: TorchComm) -> None:
     mine, theirs = comm.get_options(), child.get_options()
     assert isinstance(theirs, CommOptions)
     for field in ("abort_process_on_timeout_or_error", "timeout", "hints", "is_high_priority_stream"):
-        assert getattr(theirs, field) == getattr(mine, field), field
+        assert getattr(theirs, field) == getattr(mine, field) != getattr(CommOptions(), field), field
     assert changed.get_options().timeout == timedelta(seconds=7)
     child.finalize()
     changed.finalize()
@@ -181,5 +192,11 @@ def run_inherited(comm: TorchComm) -> None:
         assert "child" not in comm_names()
 
 
-def test_options_are_the_parents(backend: str, size: int, device: str) -> None:
-    run_ranks(run_inherited, size, backend=backend, device=device)
+def test_options_are_the_parents(any_backend: str, any_size: int, device: str) -> None:
+    run_ranks(run_inherited, any_size, backend=any_backend, device=device)
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_what_can_be_reconfigured_stays_so(enable: bool) -> None:
+    with new_comm("fake", "cpu", rank=0, size=2, enable_reconfigure=enable) as comm, comm.split([0, 1]) as child:
+        assert child.get_options().enable_reconfigure is enable
