@@ -216,6 +216,7 @@ class TorchCommWindow:
         *,
         peer_rank: int | None = None,
         target_offset_nelems: int | None = None,
+        signal: bool = False,
     ) -> TorchWork: ...
     def signal(
         self,

@@ -88,6 +88,8 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // The same, but what takes long goes on in the background: for who has a deadline.
   virtual void give_up() { abort(); }
   virtual bool is_aborted() const = 0;
+  // Why nothing can be issued any more: abort(), or an operation that failed. Empty while it can.
+  virtual std::string failure() { return is_aborted() ? "it was aborted, or failed" : ""; }
 
   // The backend of the next generation. Ends everything that is under way with an error, calls
   // `meet`, which waits for the new members, and makes what they talk over; collective over them,

@@ -128,13 +128,23 @@ void publish(c10d::Store& store, const std::string& key, int rank, int size,
 }
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
-                                  const std::string& mine, Milliseconds timeout) {
+                                  const std::string& mine, Milliseconds timeout,
+                                  const std::function<std::string()>& why_end) {
   KeysThere parts(part_keys(key, size));
+  std::string ended;
   return in_store(key, [&] {
     put_part(store, parts.keys()[rank], mine);
-    if (!poll(timeout, [&] { return parts.all(store); })) {
+    const bool have_come = poll(timeout, [&] {
+      if (parts.all(store)) return true;
+      if (why_end) ended = why_end();
+      return !ended.empty();
+    });
+    if (!have_come || !ended.empty()) {
       const auto missing = parts.missing(store);
       (void)store.deleteKey(parts.keys()[rank]);  // nobody may take this rank for present
+      TORCH_OVERLAP_CHECK(ended.empty(), kState, key, ": expected ", size,
+                          " ranks, got none of ranks ", list_string(missing),
+                          " before the end: ", ended);
       fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
            " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
            missing.empty() ? "" : list_string(missing));

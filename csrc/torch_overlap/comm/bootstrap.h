@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,10 +72,11 @@ TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int r
 
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
 // `timeout`; the error names the ranks that did not come, or says that the store failed (kRuntime).
-// The last rank to read deletes the keys; after an error some may stay.
-TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,
-                                                    int rank, int size, const std::string& mine,
-                                                    Milliseconds timeout);
+// While ranks are missing, `why_end` is asked: what it returns, unless empty, ends the wait with a
+// kState error. The last rank to read deletes the keys; after an error some may stay.
+TORCH_OVERLAP_API std::vector<std::string> exchange(
+    c10d::Store& store, const std::string& key, int rank, int size, const std::string& mine,
+    Milliseconds timeout, const std::function<std::string()>& why_end = {});
 
 // The keys of `store` below `prefix`.
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> prefixed_store(

@@ -5,19 +5,18 @@
 namespace torch_overlap {
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank,
-                               int size, Milliseconds timeout,
-                               std::function<std::string()> on_timeout)
+                               int size, Milliseconds timeout, Owner owner)
     : Bootstrap(rank, size, timeout),
       store_(std::move(store)),
       name_(std::move(name)),
-      on_timeout_(std::move(on_timeout)) {}
+      owner_(std::move(owner)) {}
 
 std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
   try {
-    return exchange(*store_, next_key(), rank(), size(), mine, timeout());
+    return exchange(*store_, next_key(), rank(), size(), mine, timeout(), owner_.why_end);
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimeout || !on_timeout_) throw;
-    fail(ErrorKind::kTimeout, error.what(), on_timeout_());
+    if (error.kind() != ErrorKind::kTimeout || !owner_.on_timeout) throw;
+    fail(ErrorKind::kTimeout, error.what(), owner_.on_timeout());
   }
 }
 

@@ -11,12 +11,19 @@
 namespace torch_overlap {
 
 // A Bootstrap over a communicator's store, for one thing that is set up (and later taken down).
-// `name` is that thing's alone in the store, and names it in errors. `on_timeout` is called when a
-// rank does not come; what it returns is added to the error.
+// `name` is that thing's alone in the store, and names it in errors.
 class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
  public:
+  // What it asks of whom it belongs to; each may be empty.
+  struct Owner {
+    // A result that is not empty ends a wait for ranks: the reason.
+    std::function<std::string()> why_end;
+    // When a rank did not come: what it returns is added to the error.
+    std::function<std::string()> on_timeout;
+  };
+
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 Milliseconds timeout, std::function<std::string()> on_timeout = {});
+                 Milliseconds timeout, Owner owner = {});
 
   std::vector<std::string> all_gather(const std::string& mine) override;
   // This rank's part of the next all_gather, if it does not want the others'. Waits for nobody.
@@ -27,7 +34,7 @@ class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string name_;
-  const std::function<std::string()> on_timeout_;
+  const Owner owner_;
   uint64_t step_ = 0;
 };
 

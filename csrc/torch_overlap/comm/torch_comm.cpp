@@ -298,12 +298,18 @@ std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
 std::unique_ptr<StoreBootstrap> TorchComm::bootstrap(const Membership& members, std::string name) {
   const BackendContext& context = members.context;
   if (!context.store) return nullptr;
-  return std::make_unique<StoreBootstrap>(
-      context.store, std::move(name), context.rank, context.size, context.timeout(),
-      [self = weak_from_this(), generation = members.generation] {
-        const auto alive = self.lock();
-        return alive ? alive->out_of_step(generation) : "";
-      });
+  require_own_process(name);  // the connection to the store is the parent's
+  StoreBootstrap::Owner owner;
+  owner.why_end = [backend = std::weak_ptr(members.backend)] {
+    const auto alive = backend.lock();
+    return alive ? alive->failure() : "";
+  };
+  owner.on_timeout = [self = weak_from_this(), generation = members.generation] {
+    const auto alive = self.lock();
+    return alive ? alive->out_of_step(generation) : "";
+  };
+  return std::make_unique<StoreBootstrap>(context.store, std::move(name), context.rank,
+                                          context.size, context.timeout(), std::move(owner));
 }
 
 std::string TorchComm::out_of_step(uint64_t generation) {

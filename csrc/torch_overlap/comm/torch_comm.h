@@ -257,6 +257,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
 
   // Throws kState after finalize(), for what would have no effect any more.
   void require_not_finalized(std::string_view op) const;
+  // Throws kState in a fork of the process that made it.
+  void require_own_process(std::string_view op) const;
 
   Hooks& hooks() { return *hooks_; }
 
@@ -269,7 +271,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // For something that all ranks set up together; null for a backend without peers. `name` is equal
   // on all ranks, and that thing's alone: it has a number that they count. A rank that is waited
   // for in vain has not counted it, and would never meet the others again: so the communicator is
-  // aborted then.
+  // aborted then. abort() and a failure of the communicator end a wait for ranks.
   std::unique_ptr<StoreBootstrap> bootstrap(const Membership& members, std::string name);
 
  private:
@@ -299,7 +301,6 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   WorkPtr launch(const Membership& members, Call call);
   WorkPtr launch_compared(const Membership& members, Call call) const;
   void require_active(std::string_view op) const;
-  void require_own_process(std::string_view op) const;
   static uint64_t take_op_id();
   // Collective: throws on all ranks unless every rank's wish is good and they fit each other.
   void agree_on_split(const Membership& members, StoreBootstrap* store,

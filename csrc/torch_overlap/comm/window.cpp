@@ -112,6 +112,7 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
 }
 
 void TorchCommWindow::tensor_deregister() {
+  comm_->require_own_process("tensor_deregister");
   RegistrationPtr old;
   {
     const std::lock_guard lock(mutex_);
@@ -120,9 +121,10 @@ void TorchCommWindow::tensor_deregister() {
   TORCH_OVERLAP_CHECK(old, kState, "tensor_deregister: expected a window with a tensor, got '",
                       name_, "', which has none; call tensor_register() first");
   const bool is_live = !comm_->is_finalized() && !comm_->is_aborted() &&
-                       comm_->generation() == old->members->generation;
+                       comm_->generation() == old->members->generation &&
+                       old->members->backend->failure().empty();
   if (!is_live) {
-    std::deque<WorkPtr> ended;  // by the abort; dropped after the lock
+    std::deque<WorkPtr> ended;  // by what broke it; dropped after the lock
     const std::lock_guard lock(mutex_);
     ended.swap(in_flight_);
   }
@@ -249,7 +251,7 @@ void TorchCommWindow::refuse_remote_capture(const Registration& registered, std:
 }
 
 WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
-                             const OpOptions& options) {
+                             const PutOptions& options) {
   const auto registered = require("put");
   const Checker check = checker(*registered, "put");
   check.tensor(tensor, "tensor");
@@ -271,7 +273,8 @@ WorkPtr TorchCommWindow::put(const Tensor& tensor, int dst_rank, int64_t offset,
   Call call = one_sided(OpName::put, Primitive::put, *registered, dst_rank);
   call.tensor = tensor;
   call.offset = offset * item;
-  return issue(check, std::move(call), async_op, options);
+  auto work = issue(check, std::move(call), async_op, options);
+  return options.signal ? signal(dst_rank, async_op, options) : work;
 }
 
 WorkPtr TorchCommWindow::signal(int dst_rank, bool async_op, const OpOptions& options) {

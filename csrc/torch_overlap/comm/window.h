@@ -22,6 +22,10 @@ namespace torch_overlap {
 // put (SEPARATE).
 enum class WinAccessType : uint8_t { WIN_ACCESS_TYPE_UNIFIED, WIN_ACCESS_TYPE_SEPARATE };
 
+struct PutOptions : OpOptions {
+  bool signal = false;  // a signal follows, and the work is the signal's
+};
+
 // A window: a tensor on every rank that the other ranks write to without its help.
 //
 //   rank 0                                      rank 1
@@ -30,12 +34,12 @@ enum class WinAccessType : uint8_t { WIN_ACCESS_TYPE_UNIFIED, WIN_ACCESS_TYPE_SE
 //
 // Order. Puts and signals of one communicator to one rank take effect in the order of issue; so
 // what is put before a signal is there after the wait that consumes the signal. A put by itself
-// tells nobody. A signal belongs to its window and its pair of ranks, and is consumed by one wait;
-// what is left over is found by the next wait, never by that of another window. A rank that waits
-// holds up nobody: not the puts, signals or collectives that it issues meanwhile with
-// async_op=true, which are not ordered with its waits nor with each other. async_op=false runs on
-// the thread (CPU) or on the current stream (CUDA), in its order. On CUDA the waits of one
-// communicator with async_op=true run in the order of issue.
+// tells nobody, unless it is asked to signal. A signal belongs to its window and its pair of ranks,
+// and is consumed by one wait; what is left over is found by the next wait, never by that of
+// another window. A rank that waits holds up nobody: not the puts, signals or collectives that it
+// issues meanwhile with async_op=true, which are not ordered with its waits nor with each other.
+// async_op=false runs on the thread (CPU) or on the current stream (CUDA), in its order. On CUDA
+// the waits of one communicator with async_op=true run in the order of issue.
 //
 // Nothing keeps a put from overwriting what the owner still reads: the owner signals back when it
 // has read.
@@ -84,13 +88,13 @@ class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<To
   // Collective; blocks. Waits for this window's operations, for the communicator's timeout at most,
   // then as long again for all ranks: afterwards nobody writes to the tensor. The window can take
   // another one. What goes wrong on one rank is an error on all, and the tensor stays registered.
-  // After finalize() or abort() it asks nobody.
+  // After finalize(), abort() or a failure of the communicator it asks nobody.
   void tensor_deregister();
 
   // Copies `tensor`, of the window's dtype, to elements [offset, offset + numel) of rank
   // `dst_rank`'s tensor. Done when the source may be written again.
   WorkPtr put(const Tensor& tensor, int dst_rank, int64_t offset, bool async_op,
-              const OpOptions& options = {});
+              const PutOptions& options = {});
   // Adds one to the signals that `dst_rank` has of this rank.
   WorkPtr signal(int dst_rank, bool async_op, const OpOptions& options = {});
   // Waits for a signal of `peer_rank` that no wait has consumed, and consumes it.

@@ -90,6 +90,7 @@ void OverlapGroup::require_active(std::string_view op) const {
   const auto comm = comm_.lock();
   TORCH_OVERLAP_CHECK(comm, kState, op, ": expected a live communicator, got '", name_,
                       "', which is gone");
+  comm->require_own_process(op);
   TORCH_OVERLAP_CHECK(!comm->is_finalized(), kState, op, ": expected a live communicator, got '",
                       name_, "', which is finalized");
   TORCH_OVERLAP_CHECK(!comm->is_aborted(), kState, op, ": expected a live communicator, got '",

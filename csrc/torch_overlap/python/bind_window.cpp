@@ -44,11 +44,13 @@ WorkPtr run_on_window(std::string_view op, H hints, H timeout, const Operation& 
 
 WorkPtr put(TorchCommWindow& self, const Tensor& tensor, std::optional<int64_t> dst_rank,
             std::optional<int64_t> offset, bool async_op, H hints, H timeout,
-            std::optional<int64_t> peer_rank, std::optional<int64_t> target_offset_nelems) {
+            std::optional<int64_t> peer_rank, std::optional<int64_t> target_offset_nelems,
+            bool with_signal) {
   const int dst = to_rank("put", either("put", "dst_rank", dst_rank, "peer_rank", peer_rank));
   const int64_t at = either("put", "offset", offset, "target_offset_nelems", target_offset_nelems);
-  return run_on_window("put", hints, timeout,
-                       [&](const OpOptions& o) { return self.put(tensor, dst, at, async_op, o); });
+  return run_on_window("put", hints, timeout, [&](const OpOptions& o) {
+    return self.put(tensor, dst, at, async_op, PutOptions{o, with_signal});
+  });
 }
 
 WorkPtr signal(TorchCommWindow& self, std::optional<int64_t> dst_rank, bool async_op, H hints,
@@ -81,16 +83,17 @@ constexpr const char* kWindowDoc =
     window.wait_signal(0, async_op=False)                       # rank 1: x is in window.get_tensor()
 
 Puts and signals to one rank take effect in the order of issue, so what was put before a signal is there after the wait
-that consumes the signal. put alone signals nobody. A signal belongs to its window and its pair of ranks, is counted,
+that consumes the signal. put signals only with signal=True. A signal belongs to its window and its pair of ranks, is counted,
 and is consumed by one wait. A rank that still reads what the next put overwrites is not waited for: let it signal back.
 
 A wait holds up nothing that is issued after it with async_op=True. It ends with OperationTimeoutError when no signal
 comes in time, which breaks the communicator. In a CUDA graph all three are nodes; replays and eager calls mix.)";
 
 constexpr const char* kPutDoc =
-    R"(Copies `tensor` to the elements from `offset` on of the tensor of rank `dst_rank`. Signals nobody.
+    R"(Copies `tensor` to the elements from `offset` on of the tensor of rank `dst_rank`. Signals it only if `signal`.
 
-tensor: contiguous, of the window's dtype, anywhere on the device. offset: in elements. torchcomms' names peer_rank and
+tensor: contiguous, of the window's dtype, anywhere on the device. offset: in elements. signal: signal(dst_rank) follows,
+and the work that is returned is done when both are. torchcomms' names peer_rank and
 target_offset_nelems are taken as well.)";
 
 constexpr const char* kRegisterDoc =
@@ -129,7 +132,8 @@ void register_window(py::module_& module) {
       .def("put", &put, py::arg("tensor"), py::arg("dst_rank") = py::none(),
            py::arg("offset") = py::none(), py::arg("async_op") = false,
            py::arg("hints") = py::none(), py::arg("timeout") = py::none(), py::kw_only(),
-           py::arg("peer_rank") = py::none(), py::arg("target_offset_nelems") = py::none(), kPutDoc)
+           py::arg("peer_rank") = py::none(), py::arg("target_offset_nelems") = py::none(),
+           py::arg("signal") = false, kPutDoc)
       .def("signal", &signal, py::arg("dst_rank") = py::none(), py::arg("async_op") = false,
            py::arg("hints") = py::none(), py::arg("timeout") = py::none(), py::kw_only(),
            py::arg("peer_rank") = py::none(),

@@ -70,6 +70,21 @@ TEST(Exchange, WhoWaitsInVainTakesItsOwnKeyAway) {
   EXPECT_EQ(store->getNumKeys(), 0);
 }
 
+TEST(Exchange, AReasonEndsTheWaitForRanksAndNotWhatIsComplete) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto begin = std::chrono::steady_clock::now();
+  const auto ended_soon = [begin]() -> std::string {
+    return std::chrono::steady_clock::now() - begin < milliseconds(50) ? "" : "it was aborted";
+  };
+  const Error error =
+      error_of([&] { exchange(*store, "key", 0, 2, said_by(0), kLong, ended_soon); });
+  EXPECT_EQ(error.kind(), ErrorKind::kState);
+  EXPECT_TRUE(contains(error.what(), "got none of ranks [1] before the end: it was aborted"))
+      << error.what();
+  EXPECT_EQ(store->getNumKeys(), 0);
+  EXPECT_EQ(exchange(*store, "key", 0, 1, said_by(0), kLong, ended_soon).size(), 1U);
+}
+
 TEST(Exchange, AStoreThatCannotDeleteServesAllTheSame) {
   struct NoDelete final : c10d::HashStore {
     bool deleteKey(const std::string&) override { throw std::runtime_error("no"); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -58,6 +59,37 @@ def run_late_over_sockets(rank: int, size: int, store: dist.Store) -> None:
 
 def test_processes_meet_after_one_was_late() -> None:
     run_ranks(run_late_over_sockets, 2, comm=False)
+
+
+def run_end_of_a_set_up(comm: to.TorchComm, what: str, how: str) -> None:
+    child = comm.split([0, 1])
+    assert child is not None
+    window = child.new_window(to.symmetric_empty(4, torch.float32, comm))
+    comm.barrier(False)
+    if comm.get_rank() == 0:
+        begin = time.monotonic()
+        if how == "abort":
+            threading.Timer(0.5, child.abort).start()
+        else:  # of an operation that is under way
+            pending = child.recv(torch.zeros(1), 1, async_op=True, timeout=timedelta(seconds=0.5))
+        why = "was aborted" if how == "abort" else r"recv #\d+ on '.*': rank 1 did not arrive in 500 ms"
+        with pytest.raises(to.StateError, match=rf"expected 2 ranks, got none of ranks \[1\] before the end: .*{why}"):
+            window.tensor_deregister() if what == "tensor_deregister" else SET_UPS[what](child)
+        assert time.monotonic() - begin < 30  # the timeout is minutes
+        if how == "failure":
+            with pytest.raises(to.OperationTimeoutError):
+                pending.wait()
+    comm.barrier(False)
+    child.abort()
+
+
+ENDS = [(what, how) for what in ("split", "new_window", "buffer") for how in ("abort", "failure")]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+@pytest.mark.parametrize(("what", "how"), [*ENDS, ("tensor_deregister", "abort")])
+def test_an_abort_or_a_failure_ends_a_set_up_that_waits_for_ranks(what: str, how: str, backend: str) -> None:
+    run_ranks(run_end_of_a_set_up, 2, what, how, backend=backend)
 
 
 BUFFER = to.CommOverlapConfig(to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32, 2)

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
 SUM = to.ReduceOp.SUM
+
+
+def run_threads(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Runs them at once, each on a thread; their results, or the first error."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [future.result(240) for future in [pool.submit(body, *args) for body, args in bodies]]
+
+
+def run_jobs(body: Callable[..., None], backend: str) -> None:
+    """body(rank, size, store, backend) on two ranks, which make their own communicators: processes, or threads."""
+    if backend == "local":
+        store = dist.HashStore()
+        run_threads([(body, (rank, 2, store, backend)) for rank in range(2)])
+    else:
+        run_ranks(body, 2, backend, comm=False, timeout=240)
 
 
 # ---- fork
@@ -48,6 +64,8 @@ def run_fork(comm: to.TorchComm) -> None:
     x = torch.ones(8)
     comm.all_reduce(x, SUM, async_op=True).wait()
     pending = comm.recv(torch.zeros(1), 1 - comm.get_rank(), async_op=True)
+    window = comm.new_window(to.symmetric_empty(4, torch.float32, comm))
+    config = to.CommOverlapConfig(to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32, 2)
     refused = f"expected the process that made communicator '{comm.get_name()}', got a fork of it"
 
     def child() -> None:
@@ -55,6 +73,11 @@ def run_fork(comm: to.TorchComm) -> None:
             comm.all_reduce(x, SUM, async_op=False)
         with pytest.raises(to.StateError, match=refused):
             comm.split([0])
+        # The store's connection, over which ranks meet for these, is the parent's.
+        with pytest.raises(to.StateError, match=refused):
+            window.tensor_deregister()
+        with pytest.raises(to.StateError, match=refused):
+            to.CommOverlapBase(comm, config)
         with pytest.raises(to.StateError, match="got a fork of it"):
             pending.wait()
         with pytest.raises(to.StateError, match=refused):
@@ -71,10 +94,15 @@ def run_fork(comm: to.TorchComm) -> None:
     pending.wait()
     comm.all_reduce(x, SUM, async_op=True).wait()  # the parent goes on
     assert x.tolist() == [4.0] * 8
+    window.put(torch.full((4,), 5.0), 1 - comm.get_rank(), 0, False, signal=True)
+    window.wait_signal(1 - comm.get_rank(), False)
+    assert window.get_tensor().tolist() == [5.0] * 4
+    window.tensor_deregister()
 
 
-def test_a_fork_is_refused_and_the_parent_goes_on() -> None:
-    run_ranks(run_fork, 2, backend="gloo")
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_fork_is_refused_and_the_parent_goes_on(backend: str) -> None:
+    run_ranks(run_fork, 2, backend=backend)
 
 
 # ---- the store
@@ -115,14 +143,25 @@ class Server:
         self.process.wait()
 
 
-def run_without_store(rank: int, size: int, store: Any) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_store_that_dies_while_ranks_meet_is_an_error_at_once(backend: str) -> None:
+    server = Server()
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=60))
+    threading.Timer(0.5, server.kill).start()
+    begin = time.monotonic()
+    with pytest.raises(to.Error, match="new_comm 'met': expected the store to answer, got"):
+        to.new_comm(backend, "cpu", "met", store=store, rank=0, size=2, timeout=timedelta(seconds=60))
+    assert time.monotonic() - begin < 30
+
+
+def run_without_store(rank: int, size: int, store: Any, backend: str) -> None:
     server = Server() if rank == 0 else None
     if server:
         store.set("port", str(server.port))
     own = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, timeout=timedelta(seconds=60))
     patience = timedelta(seconds=60)
     comm = to.new_comm(
-        "gloo", "cpu", "orphan", store=own, rank=rank, size=size, timeout=patience, enable_reconfigure=True
+        backend, "cpu", "orphan", store=own, rank=rank, size=size, timeout=patience, enable_reconfigure=True
     )
     handles: list[Any] = [None] * size
     to.objcol.all_gather_object(comm, handles, comm.get_init_handle())
@@ -139,7 +178,7 @@ def run_without_store(rank: int, size: int, store: Any) -> None:
     with pytest.raises(to.Error, match="expected the store to answer, got"):
         comm.split([0, 1])
     with pytest.raises(to.Error, match=r"new_comm.*expected the store to answer, got"):
-        to.new_comm("gloo", "cpu", "late", store=own, rank=rank, size=size, timeout=soon)
+        to.new_comm(backend, "cpu", "late", store=own, rank=rank, size=size, timeout=soon)
     comm.all_reduce(x, SUM, async_op=False, timeout=patience)
     assert x.tolist() == [4.0] * 4
     with pytest.raises(to.Error, match=r"reconfigure: expected the store"):
@@ -148,23 +187,25 @@ def run_without_store(rank: int, size: int, store: Any) -> None:
     comm.abort()
 
 
-def test_a_store_that_dies_later_stops_only_what_needs_it() -> None:
-    run_ranks(run_without_store, 2, comm=False, timeout=240)
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_a_store_that_dies_later_stops_only_what_needs_it(backend: str) -> None:
+    run_jobs(run_without_store, backend)
 
 
-def run_wrong_size(rank: int, size: int, store: Any) -> None:
+def run_wrong_size(rank: int, size: int, store: Any, backend: str) -> None:
     said = size + rank
     other = 1 - rank
     for attempt in range(2):  # at the second, the other one has surely said its size
         with pytest.raises(to.OperationTimeoutError, match=r"expected \d ranks within 4000 ms, got none of") as raised:
-            to.new_comm("gloo", "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=4))
+            to.new_comm(backend, "cpu", "odd", store=store, rank=rank, size=said, timeout=timedelta(seconds=4))
         store.set(f"expired/{attempt}/{rank}", "")
         store.wait([f"expired/{attempt}/{other}"])
     assert f"rank {other} came with size {size + other}" in str(raised.value)
 
 
-def test_ranks_that_disagree_on_the_size_are_told_so() -> None:
-    run_ranks(run_wrong_size, 2, comm=False)
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_ranks_that_disagree_on_the_size_are_told_so(backend: str) -> None:
+    run_jobs(run_wrong_size, backend)
 
 
 JOB = textwrap.dedent(
@@ -195,6 +236,20 @@ def test_two_jobs_with_the_same_names_do_not_meet() -> None:
     for process in ranks:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+
+
+def test_two_jobs_of_threads_with_the_same_names_do_not_meet() -> None:
+    def job(rank: int, size: int, store: Any, value: int) -> None:
+        for _ in range(5):
+            comm = to.new_comm("local", "cpu", "same", store=store, rank=rank, size=size, timeout=timedelta(seconds=60))
+            assert to.get_comm("same") is comm
+            x = torch.full((100,), float(value))
+            comm.all_reduce(x, SUM, async_op=False)
+            assert (x == 2 * value).all()
+            comm.finalize()
+
+    run_threads([(job, (rank, 2, store, 1000 * i + 1)) for i, store in enumerate((dist.HashStore(), dist.HashStore()))
+                 for rank in range(2)])  # fmt: skip
 
 
 # ---- hooks
@@ -270,12 +325,6 @@ def test_200_gloo_communicators_leave_nothing_behind() -> None:
 
 
 def test_200_local_communicators_leave_nothing_behind() -> None:
-    results: list[Any] = []
     store = dist.HashStore()
-    threads = [threading.Thread(target=lambda r=r: results.append(run_many(r, 2, store, "local", 200))) for r in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(540)
-    assert len(results) == 2
-    check_growth(*results[0])
+    for before, after in run_threads([(run_many, (rank, 2, store, "local", 200)) for rank in range(2)]):
+        check_growth(before, after)

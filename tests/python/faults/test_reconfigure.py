@@ -1,5 +1,7 @@
 """reconfigure: survivors form the communicator again, smaller, larger, in another order; and what it refuses."""
 
+import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -98,6 +100,44 @@ def run_shrink(rank: int, size: int, store: Any, backend: str, how: str) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_survivors_form_a_smaller_communicator(backend: str, how: str) -> None:
     run(run_shrink, 3, backend, how)
+
+
+def run_stopped(rank: int, size: int, store: Any) -> None:
+    """A rank that was stopped, given up by the others, and goes on: it hears of it, and disturbs nobody."""
+    comm = make("gloo", rank, size, store)
+    handles = handles_of(comm)
+    stopped = size - 1
+    store.set(f"pid/{rank}", str(os.getpid()))
+    pid = int(store.get(f"pid/{stopped}"))
+    comm.set_timeout(timedelta(seconds=1))
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP)).start()
+
+    def until_it_fails() -> None:
+        while True:
+            comm.all_reduce(torch.ones(1000), to.ReduceOp.SUM, async_op=True).wait()
+
+    try:
+        with pytest.raises(to.Error):
+            until_it_fails()
+        if rank == stopped:
+            with pytest.raises(to.Error):
+                comm.reconfigure(1, handles, timeout=timedelta(seconds=2))
+            store.set("went on", "")
+            return
+        comm.reconfigure(1, handles[:stopped])
+        comm.set_timeout(timedelta(seconds=60))
+        check_values(comm, list(range(stopped)), rank)
+    finally:
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+    store.wait(["went on"], timedelta(seconds=60))
+    check_values(comm, list(range(stopped)), rank)
+    comm.finalize()
+
+
+def test_a_stopped_rank_that_goes_on_finds_itself_left_out() -> None:
+    run_ranks(run_stopped, 3, comm=False)
 
 
 def run_order(rank: int, size: int, store: Any, backend: str) -> None:

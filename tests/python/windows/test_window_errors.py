@@ -214,6 +214,26 @@ def test_deregistering_is_bounded_in_time(pair_backend: str) -> None:
     run_ranks(run_deregister_in_vain, 2, backend=pair_backend)
 
 
+def run_deregister_when_broken(comm: TorchComm) -> None:
+    """A survivor lets go of its memory at once, and does not wait for ranks that may be gone."""
+    child = comm.split([0, 1])
+    assert child is not None
+    window = child.new_window(to.symmetric_empty(8, torch.float32, comm))
+    if comm.get_rank() == 0:
+        with pytest.raises(to.OperationTimeoutError):
+            window.wait_signal(1, False, timeout=timedelta(seconds=0.3))
+        begin = time.monotonic()
+        window.tensor_deregister()
+        assert time.monotonic() - begin < 30  # its timeout is minutes
+        assert "without a tensor" in repr(window)
+    comm.barrier(False)
+    child.abort()
+
+
+def test_deregistering_asks_nobody_once_the_communicator_is_broken(pair_backend: str) -> None:
+    run_ranks(run_deregister_when_broken, 2, backend=pair_backend)
+
+
 def run_register_memory(comm: TorchComm) -> None:
     x = torch.ones(8)
     comm.tensor_register(x)

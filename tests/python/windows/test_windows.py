@@ -143,6 +143,42 @@ def test_signals_count_and_do_not_leak(pair_backend: str) -> None:
     run_ranks(run_signals_count, 2, backend=pair_backend)
 
 
+def run_put_with_signal(comm: TorchComm, seed: int) -> None:
+    """The signal that put is asked for is one like any other: after what was put, counted, seen by hooks."""
+    rank, size = comm.get_rank(), comm.get_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    window = comm.new_window(to.symmetric_empty(3 * COUNT, torch.float32, comm))
+    seen = []
+    hook = comm.register_pre_hook(lambda name, op_id, args: seen.append((name, args.peer)))
+    for step, async_op in enumerate((False, True, True)):
+        x = random_like(COUNT, torch.float32, seed + step * size + rank)
+        work = window.put(x, right, step * COUNT, async_op, signal=True)
+        del x
+        work.wait()
+    hook.remove()
+    assert seen == 3 * [(to.OpName.put, right), (to.OpName.signal, right)]
+    for step in range(3):
+        window.wait_signal(left, False)
+        expected = random_like(COUNT, torch.float32, seed + step * size + left)
+        assert torch.equal(window.get_tensor()[step * COUNT :][:COUNT], expected)
+    wait = window.wait_signal(left, True)
+    comm.barrier(False)
+    assert not wait.is_completed()  # one signal a put
+    comm.barrier(False)
+    with pytest.raises(to.InvalidValueError, match="put: expected elements inside"):
+        window.put(torch.ones(1), right, 3 * COUNT, False, signal=True)
+    comm.barrier(False)
+    assert not wait.is_completed()  # a put that is refused signals nobody
+    comm.barrier(False)
+    window.signal(right, False)
+    wait.wait()
+    window.tensor_deregister()
+
+
+def test_a_put_signals_when_it_is_asked_to(backend: str, size: int, seed: int) -> None:
+    run_ranks(run_put_with_signal, size, seed, backend=backend)
+
+
 def run_waits_hold_up_nobody(comm: TorchComm) -> None:
     """A wait that is issued first is the last to be satisfied; other windows' and all else goes on meanwhile."""
     peer = 1 - comm.get_rank()

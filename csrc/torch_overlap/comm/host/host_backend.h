@@ -41,6 +41,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   void finalize() override;
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
+  std::string failure() override;
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
     abort();  // the peers hear of it
     return make_child_(meet().context);
@@ -63,7 +64,6 @@ class HostBackend final : public Backend, public HostWorkOwner {
   // The first call decides what the communicator failed of.
   void break_down(const std::exception_ptr& error);
   void require_usable(std::string_view op);
-  std::string failure();
 
   const BackendContext context_;
   const std::unique_ptr<HostTransport> transport_;
