@@ -145,7 +145,7 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
     x = torch.ones(numel, device=device)
     # On GPUs what has a fused kernel; of the CPU's, few elements.
     rows, k, dtype = (128 * size, 512, torch.bfloat16) if device.type == "cuda" else (8 * size, 16, torch.float32)
-    left, right = (torch.ones(shape, k, dtype=dtype, device=device) for shape in (rows, k))
+    left, right, wide = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, k), (k, k), (k, k * size)))
 
     def split() -> None:
         part = comm.split(list(range(size)))
@@ -166,6 +166,10 @@ def without_options(comm: to.TorchComm, name: str, numel: int) -> Issue:
         "finalize": finalize,
         "ops.all_reduce": lambda: to.ops.all_reduce(x, comm),
         "ops.matmul_reduce_scatter": lambda: to.ops.matmul_reduce_scatter(left, right, comm),
+        "ops.all_gather_matmul": lambda: to.ops.all_gather_matmul(left, [right], comm),
+        "ops.matmul_all_reduce": lambda: to.ops.matmul_all_reduce(left, right, comm),
+        "ops.all_to_all_matmul": lambda: to.ops.all_to_all_matmul(left, wide, comm),
+        "ops.matmul_all_to_all": lambda: to.ops.matmul_all_to_all(left, [left], comm),
     }
     call, done = table[name], Done(device)
 
@@ -193,7 +197,10 @@ def reconfigure(comm: to.TorchComm) -> Issue:
 
 
 ONE_SIDED = ("put", "signal", "wait_signal")
-WITHOUT_OPTIONS = ("split", "new_window", "finalize", "reconfigure", "ops.all_reduce", "ops.matmul_reduce_scatter")
+WITHOUT_OPTIONS = (
+    "split", "new_window", "finalize", "reconfigure", "ops.all_reduce", "ops.matmul_reduce_scatter",
+    "ops.all_gather_matmul", "ops.matmul_all_reduce", "ops.all_to_all_matmul", "ops.matmul_all_to_all",
+)  # fmt: skip
 NAMES = (
     "send", "recv", "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_v", "all_gather_single",
     "reduce_scatter", "reduce_scatter_v", "reduce_scatter_single", "all_to_all", "all_to_all_single",

@@ -16,6 +16,7 @@ from torch_overlap.testing.reference import DTYPES, assert_equal, assert_reduced
 
 PENDING = 6  # asynchronous operations at a time
 COUNTS = [0, 1, 2, 3, 17, 256, 1000]
+MANY = [4099, 65_537, 200_003]  # more than a message's piece, on every backend; one draw in eight
 FACTORS = [0.5, -1.25, 2.0, 0.75, -0.5, 1.5, 0.25, -2.0]  # which every type holds exactly
 LATE = [0, 0, 300_000]  # cycles that a GPU lets an input wait
 
@@ -23,14 +24,27 @@ Check = Callable[[], None]
 Draw = Callable[["Problem"], tuple[to.TorchWork | None, Check]]
 
 
+class Inbox:
+    """A group's window, in which every draw has elements of its own: nothing is overwritten before it was compared."""
+
+    def __init__(self, comm: to.TorchComm, dtype: torch.dtype, numel: int) -> None:
+        self.window = comm.new_window(to.symmetric_empty(numel, dtype, comm))
+        self._taken = 0
+
+    def take(self, numel: int) -> slice:
+        """The next elements; called by the one thread of the group."""
+        begin, self._taken = self._taken, self._taken + numel
+        return slice(begin, self._taken)
+
+
 class Problem:
     """One draw, the same on every rank of the group. Inputs can be had of every rank, on the CPU."""
 
-    def __init__(self, dice: random.Random, comm: to.TorchComm, seed: int) -> None:
-        self.comm, self.seed = comm, seed
+    def __init__(self, dice: random.Random, comm: to.TorchComm, seed: int, inbox: Inbox) -> None:
+        self.comm, self.seed, self.inbox = comm, seed, inbox
         self.rank, self.size, self.device = comm.get_rank(), comm.get_size(), comm.get_device()
         self.dtype = dice.choice(DTYPES)
-        self.numel = dice.choice(COUNTS)
+        self.numel = dice.choice(COUNTS if dice.random() < 0.875 else MANY)
         self.root = dice.randrange(self.size)
         self.async_op = dice.random() < 0.7
         kinds = [kind for kind in to.RedOpType.__members__.values() if is_legal(kind, self.dtype)]
@@ -212,6 +226,22 @@ def ring(p: Problem) -> Drawn:
     return batch.issue(p.async_op), lambda: assert_equal(out, p.of(before), "ring")
 
 
+def written_by_the_one_before(p: Problem) -> Drawn:
+    """put, with the signal or before it, into the next rank's window."""
+    window, numel = p.inbox.window, min(p.numel, COUNTS[-1])
+    place = p.inbox.take(numel)
+    after, before = (p.rank + 1) % p.size, (p.rank - 1) % p.size
+    x = p.here(rank_input(p.seed, p.rank, (numel,), window.dtype))
+    with_signal = p.other % 2 == 0
+    window.put(x, after, place.start, p.async_op, signal=with_signal)
+    if not with_signal:
+        window.signal(after, p.async_op)
+    # In a stream that groups share, in another order on each rank, a wait would hold up what it waits for.
+    work = window.wait_signal(before, p.async_op or p.device.type == "cuda")
+    expected = rank_input(p.seed, before, (numel,), window.dtype)
+    return work, lambda: assert_equal(window.get_tensor()[place], expected, "put")
+
+
 def barrier(p: Problem) -> Drawn:
     return p.comm.barrier(p.async_op), lambda: None
 
@@ -219,7 +249,7 @@ def barrier(p: Problem) -> Drawn:
 OPS: tuple[Draw, ...] = (
     all_reduce, reduce, broadcast, all_gather, all_gather_v, all_gather_single, reduce_scatter, reduce_scatter_v,
     reduce_scatter_single, all_to_all, all_to_all_single, all_to_all_v_single, scatter, gather, gather_single, message,
-    ring, barrier,
+    ring, written_by_the_one_before, barrier,
 )  # fmt: skip
 
 
@@ -235,6 +265,8 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
     if device.type == "cuda":
         streams += [torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)]
     dice = random.Random(seed)
+    dtypes = dice.sample(DTYPES, len(groups))
+    inboxes = [Inbox(*of, 8 * COUNTS[-1] + 64 * draws) for of in zip(groups, dtypes, strict=True)]
     pending: list[tuple[str, Any, Any]] = []
 
     def begin() -> None:
@@ -264,15 +296,18 @@ def run_random(comm: to.TorchComm, seed: int, draws: int) -> None:
         draw = dice.choice(OPS)
         first, second = dice.choice(list(itertools.product(range(len(streams)), repeat=2)))
         # The members of `part` differ in number: what is drawn next must not depend on it.
-        problem = Problem(random.Random(dice.random()), groups[which], seed + turn)
+        problem = Problem(random.Random(dice.random()), groups[which], seed + turn, inboxes[which])
         if not problem.async_op:
             second = first  # the result is there on that stream
         what = f"{turn}: {draw.__name__} of {problem.numel} {problem.dtype}, {problem.op}, group {which}, "
+        what += f"window of {dtypes[which]}, "
         what += f"streams {first} and {second}"
         pending.append((what, streams[second], pools[which].submit(issue, draw, problem, streams[first])))
         settle(dice.randrange(PENDING))
     settle(0)
     for pool in pools:
         pool.shutdown()
+    for inbox in inboxes:
+        inbox.window.tensor_deregister()
     for group in (part, backwards):
         group.finalize()

@@ -2,21 +2,29 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from every_op import NAMES, WITHOUT_OPTIONS, operation
+from every_op import NAMES, WITHOUT_OPTIONS, Issue, operation
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
 
 MARGIN = 5.0  # seconds that loaded cores may add to a timeout: what the library promises there
 SOON = timedelta(seconds=0.4)
+
+
+def until_it_fails(issue: Issue, **options: object) -> None:
+    """What only sends gets through for as long as somebody takes it."""
+    while True:
+        issue(True, **options).wait()
 
 
 def check_never_called(comm: to.TorchComm, name: str) -> None:
@@ -31,13 +39,9 @@ def check_never_called(comm: to.TorchComm, name: str) -> None:
         if not options:
             comm.set_timeout(SOON)
 
-        def until_it_fails() -> None:  # what only sends gets through for as long as somebody takes it
-            while True:
-                issue(True, **options).wait()
-
         begin = time.monotonic()
         with pytest.raises(to.Error) as raised:  # a timeout, or the news of another rank's
-            until_it_fails()
+            until_it_fails(issue, **options)
         limit = 3.0 if name == "reconfigure" else SOON.total_seconds()
         assert time.monotonic() - begin < limit + MARGIN
         assert f"'{comm.get_name()}" in str(raised.value)  # or a child of it
@@ -48,6 +52,27 @@ def check_never_called(comm: to.TorchComm, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "reconfigure"])
 def test_a_rank_that_never_calls(name: str, backend: str) -> None:
     run_ranks(check_never_called, 3, name, backend=backend)
+
+
+def check_left(comm: to.TorchComm, name: str, seed: int) -> None:
+    """For threads, what a kill is for processes: the victim is gone in the middle, perhaps of its own call."""
+    victim = comm.get_size() - 1
+    issue = operation(comm, name, victim, numel=256)
+    issue(True).wait()
+    comm.barrier(False)
+    comm.set_timeout(timedelta(seconds=1))
+    if comm.get_rank() == victim:
+        threading.Timer(random.Random(seed).uniform(0.0, 0.1), comm.abort).start()
+    begin = time.monotonic()
+    with pytest.raises(to.Error):
+        until_it_fails(issue)
+    assert time.monotonic() - begin < 0.1 + 1.0 + MARGIN
+    comm.abort()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reconfigure"])
+def test_a_rank_leaves_in_the_middle(name: str, seed: int) -> None:
+    run_ranks(check_left, 3, name, seed, backend="local")
 
 
 def check_never_reconfigured(rank: int, size: int, store: Any) -> None:

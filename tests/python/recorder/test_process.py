@@ -92,6 +92,22 @@ def test_a_disk_that_is_full_half_way_leaves_no_part_of_a_dump(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_abort_hook_that_raises_does_not_keep_the_process(tmp_path: Path) -> None:
+    result = run(TIMEOUT.replace(HOOK, "lambda: 1 / 0"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.returncode == -signal.SIGABRT
+    steps = ["flight recorder: wrote", "division by zero", "Aborting process due to timeout"]
+    assert sorted(steps, key=result.stderr.index) == steps, result.stderr
+
+
+@pytest.mark.slow
+def test_an_abort_hook_that_hangs_has_ten_seconds(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = run(TIMEOUT.replace(HOOK, "threading.Event().wait"), TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.returncode == -signal.SIGABRT
+    assert "Aborting process due to timeout" in result.stderr
+    assert 10 < time.monotonic() - begin < 10 + 60  # torch is imported first
+
+
 # The failed rank's health is asked for after its abort hooks, when without a wait the process is as good as gone.
 POLLED = TIMEOUT.replace(HOOK, "hooks_ran.set").replace(
     "threads = [",
