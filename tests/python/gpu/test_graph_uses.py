@@ -63,6 +63,34 @@ def test_capture_again_and_again(comm):
         graph.reset()
 
 
+def test_a_second_capture_beside_the_first_is_refused_and_leaves_it_whole(comm):
+    """The first has an operation left as a leaf, behind which the next one must be."""
+    size, x = comm.get_size(), torch.zeros(1 << 20, device="cuda")
+    eager = comm.all_reduce(torch.ones(8, device="cuda"), to.ReduceOp.SUM, async_op=True)
+    eager.wait()
+    torch.cuda.synchronize()
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="relaxed")
+        work = comm.all_reduce(x, to.ReduceOp.SUM, async_op=True)
+        with pytest.raises(to.StateError, match=r"expected an operation that runs now for wait_blocking\(\)"):
+            work.wait_blocking()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            beside.capture_begin(capture_error_mode="relaxed")
+            with pytest.raises(to.StateError, match="expected one capture of this communicator at a time"):
+                comm.all_reduce(x, to.ReduceOp.SUM, async_op=True)
+            with pytest.raises(to.StateError, match="in the capture that has the operation, got it in another"):
+                work.wait()
+            beside.capture_end()
+        comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+        graph.capture_end()
+    beside.reset()
+    for step in range(1, 6):
+        x.fill_(step)
+        graph.replay()
+        assert (x == step * size**2).all()
+
+
 def test_a_graph_lives_on_without_its_handle(comm, make_comm):
     """Both ways: graph without the Python object, and a capture that is thrown away."""
     fresh = make_comm("handle_dropped")

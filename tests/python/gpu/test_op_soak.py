@@ -10,9 +10,13 @@ from op_cases import CASES
 pytestmark = [pytest.mark.gpu(2), pytest.mark.slow]
 
 STEPS = 64  # inputs repeat after these
-NAMES = ["permute", "all_to_all_v_async", "all_gather_matmul-chunked", "matmul_reduce_scatter-sequential",
-         "matmul_all_reduce-chunked", "all_to_all_matmul-chunked", "all_to_all_matmul-ring",
-         "matmul_all_to_all-ring"]  # fmt: skip
+NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async", "broadcast", "permute",
+         "all_to_all_v_async", "all_gather_matmul-chunked", "all_gather_matmul-ring",
+         "matmul_reduce_scatter-sequential", "matmul_reduce_scatter-ring", "matmul_all_reduce-chunked",
+         "all_to_all_matmul-chunked", "all_to_all_matmul-ring", "matmul_all_to_all-chunked",
+         "matmul_all_to_all-ring", "bulk_overlap_matmul-all_gather-chunked",
+         "bulk_overlap_matmul-reduce_scatter-chunked"]  # fmt: skip
+assert set(NAMES) <= {case.name for case in CASES}
 EACH = pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
 
 

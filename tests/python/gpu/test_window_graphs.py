@@ -106,16 +106,18 @@ def test_a_graph_outlives_its_window(comm, ring):
     """What it was captured with stays mapped: replays of a dropped window do no harm."""
     case = Ring(comm, ring)
     graph = case.capture()
-    x, window = case.x, case.window
+    x, out = case.x, case.out
     case.fill(1)
     graph.replay()
     case.check(1)
-    del window, case
+    del case
     gc.collect()
-    x.fill_(7)
-    comm.barrier(async_op=True).wait_blocking()
-    graph.replay()
-    torch.cuda.synchronize()
+    for value in (7, 8):
+        x.fill_(value + comm.get_rank())
+        out.fill_(99)
+        comm.barrier(async_op=True).wait_blocking()
+        graph.replay()
+        assert (out == value + ring[2]).all()
     comm.barrier(async_op=True).wait_blocking()
 
 

@@ -200,10 +200,7 @@ WorkPtr NcclBackend::launch(Call call) {
 void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDAStream current,
                         const cuda::Capture& capture) {
   const Call& call = work->call();
-  if (capture) enter_capture(capture);
   const Lane which = lane_of(call);
-  auto& [queue, eager, captured] = lane(which);
-  auto& previous = capture ? captured : eager;
   const auto stream = call.async_op
                           ? runtime_->stream(which, call.high_priority, static_cast<bool>(capture))
                           : current;
@@ -214,6 +211,10 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
                         ": expected one capture of this communicator at a time, got a second; end "
                         "the first one before");
   }
+  // Not before the check: what is refused leaves the first capture as it is.
+  if (capture) enter_capture(capture);
+  auto& [queue, eager, captured] = lane(which);
+  auto& previous = capture ? captured : eager;
 
   std::optional<LeafOnExit> leaf;
   // For an operation on the current stream `ready` only tells the watchdog when it could run.
