@@ -113,7 +113,10 @@ void expect_no_lone_success(const StorePtr& store, int size) {
           try {
             places[rank] = come(store, rank, size, milliseconds(1 + random() % 5));
           } catch (const Error& error) {
-            ASSERT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+            // On a loaded machine the time may be over before the store was asked.
+            EXPECT_TRUE(error.kind() == ErrorKind::kTimeout ||
+                        contains(error.what(), "got no connection within"))
+                << error.what();
           }
         }
       });
