@@ -2,6 +2,7 @@
 
 import copy
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -152,13 +153,14 @@ def run_put_with_signal(comm: TorchComm, seed: int) -> None:
     hook = comm.register_pre_hook(lambda name, op_id, args: seen.append((name, args.peer)))
     for step, async_op in enumerate((False, True, True)):
         x = random_like(COUNT, torch.float32, seed + step * size + rank)
-        work = window.put(x, right, step * COUNT, async_op, signal=True)
+        hints = {"is_high_priority_stream": "true"} if step == 2 else None
+        work = window.put(x, right, step * COUNT, async_op, hints, timedelta(seconds=30), signal=True)
         del x
         work.wait()
     hook.remove()
     assert seen == 3 * [(to.OpName.put, right), (to.OpName.signal, right)]
     for step in range(3):
-        window.wait_signal(left, False)
+        window.wait_signal(left, False, {"is_high_priority_stream": "false"}, timedelta(seconds=30))
         expected = random_like(COUNT, torch.float32, seed + step * size + left)
         assert torch.equal(window.get_tensor()[step * COUNT :][:COUNT], expected)
     wait = window.wait_signal(left, True)
