@@ -53,9 +53,9 @@ void come_in_vain(const StorePtr& store, const std::vector<int>& who, int size) 
   ranks.reserve(who.size());
   for (const int rank : who) {
     ranks.emplace_back([&, rank] {
-      const Error error = error_of([&] { come(store, rank, size, milliseconds(60)); });
+      const Error error = error_of([&] { come(store, rank, size, milliseconds(200)); });
       EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
-      EXPECT_TRUE(contains(error.what(), concat("expected ", size, " ranks within 60 ms")))
+      EXPECT_TRUE(contains(error.what(), concat("expected ", size, " ranks within 200 ms")))
           << error.what();
     });
   }
@@ -112,10 +112,9 @@ void expect_no_lone_success(const StorePtr& store, int size) {
           std::this_thread::sleep_for(milliseconds(random() % 8));
           try {
             places[rank] = come(store, rank, size, milliseconds(1 + random() % 5));
-          } catch (const Error& error) {
-            // On a loaded machine the time may be over before the store was asked.
+          } catch (const Error& error) {  // on loaded cores also too short to reach the store
             EXPECT_TRUE(error.kind() == ErrorKind::kTimeout ||
-                        contains(error.what(), "got no connection within"))
+                        contains(error.what(), "expected the store to answer"))
                 << error.what();
           }
         }
