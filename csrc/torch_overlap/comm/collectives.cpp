@@ -159,6 +159,7 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
     check.tensor_like(self_recvs[i]->tensor, sent, "a receive from this rank");
     check.numel(self_recvs[i]->tensor, sent.numel(), "a receive from this rank");
   }
+  check.received_apart(ops);
   Call call = make_call(OpName::batch_op_issue, Primitive::p2p);
   call.p2p = std::move(ops);
   return issue(check, std::move(call), async_op, options);

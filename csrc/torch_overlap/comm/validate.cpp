@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
@@ -67,6 +69,34 @@ void Checker::apart(const at::Tensor& read, const at::Tensor& written, bool same
        same_is_fine ? " that shares no memory with the input, but for this rank's own part"
                     : " that shares no memory with the input",
        ", got overlapping ones");
+}
+
+void Checker::received_apart(const std::vector<P2POp>& ops) const {
+  if (!moves_data) return;
+  struct Range {
+    uintptr_t begin;
+    uintptr_t end;
+    bool is_received;
+  };
+  std::vector<Range> ranges;
+  for (const P2POp& one : ops) {
+    if (one.tensor.numel() == 0) continue;
+    const auto begin = reinterpret_cast<uintptr_t>(one.tensor.const_data_ptr());
+    ranges.push_back({begin, begin + one.tensor.nbytes(), one.type == P2POp::Type::RECV});
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  uintptr_t end = 0;
+  uintptr_t received_end = 0;
+  for (const Range& range : ranges) {
+    const bool is_apart = range.begin >= (range.is_received ? end : received_end);
+    TORCH_OVERLAP_CHECK(
+        is_apart, kValue, op,
+        ": expected tensors to receive into that share no memory with others of the "
+        "batch, got overlapping ones");
+    end = std::max(end, range.end);
+    if (range.is_received) received_end = std::max(received_end, range.end);
+  }
 }
 
 void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const {

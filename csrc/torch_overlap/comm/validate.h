@@ -33,6 +33,8 @@ struct Checker {
   // The two share no memory; or, if `same_is_fine`, are the same memory.
   void apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
              std::string_view what) const;
+  // What is received shares no memory with anything else of the batch.
+  void received_apart(const std::vector<P2POp>& ops) const;
   void numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const;
   // check_reduction(), and a factor that is a tensor fits.
   void reduction(const at::Tensor& tensor, const ReduceOp& op) const;

@@ -155,6 +155,21 @@ MISTAKES_IN_A_BATCH: list[tuple[str, type[Error], Add]] = [
     ("of dtype Float, got Int", InvalidTypeError, _to_itself(torch.ones(4), torch.ones(4, dtype=torch.int32))),
     ("of 4 elements, got 5", InvalidValueError, _to_itself(torch.ones(4), torch.ones(5))),
 ]
+# Of a backend that moves data, in two ranks or more.
+OVERLAPPING: list[Mistake] = [
+    ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x, x)),
+    ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x[:3], x[2:])),
+    ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x[2:], x[:3])),
+    ("share no memory", InvalidValueError, lambda c, x: _exchange(c, x.clone(), x, x[3:])),
+]
+
+
+def _exchange(comm: TorchComm, sent: Tensor, *received: Tensor) -> None:
+    batch = comm.batch_op_create()
+    batch.send(sent, _next(comm))
+    for tensor in received:
+        batch.recv(tensor, (comm.get_rank() - 1) % comm.get_size())
+    batch.issue(False).wait()
 
 
 def run_batch_mistakes(comm: TorchComm) -> None:
@@ -179,6 +194,26 @@ def run_batch_mistakes(comm: TorchComm) -> None:
 
 def test_mistakes_in_a_batch_raise_at_issue(any_backend: str, any_size: int, device: str) -> None:
     run_ranks(run_batch_mistakes, any_size, backend=any_backend, device=device)
+
+
+def run_overlapping(comm: TorchComm) -> None:
+    x = torch.arange(4.0, device=comm.get_device())
+    for what, kind, call in OVERLAPPING:
+        with pytest.raises(kind, match=f"^batch_op_issue: expected .*{what}"):
+            call(comm, x)
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    _exchange(comm, x[:2], x[2:])  # side by side
+    assert x.tolist() == [0.0, 1.0, 0.0, 1.0]
+    batch = comm.batch_op_create()
+    for peer in (r for r in range(comm.get_size()) if r != comm.get_rank()):  # one tensor to many
+        batch.send(x, peer)
+        batch.recv(torch.empty_like(x), peer)
+    batch.issue(True).wait()
+
+
+@pytest.mark.sizes(2, 3)
+def test_what_a_batch_receives_shares_no_memory(backend: str, size: int, device: str) -> None:
+    run_ranks(run_overlapping, size, backend=backend, device=device)
 
 
 def run_another_device(comm: TorchComm) -> None:
