@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--algorithm", choices=sorted(set(OVERLAP.values())), help="of the fused operators, in place of --overlap")
     add(
         "--fp8",
-        choices=("none", "current", "delayed", "mxfp8"),
+        choices=("none", "current", "delayed", "mxfp8", "block"),
         default="none",
         help="products on 8-bit floats, and how they are scaled; --dtype is that of the results (default: %(default)s)",
     )

@@ -1,13 +1,9 @@
-"""The products of layers on 8-bit floats. Gradients of the first order only. Scales of blocks: `_mxfp8`.
-
-Products run along contiguous rows of both operands, so the transposed copies are 8-bit too:
-
-    y  = x w^T     x [tokens, in]      w [out, in]
-    dx = dy w      dy [tokens, out]    w^T [in, out]
-    dw = dy^T x    dy^T [out, tokens]  x^T [in, tokens]
+"""The products of layers on 8-bit floats. Gradients of the first order only.
 
 What travels is 8-bit where operands are gathered, and has the dtype of the result where partial products are summed.
 With sequence parallelism y and dx are the scaled operators, which overlap; without it the sum follows its product.
+
+With scales of blocks x and y are matrices here, whose rows are in the order of the ranks, along dimension 0.
 """
 
 from __future__ import annotations
@@ -19,10 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_overlap._C import ScalingMode
-from torch_overlap.nn import _mxfp8
-from torch_overlap.nn._float8_products import (
+from torch_overlap.nn._float8_operands import (
     Operand,
+    begin_kept,
+    columns_of,
+    gathered_kept,
+    quantize_backward,
+    quantize_forward,
+    weights_of,
+)
+from torch_overlap.nn._float8_products import (
     Plan,
     Scaled,
     begin_gather,
@@ -31,8 +33,6 @@ from torch_overlap.nn._float8_products import (
     materialized,
     product,
     product_scatter,
-    quantize,
-    transposed,
 )
 from torch_overlap.nn.float8 import Float8State
 from torch_overlap.ops._arguments import group
@@ -53,17 +53,19 @@ def column_products(
 ) -> list[Tensor]:
     """linear(all_gather(x, dim), w, b) for each of this rank's weights and biases.
 
-    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products. keep_gathered: the 8-bit
-    rows of all ranks are kept for the gradients of the weights.
+    dim None: x is whole on every rank and so is its gradient, the sum of all ranks' products. keep_gathered: what the
+    gradients of the weights need of all ranks' rows is kept, in 8 bits.
     """
     plan = _plan("ColumnParallelLinear", x, weights, state, dim, algorithm)
-    if plan.mode == ScalingMode.MXFP8_1D_SCALING:
-        return _mxfp8.column_products(plan, state, keep_gathered, x, weights, biases)
-    mine, weight = _quantize_forward(x, weights, state, x_columns=False)
-    outputs: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
-        plan, state, keep_gathered, *mine[:2], *weight, x, *weights, *biases
+    rows = _to_rows(x, dim) if plan.block else x
+    trains = plan.is_training and any(w.requires_grad for w in weights)
+    mine, weight = quantize_forward(plan, state, rows, weights, x_columns=trains and plan.block > 0,
+                                    w_columns=plan.is_training and x.requires_grad, ranks=1)  # fmt: skip
+    found: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
+        _of_rows(plan), state, keep_gathered, *mine, *weight, rows, *weights, *biases
     )
-    return list(outputs[: len(weights)])
+    outputs = list(found[: len(weights)])
+    return [_from_rows(y, x, dim, plan.size, 1) for y in outputs] if plan.block else outputs
 
 
 def row_product(
@@ -71,15 +73,13 @@ def row_product(
 ) -> Tensor:
     """reduce_scatter(linear(x, weight), dim) + bias. dim None: an all_reduce, and the gradient is whole."""
     plan = _plan("RowParallelLinear", x, [weight], state, dim, algorithm)
-    rows = x.size(dim) if dim is not None else 0
-    if rows % plan.size != 0:
-        raise ValueError(f"RowParallelLinear: expected dimension {dim} divisible by the group size {plan.size}, got "
-                         f"{rows}; pad it")  # fmt: skip
-    if plan.mode == ScalingMode.MXFP8_1D_SCALING:
-        return _mxfp8.row_product(plan, state, x, weight, bias)
-    mine, other = _quantize_forward(x, [weight], state, x_columns=True)
-    output: Tensor = _Row.apply(plan, state, *mine, *other, x, weight, bias)  # type: ignore[no-untyped-call]
-    return output
+    rows = _to_rows(x, dim) if plan.block else x
+    mine, other = quantize_forward(plan, state, rows, [weight], x_columns=plan.is_training and weight.requires_grad,
+                                   w_columns=plan.is_training and x.requires_grad, ranks=_ranks(plan))  # fmt: skip
+    output: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
+        _of_rows(plan), state, *mine, *other, rows, weight, bias
+    )
+    return _from_rows(output, x, dim, 1, plan.size) if plan.block else output
 
 
 def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, dim: int | None, algorithm: str) -> Plan:
@@ -98,144 +98,157 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{who}: expected algorithm to be one of {', '.join(_ALGORITHMS)}, got '{algorithm}'")
     sizes = tuple(w.size(0) for w in weights)
-    name, size = group(state.comm)
-    is_mx = state.recipe.scaling == "mxfp8"
-    mode = ScalingMode.MXFP8_1D_SCALING if is_mx else ScalingMode.CURRENT_TENSOR_SCALING
-    return Plan(name, size, dim, dtype, algorithm, sizes, state.recipe.use_split_accumulator, mode)
+    recipe, (name, size) = state.recipe, group(state.comm)
+    scatters = who == "RowParallelLinear" and dim is not None
+    if scatters and x.size(dim) % size != 0:
+        raise ValueError(f"{who}: expected dimension {dim} divisible by the group size {size}, got {x.size(dim)}; "
+                         "pad it")  # fmt: skip
+    rows = x.shape[:-1].numel() // (size if scatters else 1)
+    if rows % recipe.alignment_of_rows != 0:
+        raise ValueError(f"{who}: expected rows of a rank divisible by {recipe.alignment_of_rows} with "
+                         f"{recipe.scaling}, got {rows}, for shape {list(x.shape)}; pad it")  # fmt: skip
+    return Plan(name, size, dim, dtype, algorithm, sizes, recipe.use_split_accumulator, recipe.mode, recipe.block,
+                torch.is_grad_enabled())  # fmt: skip
 
 
-def _quantize_forward(
-    x: Tensor, weights: Sequence[Tensor], state: Float8State, *, x_columns: bool
-) -> tuple[Operand, Operand]:
-    """x and all weights as one; transposed copies of what the backward pass multiplies."""
-    grad = torch.is_grad_enabled()
-    x_columns = x_columns and grad and any(w.requires_grad for w in weights)
-    scale = state.scales("forward", [[x], weights])
-    with torch.no_grad():
-        dtype = state.dtype("forward")
-        mine, x_amax = quantize([x], scale[:1], dtype, 0, x_columns)
-        weight, weight_amax = quantize(weights, scale[1:], dtype, 0, grad and x.requires_grad)
-    if grad:
-        state.note("forward", [x_amax, weight_amax])
-    return mine, weight
+def _of_rows(plan: Plan) -> Plan:
+    return plan._replace(dim=0) if plan.block and plan.dim is not None else plan
 
 
-def _quantize_backward(grads: Sequence[Tensor], state: Float8State, *, columnwise: bool) -> Operand:
-    grads = [g.contiguous() for g in grads]
-    scale = state.scales("backward", [grads])
-    operand, amax = quantize(grads, scale, state.dtype("backward"), -1, columnwise)
-    state.note("backward", [amax])
-    return operand
+def _ranks(plan: Plan) -> int:
+    """Whose rows a whole matrix has: of how many ranks."""
+    return 1 if plan.dim is None else plan.size
+
+
+def _to_rows(x: Tensor, dim: int | None) -> Tensor:
+    """[rows, features], where `dim` changes slowest."""
+    return (x if dim is None else x.movedim(dim, 0)).flatten(0, -2).contiguous()
+
+
+def _from_rows(rows: Tensor, x: Tensor, dim: int | None, times: int, parts: int) -> Tensor:
+    """The shape of x but for the features, and for `dim`, which has `times` / `parts` as many rows."""
+    if dim is None:
+        return rows.view(*x.shape[:-1], rows.size(-1))
+    first, *others = x.movedim(dim, 0).shape[:-1]
+    return rows.view(first * times // parts, *others, rows.size(-1)).movedim(0, dim).contiguous()
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(plan: Plan, state: Float8State, keep_gathered: bool, x8: Tensor, x_scale_inv: Tensor, w8: Tensor,
-                w_scale_inv: Tensor, w_columns: Tensor | None, x: Tensor,
+    def forward(plan: Plan, state: Float8State, keep_gathered: bool, x8: Tensor, x_scale_inv: Tensor,
+                x_columns: Tensor | None, x_columns_scale_inv: Tensor | None, w8: Tensor, w_scale_inv: Tensor,
+                w_columns: Tensor | None, w_columns_scale_inv: Tensor | None, x: Tensor,
                 *parameters: Any) -> tuple[Tensor, ...]:  # fmt: skip
-        biases = parameters[len(plan.sizes) :]
-        weights = [(w, w_scale_inv) for w in w8.split(plan.sizes)]
-        outputs, gathered = gather_products(plan, (x8, x_scale_inv), weights, biases,
-                                            split_accumulator=plan.split_accumulator,
-                                            return_gathered=keep_gathered)  # fmt: skip
-        return (*outputs, gathered) if keep_gathered else tuple(outputs)
+        mine = Operand(x8, x_scale_inv, x_columns, x_columns_scale_inv)
+        begun = begin_kept(plan, mine.transposed) if keep_gathered and plan.block else []  # travels under the products
+        outputs, gathered = gather_products(plan, mine.rows, weights_of(plan, w8, w_scale_inv),
+                                            parameters[len(plan.sizes) :], split_accumulator=plan.split_accumulator,
+                                            return_gathered=keep_gathered and not plan.block)  # fmt: skip
+        if not keep_gathered:
+            return tuple(outputs)
+        return (*outputs, *(gathered_kept(plan, begun, mine.transposed) if plan.block else (gathered,)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        plan, state, keep_gathered, x8, x_scale_inv, _, w_scale_inv, w_columns, x, *parameters = inputs
+        plan, state, keep_gathered, *mine, _, _, w_columns, w_scale_inv = inputs[:11]
         ctx.plan, ctx.state, ctx.is_gathered = plan, state, keep_gathered or plan.dim is None
-        ctx.dtypes = [x.dtype, *(None if p is None else p.dtype for p in parameters)]
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs[11:]]
+        kept = tuple(mine[2:] if plan.block else mine[:2])  # as Operand.kept
         if keep_gathered:
-            x8 = output[-1]
-            ctx.mark_non_differentiable(x8)
+            gathered = output[len(plan.sizes) :]
+            ctx.mark_non_differentiable(*gathered)
             ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x8, x_scale_inv, w_columns, w_scale_inv)
+            kept = gathered if plan.block else (*gathered, kept[1])
+        ctx.save_for_backward(*kept, w_columns, w_scale_inv)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Any, ...]:
-        plan, x8, (x_dtype, *dtypes) = ctx.plan, ctx.saved_tensors[0], ctx.dtypes
-        _, x_scale_inv, w_columns, w_scale_inv = ctx.saved_tensors
-        x_wanted, *wanted = ctx.needs_input_grad[8:]
+        plan, (x_dtype, *dtypes) = ctx.plan, ctx.dtypes
+        *kept, w_columns, w_scale_inv = ctx.saved_tensors
+        x_wanted, *wanted = ctx.needs_input_grad[11:]
         count = len(plan.sizes)
         if all(grad is None for grad in output_grads[:count]):
-            return (None,) * (9 + len(wanted))
+            return (None,) * (12 + len(wanted))
         grads = materialized(output_grads[:count], plan.sizes)
         weights_wanted = any(wanted[:count])
         x_grad = None
         found: list[Tensor | None] = [None] * count
         if x_wanted or weights_wanted:
-            grad = _quantize_backward(grads, ctx.state, columnwise=weights_wanted)
+            grad = quantize_backward(plan, ctx.state, grads, columnwise=weights_wanted, ranks=_ranks(plan))
             is_bulk = plan.algorithm == "bulk" and plan.dim is not None
             gathers = weights_wanted and not ctx.is_gathered
             if gathers:
-                x8 = begin_gather(plan, x8, plan.dim)  # travels under dx
+                begun = begin_kept(plan, kept)  # travels under dx
             if x_wanted and is_bulk:
-                x_grad = product(grad[:2], (w_columns, w_scale_inv), plan.dtype)
+                x_grad = product(grad.rows, (w_columns, w_scale_inv), plan.dtype, plan.mode)
             elif x_wanted:
-                x_grad = product_scatter(plan, grad[:2], (w_columns, w_scale_inv), None, split_accumulator=True)
+                x_grad = product_scatter(plan, grad.rows, (w_columns, w_scale_inv), None, split_accumulator=True)
             if gathers:
-                x8 = _ops.wait_tensor(x8)
+                kept = gathered_kept(plan, begun, kept)
             if x_wanted and is_bulk:  # travels under dw
                 x_grad = _ops.reduce_scatter_async(x_grad, plan.dim, "sum", plan.comm, plan.size)
             if weights_wanted:
-                assert grad.columns is not None
-                total = product((grad.columns, grad.scale_inv), (transposed(x8), x_scale_inv), dtypes[0])
+                total = product(grad.transposed, columns_of(plan, kept), dtypes[0], plan.mode_of_rows)
                 found = [part if needed else None
                          for part, needed in zip(total.split(plan.sizes), wanted[:count], strict=True)]  # fmt: skip
             if x_grad is not None:
                 x_grad = (_ops.wait_tensor(x_grad) if is_bulk else x_grad).to(x_dtype)
         found += [bias_grad(g, dtype) if needed else None
                   for g, needed, dtype in zip(grads, wanted[count:], dtypes[count:], strict=True)]  # fmt: skip
-        return *[None] * 8, x_grad, *found
+        return *[None] * 11, x_grad, *found
 
 
 def _row_gradient(
     plan: Plan, grad: Operand, weight: Scaled, x_wanted: bool, weight_wanted: bool
-) -> tuple[Tensor | None, Tensor]:
-    """The gradient of x, and the outputs' of all rows if the weight's is wanted.
+) -> tuple[Tensor | None, Scaled | None]:
+    """The gradient of x, and the columns of all outputs' gradients if the weight's is wanted.
 
-    Rows that both need travel once and before, or twice: for dx while it is multiplied, and under it for dw.
+    What the weight's needs travels under dx. Where dx and dw take the same rows, these travel once and before both,
+    unless dx is multiplied while its rows travel ("ring", "auto").
     """
-    overlaps = plan.dim is not None and x_wanted and not (weight_wanted and plan.algorithm not in ("auto", "ring"))
-    rows = grad.data
-    if plan.dim is not None and (weight_wanted or not overlaps):
-        rows = begin_gather(plan, rows, plan.dim)
-    if not overlaps:
-        rows = rows if plan.dim is None else _ops.wait_tensor(rows)
-        return product((rows, grad.scale_inv), weight, plan.dtype) if x_wanted else None, rows
-    (x_grad,), _ = gather_products(plan, grad[:2], [weight], [None], split_accumulator=True)
-    return x_grad, _ops.wait_tensor(rows) if weight_wanted else rows
+    gathers = weight_wanted and plan.dim is not None
+    if gathers and x_wanted and not plan.block and plan.algorithm not in ("auto", "ring"):
+        rows = _ops.wait_tensor(begin_gather(plan, grad.data, plan.dim)), grad.scale_inv
+        return product(rows, weight, plan.dtype, plan.mode), columns_of(plan, rows)
+    begun = begin_kept(plan, grad.kept(plan)) if gathers else []
+    x_grad = None
+    if x_wanted:
+        (x_grad,), _ = gather_products(plan, grad.rows, [weight], [None], split_accumulator=True)
+    if not weight_wanted:
+        return x_grad, None
+    return x_grad, columns_of(plan, gathered_kept(plan, begun, grad.kept(plan))) if gathers else grad.transposed
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(plan: Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, x_columns: Tensor | None, w8: Tensor,
-                w_scale_inv: Tensor, w_columns: Tensor | None, x: Tensor, weight: Tensor,
+    def forward(plan: Plan, state: Float8State, x8: Tensor, x_scale_inv: Tensor, x_columns: Tensor | None,
+                x_columns_scale_inv: Tensor | None, w8: Tensor, w_scale_inv: Tensor, w_columns: Tensor | None,
+                w_columns_scale_inv: Tensor | None, x: Tensor, weight: Tensor,
                 bias: Tensor | None) -> Tensor:  # fmt: skip
         return product_scatter(plan, (x8, x_scale_inv), (w8, w_scale_inv), bias,
-                                split_accumulator=plan.split_accumulator)  # fmt: skip
+                               split_accumulator=plan.split_accumulator)  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        plan, state, _, x_scale_inv, x_columns, _, w_scale_inv, w_columns, *tensors = inputs
+        plan, state, _, _, *x_columns, _, _, w_columns, w_scale_inv = inputs[:10]
         ctx.plan, ctx.state = plan, state
-        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
-        ctx.save_for_backward(x_columns, x_scale_inv, w_columns, w_scale_inv)
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs[10:]]
+        ctx.save_for_backward(*x_columns, w_columns, w_scale_inv)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan, (x_dtype, weight_dtype, bias_dtype) = ctx.plan, ctx.dtypes
-        x_columns, x_scale_inv, w_columns, w_scale_inv = ctx.saved_tensors
-        x_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[8:]
+        *x_columns, w_columns, w_scale_inv = ctx.saved_tensors
+        x_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad[10:]
         x_grad = weight_grad = None
         if x_wanted or weight_wanted:
-            grad = _quantize_backward([dy], ctx.state, columnwise=weight_wanted and plan.dim is None)
-            x_grad, rows = _row_gradient(plan, grad, (w_columns, w_scale_inv), x_wanted, weight_wanted)
+            columnwise = weight_wanted and (plan.block > 0 or plan.dim is None)
+            grad = quantize_backward(plan, ctx.state, [dy], columnwise=columnwise, ranks=1)
+            x_grad, columns = _row_gradient(plan, grad, (w_columns, w_scale_inv), x_wanted, weight_wanted)
             x_grad = None if x_grad is None else x_grad.to(x_dtype)
-            if weight_wanted:
-                columns = transposed(rows) if grad.columns is None else grad.columns
-                weight_grad = product((columns, grad.scale_inv), (x_columns, x_scale_inv), weight_dtype)
+            if columns is not None:
+                weight_grad = product(columns, x_columns, weight_dtype, plan.mode_of_rows)
         found = bias_grad(dy, bias_dtype) if bias_wanted else None
-        return *[None] * 8, x_grad, weight_grad, found
+        return *[None] * 10, x_grad, weight_grad, found

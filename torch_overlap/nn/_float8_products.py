@@ -1,4 +1,4 @@
-"""Quantized matrices and their products, alone and with a collective."""
+"""Products of 8-bit matrices, alone and with a collective."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ ALIGNMENT = 16  # of what products run along
 Scaled = tuple[Tensor, Tensor]  # a matrix in 8 bits and its scale_inv
 
 
-class Operand(NamedTuple):
-    """A matrix in 8 bits, or several side by side, and its transpose; value = data * scale_inv."""
-
-    data: Tensor
-    scale_inv: Tensor
-    columns: Tensor | None
-
-
 class Plan(NamedTuple):
     """What is not a tensor. `dim`: along which rows are sharded; None: all ranks have all rows."""
 
@@ -35,7 +27,15 @@ class Plan(NamedTuple):
     algorithm: str
     sizes: tuple[int, ...]  # rows of each weight
     split_accumulator: bool
-    mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
+    mode: ScalingMode  # of the products with a weight
+    block: int  # how many elements along k share a scale; 0: all of the tensor
+    is_training: bool
+
+    @property
+    def mode_of_rows(self) -> ScalingMode:
+        """Of the products of rows with rows: none are of two operands in blocks of 128 x 128."""
+        is_2d = self.mode == ScalingMode.BLOCK_2D_SCALING
+        return ScalingMode.BLOCK_1D_SCALING if is_2d else self.mode
 
     @property
     def fused(self) -> str:
@@ -43,31 +43,8 @@ class Plan(NamedTuple):
         return "sequential" if self.algorithm == "bulk" else self.algorithm
 
 
-def quantize(
-    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, dim: int, columnwise: bool
-) -> tuple[Operand, Tensor]:
-    """`parts`, concatenated along `dim`, 0 or -1; and their largest magnitude."""
-    found = [ops.quantize_delayed(part, scale, dtype, columnwise=columnwise) for part in parts]
-    data, scale_inv, columns, amax = found[0]
-    if len(found) > 1:
-        data = concatenated([part[0] for part in found], dim)
-        amax = torch.cat([part[3] for part in found]).amax()
-        if columnwise:
-            columns = concatenated([part[2] for part in found], 1 if dim == 0 else 0)
-    return Operand(data, scale_inv, columns if columnwise else None), amax
-
-
-def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """As bytes: autocast knows no 8-bit floats."""
-    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.flatten(0, -2).t().contiguous()
-
-
-def product(lhs: Scaled, rhs: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *, split_accumulator: bool = True,
-            mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING) -> Tensor:  # fmt: skip
+def product(lhs: Scaled, rhs: Scaled, dtype: torch.dtype, mode: ScalingMode, bias: Tensor | None = None, *,
+            split_accumulator: bool = True) -> Tensor:  # fmt: skip
     """lhs [..., k] rhs [n, k]^T + bias. In bfloat16, which holds every 8-bit value, where k does not suit FP8."""
     if lhs[0].size(-1) == 0:
         assert bias is None
@@ -93,7 +70,7 @@ def gather_products(plan: Plan, x: Scaled, weights: Sequence[Scaled], biases: Se
     """The products of all rows with each weight; these rows, if asked: x's data, gathered."""
     cast = [None if b is None else b.to(plan.dtype) for b in biases]
     if plan.dim is None:
-        return [product(x, w, plan.dtype, b, split_accumulator=split_accumulator, mode=plan.mode)
+        return [product(x, w, plan.dtype, plan.mode, b, split_accumulator=split_accumulator)
                 for w, b in zip(weights, cast, strict=True)], x[0]  # fmt: skip
     with _no_autocast(x[0]):
         outputs, gathered, _ = _ops.scaled_all_gather_matmul(
@@ -114,7 +91,7 @@ def product_scatter(plan: Plan, x: Scaled, weight: Scaled, bias: Tensor | None, 
                 int(plan.mode),
             )  # fmt: skip
         return part
-    total = product(x, weight, plan.dtype, split_accumulator=split_accumulator, mode=plan.mode)
+    total = product(x, weight, plan.dtype, plan.mode, split_accumulator=split_accumulator)
     _ops.all_reduce_(total, "sum", plan.comm)
     return total if bias is None else total + bias
 

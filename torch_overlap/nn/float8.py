@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_overlap import ops
-from torch_overlap._C import TorchComm
+from torch_overlap._C import ScalingMode, TorchComm
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
-_SCALINGS = ("current", "delayed", "mxfp8")
+_SCALINGS = ("current", "delayed", "mxfp8", "block")
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -24,20 +24,21 @@ class Float8Recipe:
 
     With "current" and "delayed" each tensor has one scale, which maps the largest magnitude to the largest value of the
     8-bit type. The magnitude is that of the whole tensor, over all ranks of the layer, so that 8-bit values do not
-    depend on how many ranks share it. With "mxfp8" each 32 elements along which a product sums share a power of two.
+    depend on how many ranks share it. With "mxfp8" each 32 elements along which a product sums share a power of two;
+    with "block" each 128 of activations and gradients share a factor, and each 128 x 128 of weights.
 
     Args:
         scaling: "current": the magnitude is that of the tensor itself; the ranks agree on it in one small all-reduce
             in each forward and each backward of a layer. "delayed": it is the largest of the last `amax_history_len`
             steps; the ranks agree in `update_float8_scales`, once a step for all layers. Until its first call the
-            scales are current ones. "mxfp8": of blocks of 32; the ranks agree on nothing.
-        margin: scales leave room for magnitudes 2^margin times as large. 0 with "mxfp8".
+            scales are current ones. "mxfp8", "block": those of each block; the ranks agree on nothing.
+        margin: scales leave room for magnitudes 2^margin times as large. 0 with scales of blocks.
         amax_history_len: steps that delayed scaling looks back.
         forward_dtype: of activations and weights: torch.float8_e4m3fn.
         backward_dtype: of the gradients of outputs: torch.float8_e5m2 or torch.float8_e4m3fn. Default: e4m3 with
-            "mxfp8", whose scales follow the magnitudes closely, else e5m2.
+            scales of blocks, which follow the magnitudes closely, else e5m2.
         use_split_accumulator: on Hopper, promote the partial sums of forward products to float32 as they grow. Those
-            of gradients always are.
+            of gradients always are, and all with "block".
 
     Raises:
         ValueError: a value that is none of these.
@@ -52,7 +53,7 @@ class Float8Recipe:
 
     def __post_init__(self) -> None:
         if self.backward_dtype is None:
-            object.__setattr__(self, "backward_dtype", _E4M3 if self.scaling == "mxfp8" else _E5M2)
+            object.__setattr__(self, "backward_dtype", _E4M3 if self.block else _E5M2)
         for what, value, choices in (
             ("scaling", self.scaling, _SCALINGS),
             ("forward_dtype", self.forward_dtype, (_E4M3,)),  # tensor cores take e5m2 on one side only
@@ -61,9 +62,9 @@ class Float8Recipe:
             if value not in choices:
                 listed = " or ".join(str(choice) for choice in choices)
                 raise ValueError(f"Float8Recipe: expected {what} {listed}, got {value}")
-        if self.scaling == "mxfp8" and self.margin != 0:
-            raise ValueError(f"Float8Recipe: expected margin 0 with mxfp8, got {self.margin}; a block's scale is that "
-                             "of its own values")  # fmt: skip
+        if self.block and self.margin != 0:
+            raise ValueError(f"Float8Recipe: expected margin 0 with {self.scaling}, got {self.margin}; a block's scale "
+                             "is that of its own values")  # fmt: skip
         if self.amax_history_len < 1:
             raise ValueError(f"Float8Recipe: expected amax_history_len of 1 or more, got {self.amax_history_len}")
 
@@ -71,6 +72,22 @@ class Float8Recipe:
     def alignment(self) -> int:
         """What the features of a rank are a multiple of."""
         return 32 if self.scaling == "mxfp8" else 16
+
+    @property
+    def alignment_of_rows(self) -> int:
+        """What the rows of a rank are a multiple of."""
+        return 8 if self.scaling == "block" else 1
+
+    @property
+    def block(self) -> int:
+        """How many elements along which a product sums share a scale; 0: all of the tensor."""
+        return {"mxfp8": 32, "block": 128}.get(self.scaling, 0)
+
+    @property
+    def mode(self) -> ScalingMode:
+        """Of the products with a weight."""
+        modes = {"mxfp8": ScalingMode.MXFP8_1D_SCALING, "block": ScalingMode.BLOCK_2D_SCALING}
+        return modes.get(self.scaling, ScalingMode.CURRENT_TENSOR_SCALING)
 
 
 class Float8State(nn.Module):

@@ -63,7 +63,7 @@ class _ParallelLinear(nn.Module):
                 if value % self.fp8.alignment != 0:
                     name: str = self._get_name()  # type: ignore[no-untyped-call]
                     raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
-                                     f"{'mxfp8' if self.fp8.scaling == 'mxfp8' else 'fp8'}, got {value}; pad it, or "
+                                     f"{self.fp8.scaling if self.fp8.block else 'fp8'}, got {value}; pad it, or "
                                      "use fp8=None")  # fmt: skip
 
     def _reset_float8(self) -> None:

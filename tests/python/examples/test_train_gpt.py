@@ -146,18 +146,18 @@ def test_training_on_8_bit_floats_ends_near_bfloat16(launcher, tmp_path):
     sizes = (*SMALL, "--dim", 64)  # 32 features of each rank
     arguments = (*sizes, "--steps", 80, "--dtype", "bfloat16", "--check-steps", 10, "--out", tmp_path)
     losses = {}
-    for fp8 in ("none", "current", "delayed", "mxfp8"):
+    for fp8 in ("none", "current", "delayed", "mxfp8", "block"):
         code, output = launcher.torchrun(2, PROGRAM, *arguments, "--fp8", fp8)
         assert code == 0, output
         assert "10 steps equal within" in output
         losses[fp8] = validation_loss(output)
     assert losses["none"] < 3.2
-    for fp8 in ("current", "delayed", "mxfp8"):
+    for fp8 in ("current", "delayed", "mxfp8", "block"):
         assert losses[fp8] == pytest.approx(losses["none"], abs=0.15)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("fp8", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("fp8", ["current", "delayed", "mxfp8", "block"])
 def test_trains_on_8_bit_floats_of_two_gpus(launcher, tmp_path, fp8):
     arguments = ("--device", "cuda", "--dim", 256, "--layers", 2, "--sequence", 256, "--steps", 60, "--out", tmp_path)
     code, output = launcher.torchrun(2, PROGRAM, *arguments, "--fp8", fp8, gpu=True)

@@ -137,6 +137,12 @@ LAYERS = {
 }
 
 
+# Of rows, and of weights. What a rank has are whole blocks, so that those of all ranks are those of the whole.
+MODES = {"current": (ScalingMode.CURRENT_TENSOR_SCALING,) * 2, "delayed": (ScalingMode.CURRENT_TENSOR_SCALING,) * 2,
+         "mxfp8": (ScalingMode.MXFP8_1D_SCALING,) * 2,
+         "block": (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING)}  # fmt: skip
+
+
 class Float8Problem:
     """A layer on 8-bit floats, and its products in fp64 of the same 8-bit values; inputs that change."""
 
@@ -194,7 +200,7 @@ class Float8Problem:
     def values(self, x, which):
         """What stands for x [rows, k], in fp64. which: activations, weights or gradients."""
         dtype = self.recipe.backward_dtype if which == 2 else self.recipe.forward_dtype
-        mode = ScalingMode.MXFP8_1D_SCALING if self.recipe.scaling == "mxfp8" else ScalingMode.CURRENT_TENSOR_SCALING
+        mode = MODES[self.recipe.scaling][which == 1]
         if self.scales is None:
             data, scale_inv, *_ = ops.quantize(x.contiguous(), mode, dtype)
         else:
@@ -222,7 +228,7 @@ class Float8Problem:
 
 
 @pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "bulk", "auto"])
-@pytest.mark.parametrize("scaling", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("scaling", list(MODES))
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_8_bit_layers_eager_and_captured(comm, seed, kind, scaling, algorithm):
     if torch.cuda.get_device_capability() < (8, 9):

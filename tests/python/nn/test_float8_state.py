@@ -225,6 +225,6 @@ def compiled(comm, seed, sequence_parallel, scaling):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("scaling", ["current", "delayed", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["current", "delayed", "mxfp8", "block"])
 def test_compile_fullgraph(seed, sequence_parallel, scaling):
     run_ranks(compiled, 2, seed, sequence_parallel, scaling, backend="gloo", timeout=280)

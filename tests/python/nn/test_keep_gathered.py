@@ -9,7 +9,7 @@ import torch_overlap.nn as tnn
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-FP8 = [None, "current", "delayed", "mxfp8"]
+FP8 = [None, "current", "delayed", "mxfp8", "block"]
 
 
 def recipe(fp8):
@@ -99,7 +99,8 @@ def test_one_gather_less(seed, fp8):
     run_ranks(rank, 2, backend="local")
 
 
-def test_mxfp8_gathers_columns_forward(seed):
+@pytest.mark.parametrize("scaling", ["mxfp8", "block"])
+def test_columns_of_blocks_are_gathered_forward(seed, scaling):
     """Data and scales of the rows, and of the columns: in forward where they are kept, else half of them backward."""
 
     def rank(comm):
@@ -109,7 +110,7 @@ def test_mxfp8_gathers_columns_forward(seed):
         counts = []
         for keep in (False, True):
             layer = tnn.ColumnParallelLinear(32, 64, comm, keep_gathered=keep, algorithm="sequential",
-                                             fp8=recipe("mxfp8"))  # fmt: skip
+                                             fp8=recipe(scaling))  # fmt: skip
             names.clear()
             y = layer(x)
             forward = names.count("all_gather_single")
@@ -149,6 +150,6 @@ def compiled(comm, seed, fp8):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp8", [None, "current", "mxfp8"])
+@pytest.mark.parametrize("fp8", [None, "current", "mxfp8", "block"])
 def test_compile_fullgraph(seed, fp8):
     run_ranks(compiled, 2, seed, fp8, backend="gloo", timeout=280)
