@@ -98,6 +98,9 @@ void check_extras(std::string_view op, const GemmCall& call) {
   TORCH_OVERLAP_CHECK(call.comm_overlap_method == 0, kValue, op,
                       ": expected comm_overlap_method NONE (0) for comm_type NONE (0), got ",
                       call.comm_overlap_method);
+  TORCH_OVERLAP_CHECK(call.comm_overlap_id == 0, kValue, op,
+                      ": expected no comm_overlap_id for comm_type NONE (0), got ",
+                      call.comm_overlap_id, "; pass comm_type and comm_overlap_method too");
 }
 
 void check_out_dtype(std::string_view op, at::ScalarType in, ScalingMode mode, at::ScalarType out) {

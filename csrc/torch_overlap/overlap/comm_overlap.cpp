@@ -242,7 +242,10 @@ void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
 
 void CommOverlapCore::bulk_overlap_external_ag(CommOverlapCore& lender) {
   constexpr std::string_view kOp = "bulk_overlap_external_ag";
-  require_bulk(kOp);
+  TORCH_OVERLAP_CHECK(has_bulk() && config_.comm_type != CommOverlapType::RS, kUnsupported, kOp,
+                      ": Operation not supported. Expected a buffer of method BULK and type AG or "
+                      "NONE, got ",
+                      to_string(config_.method), " and ", to_string(config_.comm_type));
   TORCH_OVERLAP_CHECK(lender.group().device() == group().device(), kType, kOp,
                       ": expected a lender on ", group().device(), ", got one on ",
                       lender.group().device());

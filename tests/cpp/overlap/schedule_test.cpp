@@ -22,7 +22,7 @@ void for_every_gather(Check check) {
     for (const int size : kSizes) {
       if (!has_order(order, size)) continue;
       for (int rank = 0; rank < size; ++rank) {
-        SCOPED_TRACE(testing::Message()
+        SCOPED_TRACE(::testing::Message()
                      << "order " << static_cast<int>(order) << ", rank " << rank << " of " << size);
         check(order, size, rank, gather_schedule(rank, size, order));
       }

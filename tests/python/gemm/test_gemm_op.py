@@ -469,6 +469,7 @@ ERRORS = [
      r"as many bias entries as bias_grad has \(Missing operand-output aliasing\), 6, got 4"),
     (plain(aux_in=lambda: f32(4, 8)), VALUE, "expected no aux_in for comm_type NONE"),
     (plain(comm_overlap_method=1), VALUE, "expected comm_overlap_method NONE"),
+    (plain(comm_overlap_id=7), VALUE, "expected no comm_overlap_id for comm_type NONE.*got 7; pass comm_type"),
     (plain(comm_type=1, comm_overlap_method=3), VALUE, "expected comm_overlap_id to be the id of a live buffer, got 0"),
     (plain(comm_type=2, comm_overlap_method=1), VALUE, "expected comm_overlap_id to be the id of a live buffer, got 0"),
     (plain(comm_type=3), VALUE, "an invalid collective type"),

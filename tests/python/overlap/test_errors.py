@@ -27,7 +27,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> t
 BUFFERS = [(Type.NONE, BULK), (AG, BULK), (RS, BULK), (RS, PIPELINE), (AG, RING), (RS, RING)]
 SUPPORTED = {
     "bulk_overlap": [(Type.NONE, BULK), (AG, BULK), (RS, BULK), (RS, PIPELINE)],
-    "bulk_overlap_external_ag": [(Type.NONE, BULK), (AG, BULK), (RS, BULK), (RS, PIPELINE)],
+    "bulk_overlap_external_ag": [(Type.NONE, BULK), (AG, BULK)],
     "split_overlap_ag": [(AG, RING)],
     "split_overlap_rs": [(RS, PIPELINE), (RS, RING)],
     "atomic_gemm_overlap_ag": [(AG, RING)],

@@ -16,7 +16,7 @@ ROWS, K, N = 4, 8, 96  # rows of a rank
 
 
 def log_of(comm: to.TorchComm, gathers: bool, method: Any, direct: bool = True, **options: Any) -> list[str]:
-    """What one call put on its lanes, in order: "rows x columns on lane", or "exchange"."""
+    """What one call put on its lanes, in order: "rows x columns on lane", "exchange" or "sum"."""
     size = comm.get_size()
     pretence = None if direct else to._C._PretendUnreachable()
     tokens = ROWS * size
@@ -29,12 +29,12 @@ def log_of(comm: to.TorchComm, gathers: bool, method: Any, direct: bool = True, 
     else:
         log = logged(lambda: buffer.split_overlap_rs(w, True, x, False, None, rs_output=out))
     assert (out == (K if gathers else K * size)).all()
-    found = re.findall(r"product (\d+) x (\d+) x \d+ on lane (\d+)|(to rank)", log)
-    return ["exchange" if moved else f"{m} x {n} on {lane}" for m, n, lane, moved in found]
+    found = re.findall(r"product (\d+) x (\d+) x \d+ on lane (\d+)|(to rank)|(sum of)", log)
+    return ["exchange" if moved else "sum" if summed else f"{m} x {n} on {lane}" for m, n, lane, moved, summed in found]
 
 
 def products(log: list[str]) -> list[str]:
-    return [line for line in log if line != "exchange"]
+    return [line for line in log if " on " in line]
 
 
 def run_splits(comm: to.TorchComm) -> None:
@@ -88,13 +88,16 @@ def test_sums_from_the_memory_of_others_are_logged_too() -> None:
 
 
 def run_first(comm: to.TorchComm) -> None:
-    """Two ranks that do not sum from each other's memory have one exchange for each piece."""
-    orders = {}
-    for first in (False, True):
-        log = log_of(comm, False, PIPELINE, direct=False, num_splits=4, rs_overlap_first_gemm=first)
-        orders[first] = "".join("R" if line == "exchange" else "G" for line in log)
-    assert orders == {False: "GRGRGRGR", True: "GGRGRGRR"}
+    """Two ranks that do not sum from each other's memory have one exchange for each piece; else only sums."""
+    for direct in (False, True):
+        orders = {}
+        for first in (False, True):
+            log = log_of(comm, False, PIPELINE, direct, num_splits=4, rs_overlap_first_gemm=first)
+            kinds = {"exchange": "R", "sum": "S"}
+            orders[first] = "".join(kinds.get(line, "G") for line in log)
+        wanted = {False: "GRGRGRGR", True: "GGRGRGRR"}
+        assert orders == {k: v.replace("R", "S" if direct else "RS") for k, v in wanted.items()}
 
 
-def test_rs_overlap_first_gemm_issues_a_product_before_the_exchange_of_the_one_before_it() -> None:
+def test_rs_overlap_first_gemm_issues_a_product_before_the_reduction_of_the_one_before_it() -> None:
     run_ranks(run_first, 2, env=LOG)
