@@ -32,6 +32,7 @@ _COMMUNICATING = (
     "_bulk_overlap_matmul_backward",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",
+    "_gemm_overlapped",
     "all_reduce_async",
     "all_gather_async",
     "reduce_scatter_async",
@@ -57,3 +58,5 @@ def register() -> None:
         torch.fx.node.has_side_effect(packet)
         torch.fx.node.has_side_effect(packet.default)
         simple_registry.singleton.find(f"torch_overlap::{name}").effect.register(EffectType.ORDERED)
+    # As a program calls it, above autograd, it may be one over a buffer; below, that is _gemm_overlapped.
+    torch.fx.node.has_side_effect(torch.ops.torch_overlap.gemm)

@@ -1,6 +1,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/gelu_backward.h>
 
+#include <array>
+
 #include "torch_overlap/ops/gemm_call.h"
 #include "torch_overlap/ops/register.h"
 
@@ -87,6 +89,47 @@ GemmResults gemm_meta(const GemmCall& call) {
   return call.comm_type != 0 ? run_overlapped(call) : empty_gemm_results(call);
 }
 
+// One of the operators under the schema of gemm, with its overload that writes into buffers.
+class GemmOperator {
+ public:
+  explicit GemmOperator(const char* name)
+      : values_(find_op<Values>(name)), buffers_(find_op<Buffers>(name, "buffers")) {}
+
+  GemmResults operator()(const GemmCall& call) const {
+    if (call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax) {
+      return buffers_.call(
+          call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias, call.gelu_input,
+          call.aux_in, call.lhs_swizzle, call.rhs_swizzle, call.workspace, call.scaling_mode,
+          call.comm_overlap_method, call.comm_type, call.comm_overlap_id, call.lhs_axis_boundary,
+          call.rhs_axis_boundary, call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
+          call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
+          call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
+    }
+    return values_.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
+                        call.gelu_input, call.aux_in, call.scaling_mode, call.comm_overlap_method,
+                        call.comm_type, call.comm_overlap_id, call.lhs_axis_boundary,
+                        call.rhs_axis_boundary, call.aux_axis_boundary, call.lhs_transposed,
+                        call.rhs_transposed, call.fuse_bias, call.fuse_gelu, call.grad,
+                        call.use_split_accumulator, call.scales_swizzled, call.out_dtype,
+                        call.out_scale);
+  }
+
+ private:
+  using Values = decltype(with_values<gemm_kernel>);
+  using Buffers = decltype(with_buffers<gemm_kernel>);
+  c10::TypedOperatorHandle<Values> values_;
+  c10::TypedOperatorHandle<Buffers> buffers_;
+};
+
+// What communicates has an operator of its own below autograd: a compiler may drop or move a
+// product that nobody reads, but not its part in a collective (torch_overlap/ops/_effects.py).
+GemmResults below_autograd(const GemmCall& call) {
+  const BelowAutograd guard;
+  if (call.comm_type == 0) return gemm(call);
+  static const GemmOperator overlapped("_gemm_overlapped");
+  return overlapped(call);
+}
+
 // The gradient.
 //
 // With g = d output (behind GELU: times its derivative), all as matrices:
@@ -109,8 +152,7 @@ class Gemm : public Function<Gemm> {
   // The tensors of `call` whose gradients there are, and all of it.
   static variable_list forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs,
                                const OptionalTensor& bias, const GemmCall& call) {
-    const BelowAutograd guard;
-    auto [output, bias_grad, pre_gelu_out, aux_out] = gemm(call);
+    auto [output, bias_grad, pre_gelu_out, aux_out] = below_autograd(call);
     const bool has_gradient = call.scaling_mode == 0 && !call.grad && call.comm_type == 0 &&
                               c10::elementSize(output.scalar_type()) > 1;
     ctx->saved_data["has_gradient"] = has_gradient;
@@ -180,8 +222,7 @@ GemmResults gemm_autograd(const GemmCall& call) {
     const auto results = Gemm::apply(call.lhs, call.rhs, call.bias, call);
     return {results[0], results[1], results[2], results[3]};
   }
-  const BelowAutograd guard;
-  return gemm(call);
+  return below_autograd(call);
 }
 
 // Operands take the autocast dtype; 8-bit ones stay, and their product takes it.
@@ -209,23 +250,8 @@ GemmResults gemm_autocast(const GemmCall& call) {
 }  // namespace
 
 GemmResults gemm(const GemmCall& call) {
-  if (call.lhs_swizzle || call.rhs_swizzle || call.workspace || call.out_amax) {
-    static const auto buffers = find_op<decltype(with_buffers<gemm_kernel>)>("gemm", "buffers");
-    return buffers.call(call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias,
-                        call.gelu_input, call.aux_in, call.lhs_swizzle, call.rhs_swizzle,
-                        call.workspace, call.scaling_mode, call.comm_overlap_method, call.comm_type,
-                        call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary,
-                        call.aux_axis_boundary, call.lhs_transposed, call.rhs_transposed,
-                        call.fuse_bias, call.fuse_gelu, call.grad, call.use_split_accumulator,
-                        call.scales_swizzled, call.out_dtype, call.out_scale, call.out_amax);
-  }
-  static const auto values = find_op<decltype(with_values<gemm_kernel>)>("gemm");
-  return values.call(
-      call.lhs, call.lhs_scale_inv, call.rhs, call.rhs_scale_inv, call.bias, call.gelu_input,
-      call.aux_in, call.scaling_mode, call.comm_overlap_method, call.comm_type,
-      call.comm_overlap_id, call.lhs_axis_boundary, call.rhs_axis_boundary, call.aux_axis_boundary,
-      call.lhs_transposed, call.rhs_transposed, call.fuse_bias, call.fuse_gelu, call.grad,
-      call.use_split_accumulator, call.scales_swizzled, call.out_dtype, call.out_scale);
+  static const GemmOperator op("gemm");
+  return op(call);
 }
 
 }  // namespace torch_overlap::ops
@@ -246,10 +272,14 @@ constexpr const char* kGemmAttributes =
 constexpr const char* kGemmResults =
     " -> (Tensor output, Tensor bias_grad, Tensor pre_gelu_out, Tensor aux_out)";
 
+constexpr std::array<const char*, 2> kGemm{"gemm", "gemm.buffers"};
+constexpr std::array<const char*, 2> kGemmOverlapped{"_gemm_overlapped",
+                                                     "_gemm_overlapped.buffers"};
+
 template <torch_overlap::ops::GemmResults (*kKernel)(const torch_overlap::ops::GemmCall&)>
-void register_gemm(torch_overlap::ops::Kernels m) {
-  m.impl("gemm", torch_overlap::ops::with_values<kKernel>);
-  m.impl("gemm.buffers", torch_overlap::ops::with_buffers<kKernel>);
+void register_gemm(torch_overlap::ops::Kernels m, const std::array<const char*, 2>& names = kGemm) {
+  m.impl(names[0], torch_overlap::ops::with_values<kKernel>);
+  m.impl(names[1], torch_overlap::ops::with_buffers<kKernel>);
 }
 
 }  // namespace
@@ -258,18 +288,24 @@ void register_gemm(torch_overlap::ops::Kernels m) {
 TORCH_LIBRARY_FRAGMENT(torch_overlap, m) {
   using torch_overlap::concat;
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def(concat("gemm(", kGemmOperands, kGemmAttributes, ")", kGemmResults).c_str(), tags);
-  m.def(concat("gemm.buffers(", kGemmOperands, kGemmBuffers, kGemmAttributes,
-               ", Tensor(d!)? out_amax=None)", kGemmResults)
-            .c_str(),
-        tags);
+  for (const auto& names : {kGemm, kGemmOverlapped}) {
+    m.def(concat(names[0], "(", kGemmOperands, kGemmAttributes, ")", kGemmResults).c_str(), tags);
+    m.def(concat(names[1], "(", kGemmOperands, kGemmBuffers, kGemmAttributes,
+                 ", Tensor(d!)? out_amax=None)", kGemmResults)
+              .c_str(),
+          tags);
+  }
 }
 
 TORCH_OVERLAP_KERNELS(CompositeExplicitAutograd, m) {
   register_gemm<torch_overlap::ops::gemm_kernel>(m);
+  register_gemm<torch_overlap::ops::gemm_kernel>(m, kGemmOverlapped);
 }
 
-TORCH_OVERLAP_KERNELS(Meta, m) { register_gemm<torch_overlap::ops::gemm_meta>(m); }
+TORCH_OVERLAP_KERNELS(Meta, m) {
+  register_gemm<torch_overlap::ops::gemm_meta>(m);
+  register_gemm<torch_overlap::ops::gemm_meta>(m, kGemmOverlapped);
+}
 
 TORCH_OVERLAP_KERNELS(Autograd, m) { register_gemm<torch_overlap::ops::gemm_autograd>(m); }
 

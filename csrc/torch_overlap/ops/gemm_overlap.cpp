@@ -160,8 +160,8 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
                        "dimension that ",
                        buffer->get_tp_size(), " ranks can share"));
   const auto options = call.lhs.options().dtype(shape.dtype);
-  const auto none = at::empty({0}, options.dtype(shape.beside));
-  GemmResults results{at::empty_symint(sizes, options), none, none, none};
+  const auto none = [&] { return at::empty({0}, options.dtype(shape.beside)); };
+  GemmResults results{at::empty_symint(sizes, options), none(), none(), none()};
   if (call.lhs.is_meta()) return results;
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
                       ": expected an output of ", buffer->config().buffer_shape[1],
