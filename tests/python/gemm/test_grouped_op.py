@@ -67,19 +67,24 @@ def test_a_wider_output(data):
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("mode", [CURRENT, MXFP8, BLOCK_1D])
+@pytest.mark.parametrize("mode", [mode for mode in ScalingMode if mode != ScalingMode.NO_SCALING])
 def test_scaled_groups(mode, split, data):
     sizes = [(16, 24, 32), (0, 16, 64), (64, 8, 96)]
     lhs, rhs = operands(data, sizes, torch.float32, False, True)
     biases = [data(n, dtype=torch.bfloat16) for _, n, _ in sizes]
-    lhs8, lhs_scales = zip(*(ops.quantize(x, mode)[:2] for x in lhs), strict=True)
-    rhs8, rhs_scales = zip(*(ops.quantize(x, mode)[:2] for x in rhs), strict=True)
+    of_weights, of_rows = mode, mode
+    if mode == ScalingMode.DELAYED_TENSOR_SCALING:
+        of_weights = of_rows = CURRENT  # whose factors come from the tensor itself
+    elif mode == ScalingMode.BLOCK_2D_SCALING:
+        of_rows = BLOCK_1D
+    lhs8, lhs_scales = zip(*(ops.quantize(x, of_rows)[:2] for x in lhs), strict=True)
+    rhs8, rhs_scales = zip(*(ops.quantize(x, of_weights)[:2] for x in rhs), strict=True)
     outputs = ops.grouped_gemm(
         lhs8, rhs8, biases, lhs_scales, rhs_scales, scaling_mode=mode, rhs_transposed=True, use_split_accumulator=split
     )
     for i, out in enumerate(outputs):
-        left = ops.dequantize(lhs8[i], lhs_scales[i], mode, torch.float64)
-        right = ops.dequantize(rhs8[i], rhs_scales[i], mode, torch.float64)
+        left = ops.dequantize(lhs8[i], lhs_scales[i], of_rows, torch.float64)
+        right = ops.dequantize(rhs8[i], rhs_scales[i], of_weights, torch.float64)
         assert out.dtype is torch.bfloat16
         check(out, left @ right.t() + biases[i].double(), f"problem {i}")
 

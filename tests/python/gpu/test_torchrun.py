@@ -1,5 +1,6 @@
-"""The whole folder, on all GPUs (at most 4), from a plain pytest."""
+"""The whole folder, on all GPUs (at most 4), from a plain pytest; and what depends on how many queues a device has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,14 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
+HERE = Path(__file__).parent
+
+
+def torchrun(*arguments, **environment):
+    """The exit status of pytest on all GPUs, at most 4."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip(f"needs 2 GPUs, found {gpus}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={min(gpus, 4)}",
+               "-m", "pytest", *arguments, "-x", "-q"]  # fmt: skip
+    return subprocess.run(command, check=False, env={**os.environ, **environment}).returncode
+
 
 @pytest.mark.gpu(2)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_gpu_tests_pass_under_torchrun():
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        pytest.skip(f"needs 2 GPUs, found {gpus}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={min(gpus, 4)}",
-               "-m", "pytest", str(Path(__file__).parent), "-x", "-q"]  # fmt: skip
-    assert subprocess.run(command, check=False).returncode == 0
+    assert torchrun(str(HERE)) == 0
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("connections", [1, 8])
+def test_the_overlap_classes_with_any_number_of_queues(connections):
+    """With 1 all that is issued to a device begins in that order, whatever the streams."""
+    files = [str(HERE / name) for name in ("test_overlap.py", "test_overlap_graphs.py")]
+    chosen = "eager_calls_at_full_shapes or late_rank or all_methods"
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
+    assert torchrun(*files, "-k", chosen, "-m", "not slow", **environment) == 0

@@ -302,15 +302,15 @@ class Bulk(Case):
 
     def __init__(self, comm: Ranks, kind: Type, dtype: torch.dtype = torch.float32, *, in_place: bool = True,
                  both: bool = False, out_dtype: torch.dtype | None = None, product_dtype: torch.dtype | None = None,
-                 options: dict[str, Any] | None = None, **sizes: Any) -> None:  # fmt: skip
+                 method: Method = BULK, options: dict[str, Any] | None = None, **sizes: Any) -> None:  # fmt: skip
         super().__init__(comm, **sizes)
         self.kind, self.dtype, self.in_place = kind, dtype, in_place
         self.is_8_bit = dtype in (E4M3, E5M2)
         self.product_dtype = product_dtype or (torch.bfloat16 if self.is_8_bit else dtype)
         self.out_dtype = out_dtype or (torch.float32 if self.is_8_bit else dtype)
-        self.buffer = make(comm, Type.NONE if both else kind, BULK, (self.tokens, self.n), dtype, **(options or {}))
+        self.buffer = make(comm, Type.NONE if both else kind, method, (self.tokens, self.n), dtype, **(options or {}))
         self.buffer.set_active_tokens(self.active)
-        self.what = f"bulk {kind.name} {dtype} in_place={in_place} of {self.active} on {self.rank}"
+        self.what = f"bulk {kind.name} {method.name} {dtype} in_place={in_place} of {self.active} on {self.rank}"
 
     def step(self, seed: int) -> None:
         draw, mine = Draw(seed), Draw(seed + 7919 * (self.rank + 1))
@@ -352,11 +352,12 @@ class Bulk(Case):
 class External(Case):
     """bulk_overlap_external_ag, on the streams of another buffer, which is used before and after."""
 
-    def __init__(self, comm: Ranks, dtype: torch.dtype = torch.bfloat16, lender: str = "ring", **sizes: Any) -> None:
+    def __init__(self, comm: Ranks, dtype: torch.dtype = torch.bfloat16, lender: str = "ring", kind: Type = AG,
+                 **sizes: Any) -> None:  # fmt: skip
         super().__init__(comm, **sizes)
         self.dtype = dtype
         self.lender: Any = Gather(comm, **sizes) if lender == "ring" else Bulk(comm, RS, **sizes)
-        self.buffer = make(comm, AG, BULK, (self.tokens, self.n), dtype)
+        self.buffer = make(comm, kind, BULK, (self.tokens, self.n), dtype)
         self.buffer.set_active_tokens(self.active)
         self.what = f"external AG {dtype} of {self.active} on {self.rank}"
 

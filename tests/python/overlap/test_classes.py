@@ -138,6 +138,8 @@ def test_bulk_overlap(backend: str, size: int, seed: int) -> None:
         for kind, in_place in [(AG, True), (RS, True), (RS, False)]
         for both in (False, True)
     ]
+    cases += [(Bulk, (RS, dtype), {"method": PIPELINE, "in_place": in_place}) for dtype in PLAIN
+              for in_place in (True, False)]  # fmt: skip
     cases += [(Bulk, (AG, dtype), {}) for dtype in (E4M3, E5M2)]
     cases += [
         (Bulk, (RS, dtype), {"in_place": False, "out_dtype": out})
@@ -150,7 +152,8 @@ def test_bulk_overlap(backend: str, size: int, seed: int) -> None:
 @SIZES
 def test_bulk_overlap_external_ag(backend: str, size: int, seed: int) -> None:
     run([(External, (dtype, lender), {}) for dtype in (torch.bfloat16, torch.float64, E4M3)
-         for lender in ("ring", "bulk")], backend, size, seed)  # fmt: skip
+         for lender in ("ring", "bulk")] + [(External, (), {"kind": to.CommOverlapType.NONE})],
+        backend, size, seed)  # fmt: skip
 
 
 @SIZES
