@@ -13,9 +13,12 @@ Streams: a result is valid on the current stream when the call returns; the host
 an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
 unwaited. While a compiler traces, the `*_async` functions are the plain ones.
 
-torch.compile keeps every operator, also one whose result is not used, in the order of the program. One limit: its
-debugging backend aot_eager copies an argument that requires a gradient before the function's own wait_tensor; wait
-for a pending result before passing it to such a function.
+torch.compile keeps every operator, also one whose result is not used, in the order of the program. Two limits.
+Inductor of torch 2.11 moves operators that do not depend on each other to save memory. All ranks that compile the same
+function for the same shapes move them alike; where they do not, set
+`torch._inductor.config.reorder_for_peak_memory = False`. And the debugging backend aot_eager copies an argument that
+requires a gradient before the function's own wait_tensor; wait for a pending result before passing it to such a
+function.
 
 Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`)
 before anything is sent. All ranks must call the same operators in the same order with the same shapes and options.

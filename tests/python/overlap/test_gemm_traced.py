@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
@@ -18,6 +19,7 @@ from torch_overlap.testing import run_ranks
 pytestmark = pytest.mark.timeout(300)
 OP = torch.ops.torch_overlap.gemm
 TOKENS, K, N = 24, 16, 16
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def calls(comm: TorchComm) -> dict[str, tuple[dict[str, Any], Callable[[int, int], list[Tensor]]]]:
@@ -99,13 +101,13 @@ def unused(comm: TorchComm, seed: int, backend: str) -> None:
             torch.testing.assert_close(compiled(*tensors), function(*tensors), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_whose_result_one_rank_does_not_use_is_still_made(seed: int, backend: str) -> None:
     run_ranks(unused, 2, seed, backend, timeout=140)
 
 
-def ordered(comm: TorchComm, seed: int) -> None:
-    """Two calls, of which one rank uses the second alone."""
+def ordered(comm: TorchComm, seed: int, backend: str) -> None:
+    """Two calls, of which one rank uses the second alone. Inductor keeps the order where that is asked for."""
     for options, operands in calls(comm).values():
         torch._dynamo.reset()
         rank, tensors = comm.get_rank(), operands(TOKENS, seed)
@@ -115,12 +117,14 @@ def ordered(comm: TorchComm, seed: int) -> None:
             second = run(options, *(t * 2 for t in tensors))[0]
             return second if rank == 1 else first + second
 
-        got = torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors)
+        with inductor_config.patch(reorder_for_peak_memory=False):
+            got = torch.compile(function, backend=backend, fullgraph=True)(*tensors)
         torch.testing.assert_close(got, function(*tensors), rtol=1e-12, atol=1e-12)
 
 
-def test_calls_stay_in_order(seed: int) -> None:
-    run_ranks(ordered, 2, seed, timeout=100)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_stay_in_order(seed: int, backend: str) -> None:
+    run_ranks(ordered, 2, seed, backend, timeout=140)
 
 
 def refused(comm: TorchComm, seed: int) -> None:
