@@ -139,12 +139,16 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
       if (why_end) ended = why_end();
       return !ended.empty();
     });
-    if (!have_come || !ended.empty()) {
+    if (!ended.empty()) {
+      // Its part stays: it may say why, and who comes later waits for this rank in what follows.
+      const auto missing = parts.missing(store);
+      done_with_keys(store, readers_key(key), size, parts.keys());
+      fail(ErrorKind::kState, key, ": expected ", size, " ranks, got none of ranks ",
+           list_string(missing), " before the end: ", ended);
+    }
+    if (!have_come) {
       const auto missing = parts.missing(store);
       (void)store.deleteKey(parts.keys()[rank]);  // nobody may take this rank for present
-      TORCH_OVERLAP_CHECK(ended.empty(), kState, key, ": expected ", size,
-                          " ranks, got none of ranks ", list_string(missing),
-                          " before the end: ", ended);
       fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
            " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
            missing.empty() ? "" : list_string(missing));

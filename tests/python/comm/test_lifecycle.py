@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torch_overlap as to
 from torch_overlap import InvalidValueError, OperationTimeoutError, ReduceOp, StateError, TorchComm
@@ -111,6 +112,40 @@ def run_finalize_runs_out(comm: TorchComm) -> None:
 @pytest.mark.parametrize("which", ["gloo", "local"])
 def test_a_finalize_that_waits_for_a_peer_ends_in_time(which: str) -> None:
     run_ranks(run_finalize_runs_out, 2, backend=which, timeout=120)
+
+
+def run_name_after_a_failure(rank: int, size: int, store: dist.Store, how: str) -> None:
+    def make() -> TorchComm:
+        return to.new_comm("gloo", "cpu", "again", store=store, rank=rank, size=size, timeout=timedelta(seconds=60),
+                           abort_process_on_timeout_or_error=False)  # fmt: skip
+
+    comm = make()
+    if how == "aborted" or rank == 1:
+        if rank == 1:
+            store.wait([how])
+        comm.abort()
+        comm.finalize()
+    else:
+        seconds = timedelta(seconds=0.3)
+        if how == "timed out":
+            with pytest.raises(to.OperationTimeoutError):
+                comm.recv(torch.ones(1), 1, False, timeout=seconds)
+        else:
+            comm.recv(torch.ones(1), 1, True)
+            comm.set_timeout(seconds)
+        with pytest.raises(to.Error, match="finalize"):
+            comm.finalize()
+    if rank == 0:
+        store.set(how, "")
+    with make() as again:
+        x = torch.ones(3)
+        again.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+        assert x.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("how", ["aborted", "timed out", "finalize timed out"])
+def test_a_name_is_free_after_a_failure_and_finalize(how: str) -> None:
+    run_ranks(run_name_after_a_failure, 2, how, comm=False)
 
 
 def test_one_name_is_one_live_communicator() -> None:
