@@ -14,14 +14,14 @@ from torch_overlap import _C, ops
 
 __all__ = ["Explanation", "explain"]
 
-_EXCHANGE = ("auto", "sequential", "chunked")
+_PLAIN = ("auto", "sequential", "chunked")
 # Of operators that do not have all.
 _ALGORITHMS = {
-    "scaled_all_gather_matmul": (*_EXCHANGE, "ring", "fused"),
-    "scaled_matmul_reduce_scatter": (*_EXCHANGE, "ring", "fused"),
-    "bulk_overlap_matmul": (*_EXCHANGE, "bulk"),
-    "all_to_all_matmul": (*_EXCHANGE, "ring"),
-    "matmul_all_to_all": (*_EXCHANGE, "ring"),
+    "scaled_all_gather_matmul": (*_PLAIN, "ring", "fused"),
+    "scaled_matmul_reduce_scatter": (*_PLAIN, "ring", "fused"),
+    "bulk_overlap_matmul": (*_PLAIN, "bulk"),
+    "all_to_all_matmul": (*_PLAIN, "ring"),
+    "matmul_all_to_all": (*_PLAIN, "ring"),
 }
 _PIECES = 4  # of all_to_all_matmul
 _ALIGNMENT = 256  # of a result of matmul_all_to_all in its channel

@@ -9,7 +9,7 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.bench.cases import Case
 from torch_overlap.bench.libraries import Libraries, Library
-from torch_overlap.bench.problem import Operands, Problem, add_ours, having
+from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, having
 from torch_overlap.bench.ranks import Ranks
 
 
@@ -37,20 +37,22 @@ def exchange(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[st
     add_ours(problem, op, (xs[0], ws[0] if comes_first else [ws[0]], comm), wanted, ours)
 
     for library in having(problem, libraries, "all_to_all"):
-        sent = library.empty((m * tp, (k if comes_first else n) // tp), made.dtype)
-        received = library.empty(sent.shape, made.dtype)
+        sent = (
+            [library.like(x) for x in xs] if comes_first else [library.empty((m * tp, n // tp), made.dtype).normal_()]
+        )
+        received = library.empty(sent[0].shape, made.dtype)
 
-        def alone(i: int, at: Library = library, received: Tensor = received, sent: Tensor = sent) -> Tensor:
-            at.all_to_all(received, xs[i % sets] if comes_first else sent)
+        def alone(i: int, sent: list[Tensor] = sent, received: Tensor = received, at: Library = library) -> Tensor:
+            at.all_to_all(received, sent[i % len(sent)])
             return received
 
-        def then(i: int, at: Library = library, received: Tensor = received, sent: Tensor = sent) -> Tensor:
+        def then(i: int, sent: list[Tensor] = sent, alone: Call = alone) -> Tensor:
             if comes_first:
-                heads = alone(i, at, received, sent).view(tp, m, -1).movedim(0, 1).reshape(m, k)
+                heads = alone(i).view(tp, m, -1).movedim(0, 1).reshape(m, k)
                 return made.multiply(heads, ws[i % sets], out)
             product = made.multiply(xs[i % sets], ws[i % sets], out)
-            sent.view(tp, m, -1).copy_(product.view(m, tp, -1).movedim(1, 0))
-            return alone(i, at, received, sent)
+            sent[0].view(tp, m, -1).copy_(product.view(m, tp, -1).movedim(1, 0))
+            return alone(i)
 
         if library is libraries.plain:
             problem.add("all_to_all", "comm", alone)

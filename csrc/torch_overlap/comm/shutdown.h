@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 
@@ -22,6 +23,9 @@ class TORCH_OVERLAP_API BackgroundTask {
   ~BackgroundTask();
   BackgroundTask(const BackgroundTask&) = delete;
   BackgroundTask& operator=(const BackgroundTask&) = delete;
+
+ private:
+  const ProcessStamp process_;
 };
 
 // Held around every drop in the background. Not owned once the process is ending: drop nothing.

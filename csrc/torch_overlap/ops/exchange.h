@@ -13,7 +13,7 @@
 
 // All-to-alls beside products, in pieces: transfers go on while the caller's GEMMs run on the
 // current stream, between what communicators or channels do. Used by one thread, inside one
-// operator call; dropped half way, after an error, they end what they began.
+// operator call. Dropped half way, after an error, over a channel: that is of no more use.
 namespace torch_overlap::ops {
 
 // So many pieces of this rank's rows, or fewer, where each is multiplied while the next travels.
@@ -36,7 +36,7 @@ class RowExchange {
                                             const std::shared_ptr<TorchComm>& comm,
                                             const std::vector<at::Tensor>& matrices, int64_t pieces,
                                             Algorithm algorithm);
-  // Bytes of the gather channel that `ring` needs.
+  // Bytes of the gather channel that `ring` needs; 0 for no matrices alone.
   static int64_t channel_bytes(const std::vector<at::Tensor>& matrices);
 
   virtual ~RowExchange() = default;
@@ -85,7 +85,7 @@ class ColumnExchange {
                                                const std::shared_ptr<TorchComm>& comm,
                                                const std::vector<at::Tensor>& into,
                                                Algorithm algorithm);
-  // Bytes of the scatter channel that `ring` needs, for results of so many bytes each.
+  // Bytes of the scatter channel that `ring` needs, for results of so many bytes each; never 0.
   static int64_t channel_bytes(const std::vector<int64_t>& bytes);
 
   virtual ~ColumnExchange() = default;

@@ -1,5 +1,6 @@
 #include "torch_overlap/ops/exchange_channel.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -16,45 +17,16 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 int64_t element(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
-// One operation of a channel, within which the caller issues its products.
-class ChannelPart {
- public:
-  ChannelPart(std::string_view op, const std::shared_ptr<TorchComm>& comm, OperatorChannel which,
-              int64_t bytes, int64_t rows)
-      : op_(op), rows_(rows), channel_(operator_channel(op, comm, which, bytes)), use_(*channel_) {}
-
-  OverlapChannel& channel() { return *channel_; }
-  // Begins it with the first.
-  template <typename Put>
-  void put(const Put& body) {
-    if (!operation_) operation_.emplace(op_, *channel_, OverlapCall{.rows = rows_});
-    try {
-      body(operation_->session());
-    } catch (...) {
-      operation_->fail();
-      throw;
-    }
-  }
-  void finish() { operation_->finish(); }
-
- private:
-  const std::string_view op_;
-  const int64_t rows_;
-  const std::shared_ptr<OverlapChannel> channel_;
-  // The data is read outside of the operation, too.
-  const OverlapChannel::Use use_;
-  std::optional<OverlapChannel::Operation> operation_;
-};
-
 // Flag step * size + r tells that the rows of a step from rank r are there, of all matrices.
 class ChannelRowExchange final : public RowExchange {
  public:
   ChannelRowExchange(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                      const std::vector<at::Tensor>& matrices, int64_t pieces)
       : RowExchange(*comm, matrices, pieces),
-        part_(op, comm, OperatorChannel::gather, channel_bytes(matrices), matrices[0].size(0)) {
-    joined_ = part_.channel().data(0, {own(), total_}, matrices[0].scalar_type());
-    part_.put([&](OverlapChannel::Session& session) {
+        channel_(operator_channel(op, comm, OperatorChannel::gather, channel_bytes(matrices))),
+        operation_(op, *channel_, {.rows = matrices[0].size(0)}) {
+    operation_.put([&](OverlapChannel::Session& session) {
+      joined_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
       session.lanes.run(0, "copy", [this] {
         const RowRange all{0, own()};
@@ -65,7 +37,7 @@ class ChannelRowExchange final : public RowExchange {
     });
   }
 
-  void finish() override { part_.finish(); }
+  void finish() override { operation_.finish(); }
 
  private:
   void send(OverlapChannel::Session& session, size_t step) const {
@@ -74,22 +46,22 @@ class ChannelRowExchange final : public RowExchange {
     for (const Exchange& exchange : scatter_schedule(rank_, size_).exchanges) {
       for (size_t i = 0; i < matrices_.size(); ++i) {
         const int64_t column = begins_[i] + rank_ * matrices_[i].size(1);
-        session.exchange(
-            session.lanes.comm(),
-            {.to = exchange.to,
-             .give = part(i, exchange.to, rows),
-             .at = (rows.begin * total_ + column) * element(joined_),
-             .flag = i + 1 == matrices_.size() ? first_flag + rank_ : Transport::kUntold,
-             .from = exchange.from,
-             .get = place(i, exchange.from, rows),
-             .get_flag = first_flag + exchange.from,
-             .pitch = total_ * element(joined_)});
+        const bool is_last = i + 1 == matrices_.size();
+        session.exchange(session.lanes.comm(),
+                         {.to = exchange.to,
+                          .give = part(i, exchange.to, rows),
+                          .at = (rows.begin * total_ + column) * element(joined_),
+                          .flag = is_last ? first_flag + rank_ : Transport::kUntold,
+                          .from = exchange.from,
+                          .get = place(i, exchange.from, rows),
+                          .get_flag = first_flag + exchange.from,
+                          .pitch = total_ * element(joined_)});
       }
     }
   }
 
   void arrive(size_t step) override {
-    part_.put([&](OverlapChannel::Session& session) {
+    operation_.put([&](OverlapChannel::Session& session) {
       std::vector<int> flags;
       for (int peer = 0; peer < size_; ++peer) {
         if (peer != rank_) flags.push_back(static_cast<int>(step) * size_ + peer);
@@ -99,7 +71,8 @@ class ChannelRowExchange final : public RowExchange {
     });
   }
 
-  ChannelPart part_;
+  const std::shared_ptr<OverlapChannel> channel_;
+  OverlapChannel::Operation operation_;
 };
 
 // Parts come to the channel and are copied from there while the next are made. Flag r tells of
@@ -109,28 +82,36 @@ class ChannelColumnExchange final : public ColumnExchange {
   ChannelColumnExchange(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                         const std::vector<at::Tensor>& into)
       : ColumnExchange(*comm, into),
-        part_(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)), into[0].size(0)) {
-    int64_t at = 0;
-    for (const auto& result : results_) {
-      at_.push_back(at);
-      arriving_.push_back(part_.channel().data(at, result.sizes(), result.scalar_type()));
-      at += aligned(static_cast<int64_t>(result.nbytes()));
-    }
-    part_.put([](const OverlapChannel::Session&) {});
+        channel_(
+            operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
+        operation_(op, *channel_, {.rows = into[0].size(0)}) {
+    operation_.put([&](const OverlapChannel::Session&) {
+      int64_t at = 0;
+      for (const auto& result : results_) {
+        at_.push_back(at);
+        arriving_.push_back(channel_->data(at, result.sizes(), result.scalar_type()));
+        at += aligned(static_cast<int64_t>(result.nbytes()));
+      }
+    });
   }
 
-  void wait_all() override { part_.finish(); }
+  void wait_all() override {
+    operation_.put([&](OverlapChannel::Session& session) { take(session); });
+    operation_.finish();
+  }
 
+ private:
   static std::vector<int64_t> bytes_of(const std::vector<at::Tensor>& tensors) {
     std::vector<int64_t> bytes;
     for (const auto& tensor : tensors) bytes.push_back(static_cast<int64_t>(tensor.nbytes()));
     return bytes;
   }
 
- private:
   void transfer(size_t i, size_t step, const Exchange& exchange) override {
-    part_.put([&](OverlapChannel::Session& session) {
+    operation_.put([&](OverlapChannel::Session& session) {
       Lanes& lanes = session.lanes;
+      // Behind the product that came after it: on a device with one queue that would wait, too.
+      if (i == 0) take(session);
       const bool is_last = i + 1 == results_.size();
       const auto give = part(i, step);
       lanes.after(lanes.comm(), lanes.mark(0));
@@ -141,18 +122,28 @@ class ChannelColumnExchange final : public ColumnExchange {
                                       .from = exchange.from,
                                       .get = arriving_[i][exchange.from],
                                       .get_flag = exchange.from});
-      if (!is_last) return;
-      const int lane = lanes.computes() - 1;
-      session.arrived(lane, {exchange.from});
-      lanes.run(lane, "copy", [this, from = exchange.from] {
-        for (size_t j = 0; j < results_.size(); ++j) results_[j][from].copy_(arriving_[j][from]);
-      });
+      if (is_last) coming_ = exchange.from;
     });
   }
 
-  ChannelPart part_;
+  // Copies what comes from the rank that was exchanged with last, on the lane of no product.
+  void take(OverlapChannel::Session& session) {
+    if (!coming_) return;
+    const int from = *std::exchange(coming_, std::nullopt);
+    Lanes& lanes = session.lanes;
+    const int lane = lanes.computes() - 1;
+    lanes.after(lane, lanes.mark(lanes.comm()));  // until then the other rank is as busy as this
+    session.arrived(lane, {from});
+    lanes.run(lane, "copy", [this, from] {
+      for (size_t j = 0; j < results_.size(); ++j) results_[j][from].copy_(arriving_[j][from]);
+    });
+  }
+
+  const std::shared_ptr<OverlapChannel> channel_;
   std::vector<int64_t> at_;  // where each result begins in the channel's data
   std::vector<at::Tensor> arriving_;
+  std::optional<int> coming_;
+  OverlapChannel::Operation operation_;
 };
 
 }  // namespace
@@ -160,13 +151,13 @@ class ChannelColumnExchange final : public ColumnExchange {
 int64_t RowExchange::channel_bytes(const std::vector<at::Tensor>& matrices) {
   int64_t bytes = 0;
   for (const auto& matrix : matrices) bytes += static_cast<int64_t>(matrix.nbytes());
-  return bytes;
+  return matrices.empty() ? 0 : std::max<int64_t>(bytes, 1);
 }
 
 int64_t ColumnExchange::channel_bytes(const std::vector<int64_t>& bytes) {
   int64_t sum = 0;
   for (const int64_t one : bytes) sum += aligned(one);
-  return sum;
+  return std::max<int64_t>(sum, 1);
 }
 
 std::unique_ptr<RowExchange> start_channel_rows(std::string_view op,

@@ -36,7 +36,8 @@ OverlapProblem matmul_all_reduce_problem(const TorchComm& comm, int64_t rows, in
           .n = features,
           .k = local_k * comm.size(),
           .chunk_rows = rows / kAllReduceChunks,
-          .gather_bytes = block * features * static_cast<int64_t>(c10::elementSize(dtype)),
+          .gather_bytes = std::max<int64_t>(
+              block * features * static_cast<int64_t>(c10::elementSize(dtype)), 1),
           .scatter_bytes = scatter_bytes(comm, block, features, dtype),
           .local_n = features,
           .local_k = local_k,

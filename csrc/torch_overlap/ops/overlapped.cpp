@@ -97,14 +97,16 @@ GemmOperand operand(const at::Tensor& x) {
 }
 
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales) {
-  if (!scales.defined()) return comm.size() * static_cast<int64_t>(own.nbytes());
-  return scales_at(comm, own) + comm.size() * static_cast<int64_t>(scales.nbytes());
+  const int64_t bytes =
+      scales.defined() ? scales_at(comm, own) + comm.size() * static_cast<int64_t>(scales.nbytes())
+                       : comm.size() * static_cast<int64_t>(own.nbytes());
+  return std::max<int64_t>(bytes, 1);
 }
 
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
   // The products of all rows, and a part of this rank's from each.
   const RowShare share{rows, comm.size()};
-  return (rows + share.size * share.largest()) * columns * element(dtype);
+  return std::max<int64_t>((rows + share.size * share.largest()) * columns * element(dtype), 1);
 }
 
 void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,

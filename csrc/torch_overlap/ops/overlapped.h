@@ -99,7 +99,7 @@ class ChannelGather {
   std::optional<BackgroundGather> gather_;
 };
 
-// Bytes of a channel that the two need.
+// Bytes of a channel that the two need; never 0, which stands for none.
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype);
 

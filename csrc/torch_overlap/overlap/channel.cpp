@@ -199,9 +199,15 @@ void OverlapChannel::Session::sum(int lane, const SumArgs& args) {
 }
 
 void OverlapChannel::log_exchange(const Transport::Move& move) const {
-  std::cerr << concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": chunk ",
-                      move.flag, " of ", move.give.nbytes(), " bytes to rank ", move.to, ", chunk ",
-                      move.get_flag, " from rank ", move.from, " by ", transport_->name(), "\n");
+  const auto begin = concat("torch_overlap: ", group_->name(), " rank ", group_->rank(), ": ");
+  if (move.flag == Transport::kUntold) {
+    std::cerr << concat(begin, "part of the next chunk, ", move.give.nbytes(), " bytes to rank ",
+                        move.to, " by ", transport_->name(), "\n");
+    return;
+  }
+  std::cerr << concat(begin, "chunk ", move.flag, " of ", move.give.nbytes(), " bytes to rank ",
+                      move.to, ", chunk ", move.get_flag, " from rank ", move.from, " by ",
+                      transport_->name(), "\n");
 }
 
 void OverlapChannel::log_gemm(int lane, const GemmArgs& args) const {
@@ -317,12 +323,7 @@ void OverlapChannel::end_quietly() noexcept {
 void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
                              const OverlapCall& call) {
   Operation operation(op, *this, call);
-  try {
-    body(operation.session());
-  } catch (...) {
-    operation.fail();
-    throw;
-  }
+  operation.put(body);
   operation.finish();
 }
 

@@ -168,6 +168,16 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     Operation& operator=(const Operation&) = delete;
 
     Session& session() { return session_; }
+    // Calls body(session()); the operation fails where that throws.
+    template <typename Body>
+    void put(const Body& body) {
+      try {
+        body(session_);
+      } catch (...) {
+        fail();
+        throw;
+      }
+    }
     void finish();
     // Of the exception being handled.
     void fail() noexcept;

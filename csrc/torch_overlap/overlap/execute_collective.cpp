@@ -104,31 +104,20 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const at::Tensor& gathered, bool with_own)
     : flags_(flags_of_others(channel.group(), 0)) {
   operation_.emplace(op, channel, OverlapCall{.rows = rows.rows});
-  auto& session = operation_->session();
-  const int comm = session.lanes.comm();
-  try {
+  operation_->put([&](OverlapChannel::Session& session) {
+    const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
-    if (with_own) {
-      session.lanes.run(
-          comm, "copy",
-          [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
-    }
-  } catch (...) {
-    operation_->fail();
-    throw;
-  }
+    if (!with_own) return;
+    session.lanes.run(
+        comm, "copy",
+        [to = rows_of_rank(gathered, rows, channel.group().rank()), own] { to.copy_(own); });
+  });
 }
 
 void BackgroundGather::finish() {
-  auto& session = operation_->session();
-  try {
-    // On the caller's lane, behind what it has issued since: products that wait for other ranks,
-    // and would be waited for here, come first.
-    session.arrived(0, flags_);
-  } catch (...) {
-    operation_->fail();
-    throw;
-  }
+  // On the caller's lane, behind what it has issued since: products that wait for other ranks, and
+  // would be waited for here, come first.
+  operation_->put([&](OverlapChannel::Session& session) { session.arrived(0, flags_); });
   operation_->finish();
 }
 

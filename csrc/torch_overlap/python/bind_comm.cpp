@@ -31,7 +31,11 @@ std::vector<std::string> abort_all() {
   for (const CommPtr& comm : live_comms()) {
     if (comm->is_finalized() || comm->is_aborted()) continue;
     names.push_back(comm->name());
-    comm->abort();
+    try {
+      comm->abort();
+    } catch (const std::exception& error) {  // of a backend written in Python
+      TORCH_WARN("communicator '", comm->name(), "': abort failed: ", error.what());
+    }
   }
   begin_process_exit();
   return names;

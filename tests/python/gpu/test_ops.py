@@ -1,5 +1,7 @@
 """The operators on GPUs, forward and backward: eager, and captured in a graph whose inputs change between replays."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,31 +159,67 @@ def scaled_products(comm, algorithm, x, x_scale_inv, w, w_scale_inv, h, h_scale_
     return y, ops.scaled_matmul_reduce_scatter(h, h_scale_inv, w, w_scale_inv, comm, **options)
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
-def test_scaled_products_eager_and_in_a_graph(comm, seed, algorithm):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs tensor cores of 8-bit floats")
-    problem = ScaledProblem(comm, seed)
+def check_eager_and_replayed(comm, seed, problem_of, run):
+    """run(*inputs) of problem_of(comm, seed), then replays with new inputs and a rank that is late."""
+    problem = problem_of(comm, seed)
     inputs = problem.inputs
-    problem.check(scaled_products(comm, algorithm, *inputs))
+    problem.check(run(*inputs))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        scaled_products(comm, algorithm, *inputs)
+        run(*inputs)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = scaled_products(comm, algorithm, *inputs)
+        outputs = run(*inputs)
     for step in range(1, 6):
-        problem = ScaledProblem(comm, seed + step)
+        problem = problem_of(comm, seed + step)
         for static, new in zip(inputs, problem.inputs, strict=True):
             static.copy_(new)
         for output in outputs:
             output.fill_(float("nan"))
         if comm.get_rank() == step % comm.get_size():
-            torch.cuda._sleep(20_000_000)  # one rank is late
+            torch.cuda._sleep(20_000_000)
         graph.replay()
         problem.check(outputs)
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+def test_scaled_products_eager_and_in_a_graph(comm, seed, algorithm):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs tensor cores of 8-bit floats")
+    check_eager_and_replayed(comm, seed, ScaledProblem, partial(scaled_products, comm, algorithm))
+
+
+class ExchangeProblem:
+    """Rows that fit no vector: 16-bit, odd widths, pieces of one row; three products in one exchange."""
+
+    def __init__(self, comm, seed):
+        size, rank, generator = comm.get_size(), comm.get_rank(), torch.Generator().manual_seed(seed)
+
+        def values(*shape):
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+        heads, w = values(size, 3 * size, 5), values(6, 5 * size)
+        tokens, vs = values(size, 3, 7), [values(n * size, 7) for n in (1, 3, 5)]
+        self.inputs = [t.cuda() for t in (heads[rank], w, tokens[rank], *vs)]
+        joined = torch.cat([h.chunk(size)[rank] for h in heads], -1)
+        parts = [[F.linear(t.double(), v.double()).chunk(size, -1)[rank] for t in tokens] for v in vs]
+        self.outputs = [F.linear(joined.double(), w.double()), *(torch.cat(part) for part in parts)]
+
+    def check(self, outputs):
+        for got, want in zip(outputs, self.outputs, strict=True):
+            torch.testing.assert_close(got.double().cpu(), want, rtol=1e-2, atol=1e-2)
+
+
+def exchanged_products(comm, algorithm, x, w, y, *vs):
+    first = ops.all_to_all_matmul(x, w, comm, algorithm=algorithm)
+    return first, *ops.matmul_all_to_all(y, vs, comm, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+def test_exchanges_of_odd_widths_eager_and_in_a_graph(comm, seed, algorithm):
+    check_eager_and_replayed(comm, seed, ExchangeProblem, partial(exchanged_products, comm, algorithm))
 
 
 def test_send_and_recv_in_a_graph(comm):

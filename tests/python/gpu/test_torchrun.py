@@ -31,9 +31,9 @@ def test_gpu_tests_pass_under_torchrun():
 @pytest.mark.gpu(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("connections", [1, 8])
-def test_the_overlap_classes_with_any_number_of_queues(connections):
+def test_overlap_with_any_number_of_queues(connections):
     """With 1 all that is issued to a device begins in that order, whatever the streams."""
-    files = [str(HERE / name) for name in ("test_overlap.py", "test_overlap_graphs.py")]
-    chosen = "eager_calls_at_full_shapes or late_rank or all_methods"
+    files = [str(HERE / name) for name in ("test_overlap.py", "test_overlap_graphs.py", "test_ops.py")]
+    chosen = "eager_calls_at_full_shapes or late_rank or all_methods or (test_ops and ring)"
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     assert torchrun(*files, "-k", chosen, "-m", "not slow", **environment) == 0

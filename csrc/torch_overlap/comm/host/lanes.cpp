@@ -13,7 +13,7 @@
 namespace torch_overlap {
 
 struct Lanes::State {
-  // The process does not end while a task waits or runs.
+  // Who ends the process waits for it first, queued or running.
   struct Item {
     std::unique_ptr<BackgroundTask> until_done;
     Task task;  // what it holds dies first

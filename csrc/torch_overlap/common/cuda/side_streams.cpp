@@ -90,6 +90,7 @@ void SideStreams::join() {
   if (current_ == nullptr) return;
   for (size_t i = 0; i < current_->streams.size(); ++i) {
     if (!current_->forked[i]) continue;
+    current_->forked[i] = false;
     check(cudaStreamWaitEvent(origin_->stream(), mark(current_->streams[i]->get().stream())),
           "cudaStreamWaitEvent");
   }

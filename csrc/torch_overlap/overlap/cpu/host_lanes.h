@@ -13,7 +13,6 @@ namespace torch_overlap {
 // rank holds up its own lane only.
 class HostLanes final : public Lanes {
  public:
-  using Timeout = std::function<std::chrono::milliseconds()>;
   explicit HostLanes(int computes);
 
   void fork() override;
