@@ -335,6 +335,45 @@ def test_no_operation_outlives_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_operation_of_a_fork_outlives_its_interpreter() -> None:
+    done = run_python("""
+        import os, sys, time, torch, torch_overlap as to
+        class Slow:
+            def __del__(self, sleep=time.sleep):
+                sleep(0.5)  # the interpreter is ending
+        slow = Slow()
+        def communicator(name):
+            return to.new_comm("gloo", "cpu", name, store=torch.distributed.HashStore(), rank=0, size=1)
+        first = communicator("parent's")
+        first.all_reduce(torch.ones(4), to.ReduceOp.SUM, async_op=True).wait()
+        first.finalize()
+        child = os.fork()
+        if child != 0:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        comm = communicator("child's")
+        comm.all_reduce(torch.ones(40_000_000, dtype=torch.complex64), to.ReduceOp.PREMUL_SUM(0.5), async_op=True)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_communicators_are_aborted_at_the_end_although_one_cannot_be() -> None:
+    done = run_python("""
+        import torch, torch_overlap as to
+        class Stubborn(to.TorchCommBackend):
+            def abort(self):
+                raise ValueError("not today")
+        to.register_backend("stubborn", Stubborn)
+        def communicator(backend, name):
+            return to.new_comm(backend, "cpu", name, store=torch.distributed.HashStore(), rank=0, size=1)
+        left = [communicator("stubborn", "a"), communicator("gloo", "b"), communicator("stubborn", "c")]
+        left[1].register_abort_hook(lambda: print("hook ran"))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "hook ran" in done.stdout
+    assert "got live communicators ['a', 'b', 'c']" in done.stderr
+    assert "communicator 'a': abort failed" in done.stderr
+
+
 def test_a_finalized_communicator_leaves_no_trace_at_the_end() -> None:
     done = run_python("""
         import torch, torch_overlap as to
