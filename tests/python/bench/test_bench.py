@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ from torch_overlap.bench.timing import Stopwatch
 from torch_overlap.bench.trace import lane_of, spans_of
 from torch_overlap.testing import run_ranks
 
+Done = subprocess.CompletedProcess[str]
 
-def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+OVERLAP = Path(__file__).resolve().parents[3] / "benchmarks" / "overlap.py"
+
+
+def bench(*arguments: object, program: Sequence[object] = ("-m", "torch_overlap", "bench")) -> Done:
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "torch_overlap", "bench", *map(str, arguments)]
+    command = [sys.executable, *map(str, program), *map(str, arguments)]
     return subprocess.run(command, env=outside, capture_output=True, text=True, timeout=280)
 
 
@@ -101,6 +106,18 @@ def test_classes_of_8_bit_floats_and_by_name(tmp_path: Path, dtype: str) -> None
     rows = result.read(path)["rows"]
     for op in ("ag_gemm_classes", "gemm_rs_classes"):
         assert {row["algorithm"] for row in rows if row["op"] == op} == {"auto", "class ring atomic", "gemm ring"}
+
+
+@pytest.mark.slow
+def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = bench("--set", "tiny", "--device", "cpu", "--rounds", 1, "--json", path, program=[OVERLAP])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = result.read(path)["rows"]
+    assert {row["op"] for row in rows} == {"ag_gemm", "gemm_rs", *CLASS_OPS}
+    failed = bench("--set", "nothing", program=[OVERLAP])
+    assert failed.returncode == 2
+    assert "invalid choice: 'nothing'" in failed.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,40 @@
+"""Products with their communication, by operators and by overlap classes, beside torch's fused operators and NCCL.
+
+    python benchmarks/overlap.py [--tp 4] [--json result.json] [--algorithm auto,ring] ...
+
+Runs `python -m torch_overlap bench` with its options, then compares the result with goals_overlap.json: the exit status
+is 1 where something falls short. On a CPU it checks that all of it runs, and compares nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+OPS = ("ag_gemm", "gemm_rs", "ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
+GOALS = Path(__file__).parent / "goals_overlap.json"
+
+
+def bench(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "torch_overlap", "bench", *arguments], check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="writes the result to this file")
+    args, options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.json or Path(folder) / "result.json"
+        if status := bench(*OPS, *options, "--json", str(path)):
+            return status
+        if json.loads(path.read_text())["gpu"] == "cpu":
+            return 0
+        return bench("--check", str(GOALS), str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
