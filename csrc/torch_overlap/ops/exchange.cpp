@@ -110,7 +110,7 @@ Algorithm choose_exchange(OverlapProblem problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm) {
   problem.prefers_channels = false;
   const auto chosen = choose_algorithm(problem, algorithm, comm).algorithm;
-  // What is measured for other operators does not say so here.
+  // The others are ways of other operators.
   return chosen == Algorithm::chunked || chosen == Algorithm::ring ? chosen : Algorithm::sequential;
 }
 

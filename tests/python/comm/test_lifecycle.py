@@ -303,8 +303,9 @@ def test_the_destructor_warns_and_aborts(capfd: pytest.CaptureFixture[str]) -> N
     assert "forgotten" not in to.comm_names()
 
 
-def run_python(code: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+def run_python(*parts: str) -> "subprocess.CompletedProcess[str]":
+    code = "".join(textwrap.dedent(part) for part in parts)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 def test_the_interpreter_ends_although_a_communicator_lives() -> None:
@@ -320,28 +321,38 @@ def test_the_interpreter_ends_although_a_communicator_lives() -> None:
     assert "got live communicators ['left']" in done.stderr
 
 
+# leave(comm): an operation that goes on while the interpreter ends, which takes its time.
+LEAVE = """
+import os, sys, time, torch, torch_overlap as to
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+
+slow = Slow()
+
+def leave(comm):
+    comm.all_reduce(torch.ones(40_000_000, dtype=torch.complex64), to.ReduceOp.PREMUL_SUM(0.5), async_op=True)
+"""
+
+
 def test_no_operation_outlives_the_interpreter() -> None:
     """One that ends while the interpreter does would drop its tensors without Python's lock to be had."""
-    done = run_python("""
-        import time, torch, torch_overlap as to
-        class Slow:
-            def __del__(self, sleep=time.sleep):
-                sleep(0.5)  # the interpreter is ending
-        slow = Slow()
+    done = run_python(
+        LEAVE,
+        """
         store = torch.distributed.HashStore()
         comm = to.new_comm("gloo", "cpu", "left", store=store, rank=0, size=1)
-        comm.all_reduce(torch.ones(40_000_000, dtype=torch.complex64), to.ReduceOp.PREMUL_SUM(0.5), async_op=True)
-    """)
+        leave(comm)
+    """,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_no_operation_of_a_fork_outlives_its_interpreter() -> None:
-    done = run_python("""
-        import os, sys, time, torch, torch_overlap as to
-        class Slow:
-            def __del__(self, sleep=time.sleep):
-                sleep(0.5)  # the interpreter is ending
-        slow = Slow()
+    done = run_python(
+        LEAVE,
+        """
         def communicator(name):
             return to.new_comm("gloo", "cpu", name, store=torch.distributed.HashStore(), rank=0, size=1)
         first = communicator("parent's")
@@ -351,8 +362,9 @@ def test_no_operation_of_a_fork_outlives_its_interpreter() -> None:
         if child != 0:
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         comm = communicator("child's")
-        comm.all_reduce(torch.ones(40_000_000, dtype=torch.complex64), to.ReduceOp.PREMUL_SUM(0.5), async_op=True)
-    """)
+        leave(comm)
+    """,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -206,6 +206,16 @@ def capture(run):
     return graph, outs
 
 
+def soak(step, wrong):
+    """10,000 replays of `step`, which adds to `wrong` what is not as it should be."""
+    graph, _ = capture(step)
+    wrong.zero_()
+    for _ in range(10_000):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
+
+
 def replay(comm, seed, cases):
     """Graphs with changing inputs, a rank that is late, and eager calls in between; outputs are NaN before each."""
     choice = random.Random(seed)  # equal on all ranks
@@ -281,12 +291,7 @@ def test_ten_thousand_replays(comm, kind, dtype):
         got, want = case.run()[0].float(), ring().float()
         wrong.add_((~((got - want).abs() <= 0.02 * want.abs() + 0.15)).sum())
 
-    graph, _ = capture(step)
-    wrong.zero_()
-    for _ in range(10_000):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert wrong.item() == 0
+    soak(step, wrong)
 
 
 def run_until_an_error(case):
