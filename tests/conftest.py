@@ -5,7 +5,8 @@ import secrets
 import tempfile
 
 import pytest
-import torch
+
+from torch_overlap.testing import gpu_ranks
 
 # torch asks for the name of whoever connects to a TCPStore. Where the name server lets a query drop, that is 5 s each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -14,12 +15,12 @@ os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="to
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = gpu_ranks()
     for item in items:
         for mark in item.iter_markers("gpu"):
             needed = mark.args[0] if mark.args else 1
             if needed > available:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, there are {available}"))
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} ranks with a GPU, there can be {available}"))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_overlap.bench.cases import DTYPES, KNOWN_OPS, MODES, OPS, SETS, Case, cases_of, parse_shape
+from torch_overlap.testing import gpu_ranks
 
 EPILOG = """
 bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set, on two GPUs; "all" stands for every operation
@@ -103,8 +104,8 @@ def _measure(args: argparse.Namespace) -> int:
     began = args.began or time.time()
     if not ranks.under_torchrun():
         count = args.tp or (torch.cuda.device_count() if device == "cuda" else 2)
-        if device == "cuda" and not 1 <= count <= torch.cuda.device_count():
-            raise ValueError(f"bench: expected --tp of at most {torch.cuda.device_count()} GPUs, got {count}")
+        if device == "cuda" and not 1 <= count <= gpu_ranks():
+            raise ValueError(f"bench: expected --tp of at most {gpu_ranks()} ranks with a GPU, got {count}")
         for case in cases:
             case.check(count)
         return ranks.launch([*sys.argv[2:], "--began", str(began)], count)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import torch_overlap as to
 from torch_overlap.bench.timing import Stopwatch
+from torch_overlap.testing import gpu_of
 
 # No multicast, for anybody: so that runs on different machines measure the same.
 ENVIRONMENT = {
@@ -66,7 +67,7 @@ class Ranks:
         backend = "nccl" if device == "cuda" else "gloo"
         place = torch.device(device)
         if device == "cuda":
-            place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            place = gpu_of(int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(place)
             # NCCL's copy-engine collectives refuse the legacy default stream.
             torch.cuda.set_stream(torch.cuda.Stream(place))

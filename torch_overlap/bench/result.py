@@ -70,6 +70,7 @@ def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = Non
         "benchmark": benchmark,
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "gpus": torch.cuda.device_count() if cuda else 0,  # fewer than ranks where these share them
         "driver": gpu_state().get("driver_version", "none"),
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",

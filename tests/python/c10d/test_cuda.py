@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_overlap.testing import run_ranks
+from torch_overlap.testing import gpu_of, run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
 
 def init(rank, size, store, backend="torch_overlap", **kwargs):
     os.environ["LOCAL_RANK"] = str(rank)
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60), **kwargs)
-    return torch.device("cuda", rank)
+    return gpu_of(rank)
 
 
 def busy(device):
@@ -27,7 +27,7 @@ def busy(device):
 
 
 def collectives(rank, size, store, eager, async_op):
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     init(rank, size, store, device_id=device if eager else None)
 
     def late(value, *shape):
@@ -79,7 +79,7 @@ def test_collectives(eager, async_op, direct):
 
 
 def messages(rank, size, store, eager):
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     init(rank, size, store, device_id=device if eager else None)
     x = torch.full((9,), float(rank), device=device)
     y = torch.full((9,), float("nan"), device=device)
@@ -128,7 +128,7 @@ def test_futures_and_host_blocking_barrier():
 
 
 def splitting(rank, size, store):
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     init(rank, size, store, device_id=device)
     alone = dist.split_group(split_ranks=[[0], [1]])
     x = torch.full((3,), rank + 1.0, device=device)

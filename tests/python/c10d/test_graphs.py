@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_overlap.testing import run_ranks
+from torch_overlap.testing import gpu_of, run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -86,8 +86,8 @@ class Static:
 
 def begin(rank, size, store, eager):
     os.environ["LOCAL_RANK"] = str(rank)
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60),
         device_id=device if eager else None,

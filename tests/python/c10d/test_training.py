@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_overlap.testing import run_ranks
+from torch_overlap.testing import gpu_of, run_ranks
 
 STEPS = 20
 
@@ -90,7 +90,7 @@ RECIPES = {"ddp": ddp, "ddp_bf16_hook": ddp_bf16_hook, "fsdp": fsdp, "tensor_par
 def weights(rank, size, store, recipe, device, stock):
     """The weights that each backend trains, one after the other in the same processes."""
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
     trained = {}
     for backend in (stock, "torch_overlap"):
         dist.init_process_group(

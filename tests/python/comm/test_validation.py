@@ -218,7 +218,8 @@ def test_what_a_batch_receives_shares_no_memory(backend: str, size: int, device:
 
 def run_another_device(comm: TorchComm) -> None:
     other = torch.device("cuda", (comm.get_device().index + 1) % torch.cuda.device_count())
-    for wrong in (torch.ones(2, device=other), torch.ones(2)):
+    others = [torch.ones(2)] + [torch.ones(2, device=other)] * (other != comm.get_device())  # one GPU for all: no other
+    for wrong in others:
         with pytest.raises(InvalidTypeError, match=f"expected tensor on {comm.get_device()}, got {wrong.device}"):
             comm.all_reduce(wrong, SUM, False)
 

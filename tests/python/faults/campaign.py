@@ -85,8 +85,9 @@ def run_rank(case: Case, rank: int, port: int, pipe: Connection[Any, Any]) -> No
     import torch.distributed as dist
 
     import torch_overlap as to
+    from torch_overlap.testing import gpu_of
 
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if case.backend == "nccl" else torch.device("cpu")
+    device = gpu_of(rank) if case.backend == "nccl" else torch.device("cpu")
     torch.ones(1, device=device)  # the context of a GPU takes a second
     pipe.send(("ready", time.time(), ""))
     if pipe.recv() != "go":
