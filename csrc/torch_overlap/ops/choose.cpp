@@ -17,6 +17,8 @@ constexpr std::string_view kCaller = "caller";
 constexpr std::string_view kRule = "rule";
 constexpr const char* kNotInACapture =
     "no memory can be shared during a capture; call the operator once before it";
+constexpr const char* kCopiesNeedSms =
+    "ranks share a GPU, where copies need SMs, and a kernel that waits for them has all of these";
 
 // A channel as it is needed: made, or only looked for.
 enum class Need { make, look };
@@ -56,7 +58,11 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
                            .rows = {rows, comm->size()},
                            .n = problem.local_n,
                            .k = problem.local_k});
-  return why.empty() ? channel_obstacle(problem, comm, need) : why;
+  if (!why.empty()) return why;
+  auto no_channel = channel_obstacle(problem, comm, need);
+  if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
+  const auto channel = existing_operator_channel(*comm, OperatorChannel::gather);
+  return channel && channel->shares_devices() ? kCopiesNeedSms : "";
 }
 
 // An algorithm, and what says why it cannot be; null: it always can.

@@ -43,6 +43,9 @@ struct OverlapProblem {
   std::optional<FusedTypes> types = std::nullopt;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
+
+  // Its fused kernel waits for what copies bring.
+  bool waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
 };
 
 struct Choice {

@@ -169,6 +169,8 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   return channel;
 }
 
+bool OverlapChannel::shares_devices() const { return memory_ && memory_->shares_devices(); }
+
 at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const {
   int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
   for (const int64_t size : sizes) bytes *= size;

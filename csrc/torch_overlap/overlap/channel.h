@@ -110,6 +110,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   const Transport& transport() const { return *transport_; }
   // Why data does not move directly; empty where it does.
   const std::string& obstacle() const { return obstacle_; }
+  // See SymmetricMemory.
+  bool shares_devices() const;
 
   // What reads or writes the data outside of an operation does so while this lives: it comes behind
   // the operation before, and the next one behind it, also on other streams. Operations may lie

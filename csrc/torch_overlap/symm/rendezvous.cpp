@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 
 #include "torch_overlap/symm/allocator.h"
 #include "torch_overlap/symm/pretend_unreachable.h"
@@ -281,6 +282,11 @@ class Rendezvous {
       if (!obstacles_[rank].empty()) pads[rank] = memory->pointers_[rank] = nullptr;
     }
     memory->signals_ = SignalPad(me_, std::move(pads));
+    std::set<std::string> devices;
+    for (const auto& card : cards_) {
+      const std::string& device = card.offers.at(0).device;
+      if (!device.empty() && !devices.insert(device).second) memory->shares_devices_ = true;
+    }
     return memory;
   }
 

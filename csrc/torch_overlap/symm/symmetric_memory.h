@@ -75,6 +75,9 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   // Of a partial memory: a pair of ranks, maybe others than this one, and why one cannot reach the
   // other. The same on all ranks; empty if all reach all.
   const std::string& unreachable_pair() const { return unreachable_pair_; }
+  // Whether some of the ranks have the same device: what one of them copies to another takes its
+  // SMs then, not a link. The same on all ranks.
+  bool shares_devices() const { return shares_devices_; }
   // How to write to what cannot be reached. Null where nothing is missing, or nobody set it.
   RemoteAccess* remote() const { return remote_.get(); }
   // Once, by who made it, before others have it.
@@ -95,6 +98,7 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   std::vector<void*> pointers_;
   std::vector<std::string> obstacles_;  // by rank
   std::string unreachable_pair_;
+  bool shares_devices_ = false;
   SignalPad signals_;
   std::vector<std::shared_ptr<void>> keepers_;  // of the own parts, and of the mappings
   std::shared_ptr<RemoteAccess> remote_;        // goes first: it uses the own parts

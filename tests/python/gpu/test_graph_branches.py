@@ -8,6 +8,7 @@ ranks may.
 
 import pytest
 import torch
+from conftest import SHARED
 from graph_branches import beside
 from graph_nodes import Copy, Kernel, captured
 
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
     ),
+    pytest.mark.skipif(SHARED, reason="copies within a GPU need SMs"),
 ]
 
 
