@@ -9,6 +9,9 @@ from torch_overlap import ReduceOp
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGERS = [torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]  # sums of pairs
+# What is only moved, whatever it is.
+OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 MODES = ["auto", "ll", "push", "two_shot"]
 KI = 1024
@@ -66,6 +69,18 @@ def check_reduced(got, op, parts, is_ours=True):
         assert (error <= (2 if is_ours else len(parts)) * torch.finfo(got.dtype).eps * scale).all()
 
 
+def draw_bytes(comm, seed, dtype, count):
+    """Random bytes of every rank as that dtype."""
+    random_of = torch.Generator("cuda").manual_seed(seed)
+    shape = (comm.get_size(), count * dtype.itemsize)
+    most = 2 if dtype == torch.bool else 256
+    return torch.randint(most, shape, device="cuda", generator=random_of, dtype=torch.uint8).view(dtype)
+
+
+def same_bytes(got, expected):
+    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
 class Framed:
     """A tensor at an odd place of a larger one, whose rest must stay as it is."""
 
@@ -86,15 +101,34 @@ def algorithms(action):
     return [entry.get("algorithm") for entry in json.loads(to.flight_recorder.dump_json())["entries"]]
 
 
-class Step:
-    """Every operation once, on inputs that a counter on the device changes; differences are counted there."""
+class Poison:
+    """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
 
-    def __init__(self, comm, count, dtype=torch.bfloat16):
+    Lines and vectors count rounds together, and have two slots and four: of these five rounds, which are one of an
+    operation and four of NaN, the operation always finds what came as NaN."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        blocks = {2: 256}.get(comm.get_size(), 128 if comm.get_size() <= 4 else 64)
+        sizes = {"ll": 128 * 256 * 12, "push": blocks * 512 * 16}  # of one round of every block
+        self.nans = {mode: torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for mode, n in sizes.items()}
+
+    def __call__(self):
+        for mode in ("ll", "push") * 2:
+            out = torch.empty(self.comm.get_size() * self.nans[mode].numel(), dtype=torch.uint8, device="cuda")
+            self.comm.all_gather_single(out, self.nans[mode], async_op=False, hints={"direct_collectives": mode})
+
+
+class Step:
+    """Every operation once, on inputs that a counter on the device changes; differences are counted there. `before`
+    is called before each. all_to_all_v takes all blocks that there are."""
+
+    def __init__(self, comm, count, dtype=torch.bfloat16, *, before=lambda: None, has_unequal=True):
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
         self.step = torch.zeros((), dtype=torch.int64, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self.base = torch.arange(count * self.size, device="cuda") % 97
-        self.count, self.dtype = count, dtype
+        self.count, self.dtype, self.before, self.has_unequal = count, dtype, before, has_unequal
 
     def of(self, rank):
         return ((self.base + 3 * rank + 5 * self.step) % 29).to(self.dtype)  # sums of eight are exact
@@ -102,28 +136,53 @@ class Step:
     def same(self, got, expected):
         self.wrong += (got != expected).sum()
 
+    def part(self, sender, receiver):
+        """What the one has for the other where parts are unequal: a slice of its elements, or nothing."""
+        count = 0 if (sender + 2 * receiver) % 3 == 2 else self.count - min(receiver, self.count)
+        return slice(receiver * self.count, receiver * self.count + count)
+
+    def unequal(self, every):
+        """all_to_all_v, and what comes of it."""
+        sent = [self.part(self.rank, r) for r in range(self.size)]
+        received = [every[r][self.part(r, self.rank)] for r in range(self.size)]
+        expected = torch.cat(received)
+        out = torch.full_like(expected, 77)
+        x = torch.cat([every[self.rank][part] for part in sent])
+        self.comm.all_to_all_v_single(out, x, [len(one) for one in received], [s.stop - s.start for s in sent],
+                                      async_op=False)  # fmt: skip
+        self.same(out, expected)
+
     def __call__(self):
         comm, count = self.comm, self.count
         self.step.add_(1).remainder_(1000)
         every = [self.of(r) for r in range(self.size)]
         mine = every[self.rank]
         parts = [one.view(self.size, count) for one in every]
-        x = mine[:count].clone()
-        comm.all_reduce(x, ReduceOp.SUM, async_op=False)
-        self.same(x, sum(part[0].float() for part in parts).to(self.dtype))
+        for hints in (None, {"direct_collectives": "two_shot"}):
+            self.before()
+            x = mine[:count].clone()
+            comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints=hints)
+            self.same(x, sum(part[0] for part in parts))
+        self.before()
         out = torch.full_like(x, 77)
         comm.reduce_scatter_single(out, mine, ReduceOp.SUM, async_op=False)
-        self.same(out, sum(part[self.rank].float() for part in parts).to(self.dtype))
+        self.same(out, sum(part[self.rank] for part in parts))
+        self.before()
         gathered = torch.full_like(mine, 77)
         comm.all_gather_single(gathered, parts[self.rank][0], async_op=False)
         self.same(gathered, torch.cat([part[0] for part in parts]))
+        self.before()
         work = comm.all_to_all_single(gathered, mine, async_op=True)
         work.wait()
         self.same(gathered, torch.cat([part[self.rank] for part in parts]))
-        comm.broadcast(x, 1, async_op=False)
-        x.copy_(parts[self.rank][self.rank])
-        comm.broadcast(x, 1, async_op=False)
-        self.same(x, parts[1][1])
+        if self.has_unequal:
+            self.before()
+            self.unequal(every)
+        for _ in range(2):
+            self.before()
+            x.copy_(parts[self.rank][self.rank])
+            comm.broadcast(x, 1, async_op=False)
+            self.same(x, parts[1][1])
 
     def capture(self):
         self()  # makes the memory, and is a test by itself

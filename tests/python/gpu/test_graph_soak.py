@@ -14,24 +14,28 @@ EACH = each([CountedBarrier if kind is Barrier else kind for kind in CASES])
 
 
 def capture_all(case):
-    """One replay: the next step's inputs, the operation, and its result compared."""
+    """The next step's inputs, the operation, and its result compared: as a graph, and to be called eagerly."""
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     case.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def once():
         step.add_(1).remainder_(STEPS)
         case.fill(step)
         work = case.issue(True)
         if work is not None:
             work.wait()
         case.check(step)
-    return graph
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return graph, once
 
 
 @EACH
 def test_ten_thousand_replays(on, seed, kind):
     case = kind(on)
-    graph = capture_all(case)
+    graph, _ = capture_all(case)
     for i in range(10_000):
         graph.replay()
         if i % 1000 == 999:
@@ -41,13 +45,14 @@ def test_ten_thousand_replays(on, seed, kind):
 
 @EACH
 def test_two_hundred_replays_with_a_late_rank(on, seed, kind):
+    """And eager calls in between."""
     case = kind(on)
-    graph = capture_all(case)
-    draw = random.Random(seed)
+    graph, once = capture_all(case)
+    draw = random.Random(seed)  # the same on all ranks
     for _ in range(200):
-        late, delay = draw.randrange(on.get_size()), draw.uniform(1e-3, 10e-3)
+        late, delay, eager = draw.randrange(on.get_size()), draw.uniform(1e-3, 10e-3), draw.random() < 0.2
         if on.get_rank() == late:
             time.sleep(delay)
-        graph.replay()
+        once() if eager else graph.replay()
     torch.cuda.synchronize()
     assert case.wrong.item() == 0

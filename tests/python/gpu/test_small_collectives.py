@@ -5,18 +5,22 @@ import random
 import pytest
 import torch
 from small_cases import (
+    COMPLEX,
     FLOATS,
     INTEGERS,
     KI,
     MODES,
     OPS,
+    OTHERS,
     Framed,
     algorithms,
     check_reduced,
     draw,
     draw_all,
+    draw_bytes,
     edges,
     reduced,
+    same_bytes,
 )
 
 import torch_overlap as to
@@ -62,6 +66,47 @@ def test_every_reduction(comm, seed, op, dtype, mode):
         out = torch.full((count,), 77, dtype=dtype, device="cuda")
         comm.reduce_scatter_single(out, whole[rank], op, async_op=False, hints=hints)
         check_reduced(out, op, [part.view(size, count)[rank] for part in whole], mode in ("ll", "push"))
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_sums_of_complex_numbers(comm, seed, dtype):
+    rank, size = comm.get_rank(), comm.get_size()
+    real = dtype.to_real()
+    for mode in ("ll", "push", "two_shot"):
+        for count in (1, 13, 3001, 70_001):
+            parts = draw_all(comm, seed + count, real, 2 * count * size)
+            mine = torch.view_as_complex(parts[rank].clone().view(-1, 2))
+            for op in (ReduceOp.SUM, ReduceOp.AVG):
+                x = mine[:count].clone()
+                comm.all_reduce(x, op, async_op=False, hints={"direct_collectives": mode})
+                check_reduced(torch.view_as_real(x).flatten(), op, [part[: 2 * count] for part in parts])
+                out = torch.full((count,), 77, dtype=dtype, device="cuda")
+                comm.reduce_scatter_single(out, mine, op, async_op=False, hints={"direct_collectives": mode})
+                check_reduced(torch.view_as_real(out).flatten(), op,
+                              [part.view(size, 2 * count)[rank] for part in parts], mode != "two_shot")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + COMPLEX + OTHERS, ids=str)
+def test_data_movement_of_every_dtype(comm, seed, dtype):
+    rank, size = comm.get_rank(), comm.get_size()
+    for mode in ("ll", "push"):
+        for count in (1, 13, 3001, 70_001):
+            every = list(draw_bytes(comm, seed + count, dtype, count * size))
+            parts = [whole.view(size, count) for whole in every]
+            out = torch.zeros(count * size, dtype=dtype, device="cuda")
+            options = {"async_op": False, "hints": {"direct_collectives": mode}}
+            comm.all_gather_single(out, parts[rank][0], **options)
+            assert same_bytes(out, torch.cat([part[0] for part in parts]))
+            comm.all_to_all_single(out, every[rank], **options)
+            assert same_bytes(out, torch.cat([part[rank] for part in parts]))
+            counts = [max(count - abs(rank - r), 0) for r in range(size)]  # the same both ways
+            sent = torch.cat([parts[rank][r][:n] for r, n in enumerate(counts)])
+            out = torch.zeros(sum(counts), dtype=dtype, device="cuda")
+            comm.all_to_all_v_single(out, sent, counts, counts, **options)
+            assert same_bytes(out, torch.cat([parts[r][rank][:n] for r, n in enumerate(counts)]))
+            x = parts[rank][0].clone()
+            comm.broadcast(x, count % size, **options)
+            assert same_bytes(x, parts[count % size][0])
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from small_cases import KI, Step, algorithms
+from small_cases import FLOATS, INTEGERS, KI, Poison, Step, algorithms
 
 import torch_overlap as to
 from torch_overlap import ReduceOp
@@ -18,6 +18,21 @@ pytestmark = pytest.mark.gpu(2)
 @pytest.fixture(scope="module")
 def always(make_comm):
     return make_comm("always_in_graphs", hints={"direct_collectives": "always"})
+
+
+@pytest.mark.parametrize("count", [1, 5000, 80_001])
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+def test_slots_that_hold_nan(always, seed, dtype, count):
+    """Replays and eager calls take turns, on inputs that change; one rank is late now and then."""
+    choose = random.Random(seed)
+    step = Step(always, count, dtype, before=Poison(always))
+    graph = step.capture()
+    for _ in range(20):
+        if choose.randrange(5 * always.get_size()) == always.get_rank():
+            torch.cuda._sleep(4_000_000)
+        graph.replay() if choose.random() < 0.5 else step()
+    torch.cuda.synchronize()
+    step.check()
 
 
 @pytest.mark.parametrize("count", [1, 7, 3001, 40_001, 300_001])
@@ -38,7 +53,8 @@ def test_graphs_and_eager_calls_take_turns(comm, always, seed, count):
 def test_two_communicators_at_once(make_comm):
     """On streams of their own, which nothing orders."""
     comms = [make_comm(f"at_once_{i}", hints={"direct_collectives": "always"}) for i in range(2)]
-    steps = [Step(one, count) for one, count in zip(comms, (3001, 80_001), strict=True)]
+    counts = (3001, 80_001)
+    steps = [Step(one, count, has_unequal=False) for one, count in zip(comms, counts, strict=True)]
     graphs = [step.capture() for step in steps]
     streams = [torch.cuda.Stream() for _ in comms]
     torch.cuda.synchronize()
@@ -53,7 +69,7 @@ def test_two_communicators_at_once(make_comm):
 
 @pytest.mark.parametrize("count", [64, 5000, 200_001])
 def test_two_hundred_replays_with_a_late_rank(always, seed, count):
-    step = Step(always, count)
+    step = Step(always, count, before=Poison(always))
     graph = step.capture()
     choose = random.Random(seed)
     for _ in range(200):
