@@ -62,6 +62,24 @@ def device_of(address):
 KINDS = driver.CUgraphNodeType
 
 
+def nodes_in(graph):
+    handle = driver.CUgraph(graph.raw_cuda_graph())
+    _, count = checked(driver.cuGraphGetNodes(handle))
+    found, _ = checked(driver.cuGraphGetNodes(handle, count))
+    return found[:count]
+
+
+def disable_all_but(graph, name):
+    """Of an instantiated graph that was kept: from now on no kernel without this name runs, and no copy."""
+    instance = driver.CUgraphExec(graph.raw_cuda_graph_exec())
+    for node in nodes_in(graph):
+        kind = checked(driver.cuGraphNodeGetType(node))
+        is_kernel = kind == KINDS.CU_GRAPH_NODE_TYPE_KERNEL
+        can_be = is_kernel or kind in (KINDS.CU_GRAPH_NODE_TYPE_MEMCPY, KINDS.CU_GRAPH_NODE_TYPE_MEMSET)
+        if can_be and not (is_kernel and name in kernel_of(node).name):
+            checked(driver.cuGraphNodeSetEnabled(instance, node, 0))
+
+
 def captured(issue):
     """The nodes of what `issue` captures, which is never run: Kernel, Copy or the type of others; and its edges, as
     pairs of indices."""
@@ -70,11 +88,9 @@ def captured(issue):
     with torch.cuda.graph(graph):
         issue()
     handle = driver.CUgraph(graph.raw_cuda_graph())
-    _, count = checked(driver.cuGraphGetNodes(handle))
-    found, _ = checked(driver.cuGraphGetNodes(handle, count))
     read = {KINDS.CU_GRAPH_NODE_TYPE_KERNEL: kernel_of, KINDS.CU_GRAPH_NODE_TYPE_MEMCPY: copy_of}
     nodes, index = [], {}
-    for node in found[:count]:
+    for node in nodes_in(graph):
         index[int(node)] = len(nodes)
         kind = checked(driver.cuGraphNodeGetType(node))
         nodes.append(read[kind](node) if kind in read else kind)

@@ -148,3 +148,5 @@ CASES = [
     *(case for algorithm in ("sequential", "chunked", "ring") for case in exchange_cases(algorithm)),
     *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm)),
 ]  # fmt: skip
+OVER_CHANNELS = [case for case in CASES if case.name.endswith("ring")]
+OVER_CHANNELS += [case for case in CASES if case.name.startswith("bulk_overlap") and case.name.endswith("bulk")]

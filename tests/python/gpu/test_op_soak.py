@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from op_cases import CASES, poison
+from op_cases import CASES, OVER_CHANNELS, poison
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.slow]
 
@@ -19,9 +19,8 @@ NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async",
          "bulk_overlap_matmul-reduce_scatter-chunked", "bulk_overlap_matmul-all_gather-bulk",
          "bulk_overlap_matmul-reduce_scatter-bulk"]  # fmt: skip
 assert set(NAMES) <= {case.name for case in CASES}
-SOAKED = [case for case in CASES if case.name in NAMES]
-EACH = pytest.mark.parametrize("case", SOAKED, ids=lambda case: case.name)
-OVER_CHANNELS = [case for case in SOAKED if case.name.endswith(("ring", "bulk"))]
+assert {case.name for case in OVER_CHANNELS} <= set(NAMES)
+EACH = pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
 
 
 class Replay:

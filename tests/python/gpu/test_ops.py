@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import CASES, IN, OUT, ROWS, around, summed
+from op_cases import CASES, IN, OUT, ROWS, Case, around, summed
 
 from torch_overlap import ops
 
@@ -82,6 +82,16 @@ def test_a_graph_replays_with_changing_inputs(comm, seed, case):
             torch.cuda._sleep(20_000_000)  # one rank is late
         graph.replay()
         problem.check(output, gradients)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "-" in case.name], ids=lambda case: case.name)
+def test_no_rows(comm, seed, case):
+    """Of no rank; then some again."""
+    with_rows = (0, 3) if case.name.startswith("bulk_overlap") else (0,)
+    shapes = [(0, *shape[1:]) if i in with_rows else shape for i, shape in enumerate(case.shapes)]
+    for problem in (Problem(Case(case.name, shapes, case.run, case.reference), comm, seed), Problem(case, comm, seed)):
+        inputs = [t.requires_grad_() for t in problem.inputs()]
+        problem.check(*forward_and_backward(case, comm, inputs, problem.cotangent()))
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

@@ -1,0 +1,100 @@
+"""Device-side waits of operators over channels that expire: the host says which rank, what was expected of it, and what
+it did."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from graph_nodes import disable_all_but
+from op_cases import OVER_CHANNELS
+from test_fused import KINDS
+from timeout_cases import expired, run_until_an_error
+
+import torch_overlap as to
+
+pytestmark = pytest.mark.gpu(2)
+EACH = pytest.mark.parametrize("case", OVER_CHANNELS, ids=lambda case: case.name)
+TIMEOUT = timedelta(milliseconds=700)
+
+
+def capture(run):
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    graph.instantiate()
+    return graph
+
+
+def all_are_here(comm):
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+
+
+def end(comm, lonely):
+    """After the last rank has been missed; the device goes on."""
+    comm.barrier(async_op=True).wait_blocking()
+    lonely.abort()
+    torch.cuda.synchronize()
+    x = torch.ones(100, device="cuda")
+    comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert (x == comm.get_size()).all()
+
+
+def miss_the_last(comm, lonely, run):
+    """Replays what `run` captures. On the last rank it tells the others that it has begun, and does no more."""
+    run()
+    torch.cuda.synchronize()
+    lonely.set_timeout(TIMEOUT)
+    graph = capture(run)
+    graph.replay()
+    last = comm.get_size() - 1
+    torch.cuda.synchronize()
+    if comm.get_rank() == last:
+        disable_all_but(graph, "begin_kernel")
+    all_are_here(comm)
+    graph.replay()
+    torch.cuda.synchronize()
+    if comm.get_rank() != last:
+        with pytest.raises(to.OperationTimeoutError, match=expired(comm, last, "chunk")):
+            run_until_an_error(run)
+    end(comm, lonely)
+    graph.reset()
+
+
+def call_of(case, comm):
+    inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
+    return lambda: case.run(comm, *inputs)
+
+
+@EACH
+def test_a_rank_that_begins_and_does_no_more(comm, make_comm, case):
+    lonely = make_comm(f"begun_{case.name}")
+    miss_the_last(comm, lonely, call_of(case, lonely))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
+)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_rank_that_begins_a_fused_kernel_and_does_no_more(comm, make_comm, kind):
+    lonely = make_comm(f"begun_fused_{kind.__name__}")
+    miss_the_last(comm, lonely, kind(lonely, 128, 256, 256, torch.bfloat16).run)
+
+
+@EACH
+def test_a_rank_that_does_not_begin(comm, make_comm, case):
+    lonely = make_comm(f"away_{case.name}")
+    run = call_of(case, lonely)
+    run()
+    torch.cuda.synchronize()
+    lonely.set_timeout(TIMEOUT)
+    all_are_here(comm)
+    last = comm.get_size() - 1
+    if comm.get_rank() != last:
+        run()
+        torch.cuda.synchronize()
+        with pytest.raises(to.OperationTimeoutError, match=expired(comm, last, "begin")):
+            run_until_an_error(run)
+    end(comm, lonely)
