@@ -5,7 +5,7 @@ import json
 import torch
 
 import torch_overlap as to
-from torch_overlap import ReduceOp
+from torch_overlap import ReduceOp, ops
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGERS = [torch.int32, torch.int64]
@@ -79,6 +79,31 @@ def draw_bytes(comm, seed, dtype, count):
 
 def same_bytes(got, expected):
     return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+# Operations that move data, or add it up, with every protocol that they have.
+WAYS = [("all_reduce", "two_shot")] + [
+    (name, mode)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
+    for mode in ("ll", "push")
+]
+
+
+def call_of(comm, name):
+    """A call of one round, on tensors of its own."""
+    rank, size = comm.get_rank(), comm.get_size()
+    x, whole, other = (torch.ones(n, device="cuda") for n in (1000, 1000 * size, 1000 * size))
+    rows, counts = x.view(10, 100), [10 * (rank + r) for r in range(size)]
+    unequal = whole[: sum(counts)], other[: sum(counts)], counts, counts
+    return {
+        "all_reduce": lambda: comm.all_reduce(x, ReduceOp.SUM, async_op=False),
+        "all_gather": lambda: comm.all_gather_single(whole, x, async_op=False),
+        "reduce_scatter": lambda: comm.reduce_scatter_single(x, whole, ReduceOp.SUM, async_op=False),
+        "all_to_all": lambda: comm.all_to_all_single(whole, other, async_op=False),
+        "all_to_all_v": lambda: comm.all_to_all_v_single(*unequal, async_op=False),
+        "broadcast": lambda: comm.broadcast(x, 1, async_op=False),
+        "rms_norm": lambda: ops.all_reduce_rms_norm(rows, rows, rows[0], comm),
+    }[name]
 
 
 class Framed:

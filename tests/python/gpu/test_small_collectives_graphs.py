@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from small_cases import FLOATS, INTEGERS, KI, Poison, Step, algorithms
+from small_cases import FLOATS, INTEGERS, KI, WAYS, Poison, Step, algorithms, call_of
+from timeout_cases import run_until_an_error
 
 import torch_overlap as to
 from torch_overlap import ReduceOp
@@ -142,30 +143,48 @@ def test_a_graph_outlives_its_communicator(comm, make_comm):
 # --- Failures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_rank_is_named(comm, make_comm):
-    lonely = make_comm("lonely_direct", timeout=timedelta(seconds=2))
-    x = torch.ones(1000, device="cuda")
-    lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
-    torch.cuda.synchronize()
-    if comm.get_rank() == 0:
-        work = lonely.all_reduce(x, ReduceOp.SUM, async_op=True)
-        message = r"'lonely_direct'.*2000 ms.*rank [1-9] is missing: expected step 2 of block 0, got step 1"
-        with pytest.raises(to.OperationTimeoutError, match=message):
-            work.wait_blocking()
-        torch.cuda.synchronize()  # the kernel is gone
-    else:
-        time.sleep(4)
-        lonely.abort()
+TIMEOUT = timedelta(milliseconds=700)
+
+
+@pytest.fixture
+def lonely(comm, make_comm):
+    """A communicator, and a call that all have made once, and rank 0 makes again. It is aborted behind the test."""
+    made = []
+
+    def make(what, name, mode):
+        one = make_comm(f"lonely_{what}_{name}_{mode}", hints={"direct_collectives": mode})
+        made.append(one)
+        call = call_of(one, name)
+        call()
+        torch.cuda.synchronize()
+        one.set_timeout(TIMEOUT)
+        return one, call
+
+    yield make
     comm.barrier(async_op=True).wait_blocking()
+    for one in made:
+        one.abort()
+    torch.cuda.synchronize()  # the kernels are gone
 
 
-def test_a_replay_that_nobody_watches_ends_too(comm, make_comm):
-    lonely = make_comm("lonely_replay", timeout=timedelta(seconds=2))
-    x = torch.ones(1000, device="cuda")
-    lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+@pytest.mark.parametrize(("name", "mode"), WAYS)
+def test_a_missing_rank_is_named(lonely, name, mode):
+    silent, call = lonely("call", name, mode)
+    if silent.get_rank() != 0:
+        return
+    call()
+    torch.cuda.synchronize()
+    message = r"'lonely_.*'.*700 ms.*rank [1-9] is missing: expected step 2 of block 0, got step 1"
+    with pytest.raises(to.OperationTimeoutError, match=message):
+        run_until_an_error(call)
+
+
+@pytest.mark.parametrize(("name", "mode"), [*WAYS[::3], ("all_to_all", "push"), ("rms_norm", "ll")])
+def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name, mode):
+    silent, call = lonely("replay", name, mode)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
+        call()
     graph.replay()
     torch.cuda.synchronize()
     comm.barrier(async_op=False)
@@ -175,17 +194,15 @@ def test_a_replay_that_nobody_watches_ends_too(comm, make_comm):
             graph.replay()
         torch.cuda.synchronize()
         time.sleep(0.3)
-        assert lonely.is_aborted()
+        assert silent.is_aborted()
         message = (
-            r"direct collectives of 'lonely_replay': expected rank [1-9] to come to step 2 of block \d+ within 2000 ms"
+            r"direct collectives of 'lonely_.*': expected rank [1-9] to come to step 2 of block \d+ within 700 ms, "
+            r"got step 1"
         )
         with pytest.raises(to.OperationTimeoutError, match=message):
-            lonely.all_reduce(x, ReduceOp.SUM, async_op=False)
-    else:
-        time.sleep(5)
-        lonely.abort()
-    graph.reset()
+            call()
     comm.barrier(async_op=True).wait_blocking()
+    graph.reset()
 
 
 @pytest.mark.parametrize("count", [1000, 1 << 20])
