@@ -37,7 +37,8 @@ def nan(*shape, dtype=torch.bfloat16):
 
 
 class Case:
-    """`fill(step)` sets the inputs, `issue()` calls, `check(step)` compares all elements."""
+    """`fill(step)` sets the inputs, `issue()` calls, `check(step)` compares all elements. `poison(run)`, before, leaves
+    NaN where data comes to from other ranks."""
 
     def __init__(self, comm, dtype=torch.bfloat16, *, tokens, hidden, ffn, active=None, **options):
         self.comm, self.rank, self.size, self.dtype = comm, comm.get_rank(), comm.get_size(), dtype
@@ -73,6 +74,10 @@ class Case:
                 f"{self.name} {what} on rank {self.rank}: {count} of {off.numel()} are wrong; [{row}, {column}] is "
                 f"{got[row, column].item()}, expected {expected[row, column].item()}; path {self.buffer.last_path()}"
             )
+
+    def poison(self, run):
+        self.x.view(torch.uint8).fill_(0xFF)  # NaN of all types
+        run()
 
     def scales(self):
         return (
@@ -295,6 +300,10 @@ class External(BulkGather):
     def __init__(self, comm, dtype=torch.bfloat16, **options):
         super().__init__(comm, dtype, **options)
         self.lender = Gather(comm, **options)
+
+    def poison(self, run):
+        self.lender.x.fill_(float("nan"))
+        super().poison(run)
 
     def fill(self, step):
         super().fill(step)

@@ -45,8 +45,10 @@ def test_a_hundred_replays_with_changing_inputs_and_a_late_rank(comm, seed, kind
     for step in range(100):
         if step % 5 == 0:
             late(case, step // 5, draw.uniform(1, 10))
+        case.poison(graph.replay)
         replay(graph, case, step)
         if step % 10 == 3:
+            case.poison(case.issue)
             eager(case, step + 1000)
     agree(comm, case)
 
@@ -138,7 +140,7 @@ def test_the_buffer_goes_before_its_graph(comm, kind):
 # --- Soaks ----------------------------------------------------------------------------------------------------------
 
 
-def capture_all(case):
+def capture_all(case, *, poisons=False):
     """Inputs, call and comparison are all in the graph."""
     eager(case, 0)
     step = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -146,6 +148,8 @@ def capture_all(case):
 
     def issue():
         step.add_(1).remainder_(64)
+        if poisons:
+            case.poison(case.issue)
         case.fill(step)
         case.issue()
         case.check(step)
@@ -172,7 +176,7 @@ def test_ten_thousand_replays(comm, seed, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_two_hundred_replays_with_a_late_rank(comm, seed, kind):
     case = kind(comm, **SMALL)
-    graph = capture_all(case)
+    graph = capture_all(case, poisons=True)
     draw = random.Random(seed)
     for _ in range(200):
         rank, delay = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3)

@@ -34,13 +34,15 @@ def put_around(window, ring, seed, steps, late=lambda step: None):
 
 
 class Ring:
-    """The captured step: out = what the left neighbour's x was, with a signal back. `x` changes between replays."""
+    """The captured step: out = what the left neighbour's x was, with a signal back once that is NaN again. `x` changes
+    between replays."""
 
     def __init__(self, comm, ring, count=COUNT):
         self.comm, (self.rank, self.right, self.left) = comm, ring
         self.x = torch.zeros(count, device="cuda")
         self.out = torch.zeros(count, device="cuda")
         self.window = comm.new_window(to.symmetric_empty(count, torch.float32, comm))
+        self.window.get_tensor().fill_(float("nan"))
         self.window.signal(self.left, async_op=False)  # the buffer is free
         self.base = torch.arange(count, device="cuda") % 977
 
@@ -53,6 +55,7 @@ class Ring:
         self.window.signal(self.right, async_op)
         self.window.wait_signal(self.left, async_op).wait()
         self.out.copy_(self.window.get_tensor())
+        self.window.get_tensor().fill_(float("nan"))
         self.window.signal(self.left, async_op)
 
     def capture(self, async_op=False):
