@@ -134,7 +134,7 @@ sanitize-quick: build
 	$(call sanitize,address,address$(comma)undefined,torch_overlap_std_tests torch_overlap_comm_tests)
 	$(call sanitize,thread,thread,torch_overlap_std_tests)
 
-# Tests of our kernels (windows, direct collectives, norms, fused and plain products, sums and copies of overlap buffers) on two GPUs, each process under
+# Tests of our kernels (windows, direct collectives, norms, fused and plain products, sums and copies of channels) on two GPUs, each process under
 # compute-sanitizer (of the CUDA toolkit), which runs one kernel at a time: a test whose kernels wait for later ones of
 # the same rank cannot pass. NCCL's own probing calls are not errors. TOOL=racecheck or synccheck looks for other
 # mistakes.
@@ -143,9 +143,9 @@ SANITIZED_WINDOWS = values_of_every_size or ring_a_hundred_times or everyone_wri
 SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits or rounded_once \
   or (every_reduction and two_shot and bfloat16)
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
-  or (RowGather and 257 and 4x4) or test_double
+  or (RowGather and 257 and 4x4) or test_double or (no_rows and ring)
 GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives rms_norm fused fused_scaled \
-  fused_row_scales overlap gemm) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
+  fused_row_scales overlap ops gemm) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: export CMAKE_ARGS += -DTORCH_OVERLAP_LINEINFO=ON
 sanitize-gpu: build

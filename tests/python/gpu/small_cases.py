@@ -70,15 +70,11 @@ def check_reduced(got, op, parts, is_ours=True):
 
 
 def draw_bytes(comm, seed, dtype, count):
-    """Random bytes of every rank as that dtype."""
+    """Of every rank, those of `count` elements."""
     random_of = torch.Generator("cuda").manual_seed(seed)
     shape = (comm.get_size(), count * dtype.itemsize)
     most = 2 if dtype == torch.bool else 256
-    return torch.randint(most, shape, device="cuda", generator=random_of, dtype=torch.uint8).view(dtype)
-
-
-def same_bytes(got, expected):
-    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    return torch.randint(most, shape, device="cuda", generator=random_of, dtype=torch.uint8)
 
 
 # Operations that move data, or add it up, with every protocol that they have.
@@ -129,12 +125,13 @@ def algorithms(action):
 class Poison:
     """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
 
-    Lines and vectors count rounds together, and have two slots and four: of these five rounds, which are one of an
-    operation and four of NaN, the operation always finds what came as NaN."""
+    Lines and vectors count rounds together, and have two slots and four. An operation of one round is the fifth here,
+    and finds in its slot what came as NaN, by either way."""
 
     def __init__(self, comm):
         self.comm = comm
-        blocks = {2: 256}.get(comm.get_size(), 128 if comm.get_size() <= 4 else 64)
+        size = comm.get_size()
+        blocks = 256 if size == 2 else 128 if size <= 4 else 64
         sizes = {"ll": 128 * 256 * 12, "push": blocks * 512 * 16}  # of one round of every block
         self.nans = {mode: torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for mode, n in sizes.items()}
 

@@ -26,7 +26,8 @@ EACH = pytest.mark.parametrize("case", [case for case in CASES if case.name in N
 class Replay:
     """One replay: the next inputs, small integers, the operator, and its result compared. run() does it eagerly."""
 
-    def __init__(self, comm, case):
+    def __init__(self, comm, case, stream=None):
+        """Captured on `stream`: what runs at once may not share the workspace of cuBLAS, which each stream has."""
         self.comm, self.case = comm, case
         self.step = torch.zeros((), dtype=torch.int64, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -37,7 +38,7 @@ class Replay:
             self.run()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=stream):
             self.run()
 
     def of(self, rank):
@@ -81,7 +82,8 @@ def test_two_communicators_at_once(make_comm, seed):
     streams = [torch.cuda.Stream() for _ in comms]
     draw = random.Random(seed)
     for case in OVER_CHANNELS:
-        replays = [Replay(comms[0], case), Replay(comms[1], draw.choice(OVER_CHANNELS))]
+        beside = draw.choice(OVER_CHANNELS)
+        replays = [Replay(*one) for one in zip(comms, (case, beside), streams, strict=True)]
         torch.cuda.synchronize()
         for _ in range(100):
             for replay, stream in zip(replays, streams, strict=True):

@@ -48,6 +48,7 @@ def miss_the_last(comm, lonely, run):
     torch.cuda.synchronize()
     lonely.set_timeout(TIMEOUT)
     graph = capture(run)
+    all_are_here(comm)
     graph.replay()
     last = comm.get_size() - 1
     torch.cuda.synchronize()
