@@ -1,33 +1,42 @@
-"""Our own products for Hopper beside cuBLASLt's best, on the twelve shapes of the operators' benchmark.
+"""Our own products for Hopper beside cuBLASLt's best, and CUTLASS's, on the twelve shapes of the operators' benchmark.
 
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --out results
+    python benchmarks/own_gemm.py --tp 4 --dtype bf16 --cutlass cutlass_gemm.so --out results
 
 One GPU; the shapes are those of one of `tp` ranks, weights [n, k], results bfloat16; fp8: e4m3 with one factor for
-each operand. Each variant is captured in a CUDA graph
-of several calls on operands that rotate; variants take turns within every round, and a ratio is the median over rounds
-of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
-At the end: the geometric mean and the worst over all shapes of the quickest of our kernels.
+each operand. Each variant is captured in a CUDA graph of several calls on operands that rotate; variants take turns
+within every round, and a ratio is the median over rounds of the ratio within one. The baseline is cuBLASLt with
+`set_gemm_tuning("measured")`, the quickest of its heuristics.
+--cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/performance.md says how). Each must give
+cuBLASLt's result in every order in which it can go through the tiles, and takes its turns in the quickest.
+At the end: the geometric mean and the worst over all shapes of the quickest of our kernels, and of CUTLASS's.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from cutlass_kernels import SETTINGS, CutlassKernels, Setting
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.bench.cases import GATHERS, SCATTERS
-from torch_overlap.bench.result import write_result
-from torch_overlap.bench.timing import Stopwatch, in_graph, interleave, ratio_of, spread_of
+from torch_overlap.bench.result import result, write
+from torch_overlap.bench.timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
 
 BASELINE = "cublaslt"
+CUTLASS = "cutlass:"
 CALLS = 6
 SETS = 2
+TRIALS = 3
+
+Call = Callable[[GemmArgs], object]
 
 
 def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
@@ -36,8 +45,7 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
-def measure(shape: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a call, by variant."""
+def products_of(shape: tuple[int, int, int], dtype: str) -> list[GemmArgs]:
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
@@ -45,25 +53,79 @@ def measure(shape: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, l
         data = torch.randn(rows, k, device="cuda")
         if dtype == "bf16":
             return GemmOperand(data.bfloat16(), transposed)
-        one = torch.ones(1, device="cuda")
+        factor = torch.rand(1, device="cuda") + 0.5
         return GemmOperand(
-            data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=one
+            data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=factor
         )
 
-    products = [GemmArgs(random(m, False), random(n, True), out) for _ in range(SETS)]
-    variants: dict[str, Callable[[GemmArgs], object]] = {BASELINE: gemm}
-    variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
+    return [GemmArgs(random(m, False), random(n, True), out) for _ in range(SETS)]
+
+
+def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
+    def all_sets() -> None:
+        for product in products:
+            call(product)
+
+    all_sets()  # plans are made and kernels loaded
     watch = Stopwatch(torch.device("cuda"), meet=lambda: None)
-    samplers = {}
-    for name, call in variants.items():
+    return watch.sampler(in_graph(all_sets, CALLS // SETS), calls=CALLS)
 
-        def all_sets(call: Callable[[GemmArgs], object] = call) -> None:
-            for product in products:
-                call(product)
 
-        all_sets()  # plans are made and kernels loaded
-        samplers[name] = watch.sampler(in_graph(all_sets, CALLS // SETS), calls=CALLS)
-    return interleave(samplers, rounds)
+def check(call: Call, product: GemmArgs, expected: torch.Tensor) -> None:
+    """Raises RuntimeError where the result is another one than `expected`.
+
+    Both are rounded to bfloat16, and their sums are made in another order: of 8-bit operands the tensor cores keep some
+    14 bits of them.
+    """
+    product.out.fill_(float("nan"))
+    call(product)
+    share = 2.0**-4 if product.lhs.data.element_size() == 1 else 2.0**-8
+    if not torch.allclose(product.out.float(), expected, rtol=2.0**-7, atol=share * float(expected.std())):
+        raise RuntimeError("expected cuBLASLt's result, got another one")
+
+
+def best_setting(kernels: CutlassKernels, kernel: str, products: list[GemmArgs], expected: torch.Tensor) -> Setting:
+    calls = {str(setting): partial(kernels.run, kernel=kernel, setting=setting) for setting in SETTINGS}
+    for call in calls.values():
+        check(call, products[0], expected)
+    samples = interleave({name: sampler_of(call, products) for name, call in calls.items()}, TRIALS, warmup=1)
+    return min(SETTINGS, key=lambda setting: statistics.median(samples[str(setting)]))
+
+
+def cutlass_settings(kernels: CutlassKernels, products: list[GemmArgs], dtype: str) -> dict[str, Setting]:
+    """The quickest setting of each kernel that computes what cuBLASLt does; says which do not."""
+    gemm(products[0])
+    expected = products[0].out.float()
+    settings = {}
+    for kernel in kernels.names(dtype):
+        try:
+            settings[kernel] = best_setting(kernels, kernel, products, expected)
+        except RuntimeError as error:
+            print(f"{CUTLASS}{kernel} is left out: {error}", flush=True)
+    return settings
+
+
+def measure(products: list[GemmArgs], rounds: int, others: dict[str, Call]) -> Samples:
+    """Microseconds of a call, by variant."""
+    variants: dict[str, Call] = {BASELINE: gemm}
+    variants |= {kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(products[0])}
+    variants |= others
+    return interleave({name: sampler_of(call, products) for name, call in variants.items()}, rounds)
+
+
+def quickest(ratios: dict[str, float]) -> dict[str, float]:
+    """The least ratio of ours, of CUTLASS's where there are any, and of both."""
+    ours = [ratio for kernel, ratio in ratios.items() if not kernel.startswith(CUTLASS)]
+    theirs = [ratio for kernel, ratio in ratios.items() if kernel.startswith(CUTLASS)]
+    return {"ours": min(ours)} | ({"cutlass": min(theirs), "both": min(ours + theirs)} if theirs else {})
+
+
+def summary(best: dict[str, list[float]]) -> str:
+    """Geometric mean and worst, by whose kernels they are."""
+    return "; ".join(
+        f"{whose}: geometric mean {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
+        for whose, ratios in best.items()
+    )
 
 
 def main() -> None:
@@ -71,26 +133,38 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--cutlass", type=Path, help="a library of CUTLASS's kernels")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    kernels = CutlassKernels(args.cutlass) if args.cutlass else None
     set_gemm_tuning("measured")
     torch.manual_seed(0)
-    rows, best = [], []
+    rows, best = [], defaultdict(list)
     for name, shape in shapes_of(args.tp).items():
-        samples = measure(shape, args.dtype, args.rounds)
+        products = products_of(shape, args.dtype)
+        settings = cutlass_settings(kernels, products, args.dtype) if kernels else {}
+        others = {
+            CUTLASS + kernel: partial(kernels.run, kernel=kernel, setting=setting)
+            for kernel, setting in settings.items()
+        }
+        samples = measure(products, args.rounds, others)
         ratios = {}
         for kernel, values in samples.items():
             us, iqr = spread_of(values)
             ratios[kernel] = ratio_of(samples, kernel, BASELINE).median
             row = {"op": "gemm", "name": name, "shape": list(shape), "dtype": args.dtype, "algorithm": kernel}
-            rows.append(row | {"us": us, "iqr_us": iqr, "ratio_gemm": ratios[kernel], "peers": {}})
+            row |= {"us": us, "iqr_us": iqr, "ratio_gemm": ratios[kernel], "peers": {}}
+            setting = settings.get(kernel.removeprefix(CUTLASS))
+            rows.append(row | (setting._asdict() if setting else {}))
         del ratios[BASELINE]
-        best.append(min(ratios.values()))
+        for whose, ratio in quickest(ratios).items():
+            best[whose].append(ratio)
         text = "  ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in ratios.items())
         print(f"{name:12s} {shape!s:22s} {spread_of(samples[BASELINE]).median:8.1f} us  {text}", flush=True)
-    mean = math.exp(sum(map(math.log, best)) / len(best))
-    print(f"tp {args.tp}: geometric mean {mean:.3f}, worst {max(best):.3f}")
-    print(write_result("own_gemm" if args.dtype == "bf16" else "own_gemm_fp8", 1, rows, args.out))
+    print(f"tp {args.tp}: {summary(best)}")
+    name = "own_gemm" if args.dtype == "bf16" else "own_gemm_fp8"
+    versions = {"cutlass": kernels.version} if kernels else {}
+    print(write(result(name, rows, **versions), 1, args.out))
 
 
 if __name__ == "__main__":

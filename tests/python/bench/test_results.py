@@ -81,7 +81,9 @@ def test_a_command_says_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> 
             "--out=/tmp", "--began", "1.5"]  # fmt: skip
     monkeypatch.setattr("sys.argv", here)
     assert result.command_line() == "python -m torch_overlap bench ag_gemm --tp 2"
-    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/window.py", "--out", "results", "--rounds", "5"])
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/benchmarks/window.py", "--out", "results", "--cutlass", "x.so", "--rounds", "5"]
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert result.command_line() == "torchrun --nproc_per_node 4 benchmarks/window.py --rounds 5"
 
