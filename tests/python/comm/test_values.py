@@ -200,16 +200,6 @@ def test_values(name: str, backend: str, size: int, device: str, seed: int) -> N
     run_ranks(run_operation, size, name, seed, backend=backend, device=device)
 
 
-# Of the rest 4 processes see enough.
-OF_EIGHT = ("all_reduce", "all_gather_v", "reduce_scatter", "all_to_all_v_single", "batch", "barrier")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_EIGHT)
-def test_values_of_eight_processes(name: str, seed: int) -> None:
-    run_ranks(run_operation, 8, name, seed, backend="gloo", timeout=240)
-
-
 def run_ring(comm: TorchComm, seed: int, async_op: bool) -> None:
     rank, size = comm.get_rank(), comm.get_size()
     following, previous = (rank + 1) % size, (rank - 1) % size
