@@ -103,9 +103,12 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 def _one_hot(x: Tensor, num_classes: int = -1) -> Any:
-    if num_classes < 0:
+    if num_classes <= 0 or x.dtype != torch.int64:
         return NotImplemented
-    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
+    classes = torch.arange(num_classes, device=x.device)
+    x = x.unsqueeze(-1)
+    known = classes.expand(*x.shape[:-1], num_classes).gather(-1, x)  # x itself; refuses what is no class
+    return (known == classes).to(torch.int64)
 
 
 def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -87,6 +87,8 @@ TAKEN = {
     "index, 1": (lambda i, w: w[:, i], (3, 8), [7, -9], IndexError, r"\[-8, 7\] .* got -9"),
     "cross_entropy": (lambda i, w: F.cross_entropy(w, i), (3, 8), [7, -100, 9], IndexError, "got 9"),
     "nll_loss": (lambda i, w: F.nll_loss(w, i), (3, 8), [7, -3, 1], IndexError, "got -3"),
+    "one_hot": (lambda i, w: F.one_hot(i, 8), (8, 3), [[7, 0], [1, 8]], RuntimeError, "index 8 is out of"),
+    "one_hot, negative": (lambda i, w: F.one_hot(i, 8), (8, 3), [-1, 3], RuntimeError, "index -1 is out of"),
 }
 
 
@@ -108,6 +110,21 @@ def test_an_index_that_no_rank_has(name, axes, seed):
         r.check(function(shard(good, r.mesh), table).reshard(None), function(good, value))
 
     on_mesh("x=2,y=3", body, seed)
+
+
+def test_one_hot_of_what_is_no_class_number(seed):
+    """As torch refuses it."""
+
+    def body(r):
+        classes = r.randint(5, 4, 3)
+        parts = shard(classes, r.mesh, P("x"))
+        r.check(F.one_hot(parts, 5), F.one_hot(classes, 5))
+        for value in (classes, parts):
+            refused(RuntimeError, "smaller than num_classes", F.one_hot, value, 0)
+            for dtype in (torch.int32, torch.float64, torch.bool):
+                refused(RuntimeError, "one_hot is only applicable to index tensor", F.one_hot, value.to(dtype), 5)
+
+    on_mesh("x=2", body, seed)
 
 
 def taken_inside(r):
