@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Holds csrc/ to its layers: who may include whom, and which headers stay in which folders. See CONTRIBUTING.md."""
+"""Holds csrc/ to its layers: who may include whom, which headers stay in which folders, and that no two headers
+define a class of the same name. See CONTRIBUTING.md."""
 
 import re
 import sys
@@ -29,6 +30,8 @@ TORCH_HEADER = re.compile(r"(ATen|torch)/")
 CUDA_HEADER = re.compile(
     r"cuda|nccl|cublas|cute/|cutlass/|(c10|ATen|torch/csrc)/cuda/|torch/csrc/distributed/c10d/(NCCL|ProcessGroupNCCL|cuda/)"
 )
+NAMESPACE = re.compile(r"^(?:namespace ([\w:]+) \{|\}  // namespace ([\w:]+))$")
+CLASS = re.compile(r"^(?:class|struct)(?: TORCH_OVERLAP_API)? (\w+)(?! *;)[^;]*$")
 
 
 def problems(path: Path):
@@ -63,9 +66,30 @@ def problems(path: Path):
         yield 0, "device code belongs in a folder cuda/, nccl/, cublaslt/ or sm90/"
 
 
+def classes(path: Path):
+    """Those that a header defines outside others, with their namespaces."""
+    inside: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if match := NAMESPACE.match(line):
+            inside = [*inside, match[1]] if match[1] else inside[:-1]
+        elif match := CLASS.match(line):
+            yield number, "::".join([*inside, match[1]])
+
+
+def repeated(headers: list[Path]):
+    """The linker takes one of two inline functions of a name, destructors among them, for both."""
+    first: dict[str, Path] = {}
+    for path in headers:
+        for number, name in classes(path):
+            if first.setdefault(name, path) != path:
+                yield path, number, f"{name} is defined in {first[name].relative_to(ROOT)} too"
+
+
 def main() -> int:
     files = sorted(path for path in ROOT.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
     found = [f"{p.relative_to(ROOT.parent.parent)}:{n}: {what}" for p in files for n, what in problems(p)]
+    twice = repeated([path for path in files if path.suffix in (".h", ".cuh")])
+    found += [f"{p.relative_to(ROOT.parent.parent)}:{n}: {what}" for p, n, what in twice]
     print("\n".join(found) or f"check_layers: {len(files)} files, every include is allowed")
     return bool(found)
 

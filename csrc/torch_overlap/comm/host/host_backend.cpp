@@ -112,7 +112,7 @@ WorkPtr HostBackend::launch(Call call) {
     work = std::make_shared<HostWork>(std::move(call), std::move(staging), launched_.fetch_add(1),
                                       parts, std::weak_ptr<HostWorkOwner>(self));
     if (!here) {
-      std::vector<Lanes::Part> queue;
+      std::vector<TaskLanes::Part> queue;
       for (const int lane : lanes) {
         const int part = work->call().primitive == Primitive::p2p ? lane : kAllLanes;
         queue.emplace_back(lane, [self, work, part] {

@@ -74,7 +74,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
   std::atomic<bool> finalized_{false};
   std::mutex mutex_;  // failure_
   std::string failure_;
-  Lanes lanes_;  // last: its threads end before the rest does
+  TaskLanes lanes_;  // last: its threads end before the rest does
 };
 
 }  // namespace torch_overlap

@@ -12,7 +12,7 @@
 
 namespace torch_overlap {
 
-struct Lanes::State {
+struct TaskLanes::State {
   // Who ends the process waits for it first, queued or running.
   struct Item {
     std::unique_ptr<BackgroundTask> until_done;
@@ -45,11 +45,11 @@ struct Lanes::State {
   }
 };
 
-Lanes::Lanes(int count) : named_(count), state_(std::make_shared<State>()) {
+TaskLanes::TaskLanes(int count) : named_(count), state_(std::make_shared<State>()) {
   state_->lanes.resize(count);
 }
 
-Lanes::~Lanes() {
+TaskLanes::~TaskLanes() {
   if (close(HostClock::now() + std::chrono::seconds(1))) return;
   std::lock_guard lock(state_->mutex);
   for (auto& lane : state_->lanes) {
@@ -57,7 +57,7 @@ Lanes::~Lanes() {
   }
 }
 
-bool Lanes::try_acquire(std::span<const int> lanes) {
+bool TaskLanes::try_acquire(std::span<const int> lanes) {
   std::lock_guard lock(state_->mutex);
   for (const int index : lanes) {
     if (!state_->lane(index).idle()) return false;
@@ -66,7 +66,7 @@ bool Lanes::try_acquire(std::span<const int> lanes) {
   return true;
 }
 
-void Lanes::release(std::span<const int> lanes) {
+void TaskLanes::release(std::span<const int> lanes) {
   std::lock_guard lock(state_->mutex);
   for (const int index : lanes) {
     State::Lane& lane = state_->lane(index);
@@ -76,12 +76,12 @@ void Lanes::release(std::span<const int> lanes) {
   state_->idle.notify_all();
 }
 
-void Lanes::push(std::vector<Part> parts) {
+void TaskLanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
   for (auto& [index, task] : parts) enqueue(index, std::move(task));
 }
 
-void Lanes::push_alone(Task task) {
+void TaskLanes::push_alone(Task task) {
   std::lock_guard lock(state_->mutex);
   auto& lanes = state_->lanes;
   size_t index = named_;
@@ -90,7 +90,7 @@ void Lanes::push_alone(Task task) {
   enqueue(static_cast<int>(index), std::move(task));
 }
 
-void Lanes::enqueue(int index, Task task) {
+void TaskLanes::enqueue(int index, Task task) {
   TORCH_OVERLAP_CHECK(!state_->closed, kState,
                       "expected a communicator that takes operations, got one that was closed");
   State::Lane& lane = state_->lane(index);
@@ -103,7 +103,7 @@ void Lanes::enqueue(int index, Task task) {
   }
 }
 
-void Lanes::work(const std::shared_ptr<State>& state, int index) {
+void TaskLanes::work(const std::shared_ptr<State>& state, int index) {
   std::unique_lock lock(state->mutex);
   State::Lane& lane = *state->lanes[index];
   while (true) {
@@ -123,12 +123,12 @@ void Lanes::work(const std::shared_ptr<State>& state, int index) {
   state->idle.notify_all();
 }
 
-bool Lanes::drain(Deadline deadline) {
+bool TaskLanes::drain(Deadline deadline) {
   std::unique_lock lock(state_->mutex);
   return state_->idle.wait_until(lock, deadline, [this] { return state_->all_idle(); });
 }
 
-bool Lanes::close(Deadline deadline) {
+bool TaskLanes::close(Deadline deadline) {
   std::unique_lock lock(state_->mutex);
   state_->closed = true;
   for (auto& lane : state_->lanes) {

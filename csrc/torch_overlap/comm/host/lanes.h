@@ -16,17 +16,17 @@ namespace torch_overlap {
 // Threads: any may call. Tasks must not throw. The destructor lets the threads run what is queued;
 // it waits for them for a second and then leaves them to end by themselves, so that it may run on a
 // lane, or on a thread that holds what a task waits for (Python's lock).
-class Lanes {
+class TaskLanes {
  public:
   using Task = std::function<void()>;
   // Which lane, and what part of an operation runs there.
   using Part = std::pair<int, Task>;
 
   // Lanes 0 .. count-1 have numbers.
-  explicit Lanes(int count);
-  ~Lanes();
-  Lanes(const Lanes&) = delete;
-  Lanes& operator=(const Lanes&) = delete;
+  explicit TaskLanes(int count);
+  ~TaskLanes();
+  TaskLanes(const TaskLanes&) = delete;
+  TaskLanes& operator=(const TaskLanes&) = delete;
 
   // Makes all `lanes` the caller's if they are idle: it may then do their work itself, and must
   // call release(). Else false.

@@ -1,6 +1,6 @@
 
 #include "torch_overlap/overlap/cpu/host_lanes.h"
-#include "torch_overlap/overlap/cpu/host_transport.h"
+#include "torch_overlap/overlap/cpu/transport.h"
 
 namespace torch_overlap {
 namespace {
@@ -13,7 +13,7 @@ class CpuOverlapDevice final : public OverlapDevice {
 
   std::unique_ptr<Transport> make_transport(std::shared_ptr<SymmetricMemory> memory,
                                             const DirectOptions& options) override {
-    return std::make_unique<HostTransport>(std::move(memory), options);
+    return std::make_unique<CpuTransport>(std::move(memory), options);
   }
 
   void sum(const SumArgs& args) override {

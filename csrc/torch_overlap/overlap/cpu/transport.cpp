@@ -1,4 +1,4 @@
-#include "torch_overlap/overlap/cpu/host_transport.h"
+#include "torch_overlap/overlap/cpu/transport.h"
 
 #include <chrono>
 #include <cstring>
@@ -16,13 +16,13 @@ namespace {
 constexpr unsigned int kPollsBetweenLooks = 1024;
 }  // namespace
 
-std::atomic_ref<uint32_t> HostTransport::word(int rank, int64_t at) const {
+std::atomic_ref<uint32_t> CpuTransport::word(int rank, int64_t at) const {
   return std::atomic_ref(
       *reinterpret_cast<uint32_t*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
 }
 
-std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int rank,
-                                             std::string_view does) const {
+std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank,
+                                            std::string_view does) const {
   return [this, at, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
@@ -38,7 +38,7 @@ std::function<bool()> HostTransport::reaches(int64_t at, uint32_t epoch, int ran
   };
 }
 
-void HostTransport::begin(int64_t rows) {
+void CpuTransport::begin(int64_t rows) {
   const auto& layout = options_.layout;
   const auto own_rows = static_cast<uint32_t>(rows);
   ++epoch_;
@@ -59,9 +59,9 @@ void HostTransport::begin(int64_t rows) {
   }
 }
 
-void HostTransport::end() {}
+void CpuTransport::end() {}
 
-void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   lanes.run(lane, "exchange", [this, move] {
     auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
     const at::Tensor& give = move.give;
@@ -81,7 +81,7 @@ void HostTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   });
 }
 
-void HostTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
+void CpuTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
     host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, flag % memory_->size(),
@@ -89,7 +89,7 @@ void HostTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
   }
 }
 
-void HostTransport::post(Lanes& lanes, int lane, int flag) {
+void CpuTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [this, flag] {
     for (int rank = 0; rank < memory_->size(); ++rank) {
       word(rank, options_.layout.flag_at(flag + memory_->rank()))
@@ -98,8 +98,8 @@ void HostTransport::post(Lanes& lanes, int lane, int flag) {
   });
 }
 
-at::Tensor HostTransport::peer(int rank, int64_t at, c10::IntArrayRef sizes,
-                               at::ScalarType dtype) const {
+at::Tensor CpuTransport::peer(int rank, int64_t at, c10::IntArrayRef sizes,
+                              at::ScalarType dtype) const {
   return memory_->view(rank, sizes, dtype, at);
 }
 

@@ -11,9 +11,9 @@
 namespace torch_overlap {
 
 // Through memory that the ranks of a host share.
-class HostTransport final : public Transport {
+class CpuTransport final : public Transport {
  public:
-  HostTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
+  CpuTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
       : memory_(std::move(memory)), options_(std::move(options)) {}
 
   std::string_view name() const override { return "shared memory"; }
