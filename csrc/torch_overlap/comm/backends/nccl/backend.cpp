@@ -4,12 +4,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <thread>
-
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
-#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -17,9 +13,6 @@
 namespace torch_overlap {
 namespace {
 
-// Asking the device whether an operation has ended costs as much as recording an event: a launch
-// asks once for this many.
-constexpr size_t kReapAtLaunch = 32;
 constexpr auto kLockNap = std::chrono::milliseconds(100);
 
 void record(cudaEvent_t event, c10::cuda::CUDAStream stream) {
@@ -181,13 +174,7 @@ WorkPtr NcclBackend::launch(Call call) {
   try {
     Ended ended;
     const Lock lock = lock_unless_failed();
-    if (!capture) {
-      for (const Lane which : {Lane::collectives, Lane::one_sided}) {
-        Queue& queue = lane(which).queue;
-        if (queue.size() >= 2 * kReapAtLaunch) reap_first(queue, ended, kReapAtLaunch);
-      }
-      if (lane(Lane::waits).queue.size() >= 2 * kReapAtLaunch) reap_waits(ended);
-    }
+    if (!capture) reap_some(ended);
     issue(work, current, capture);
   } catch (...) {
     act_on_failure();
@@ -313,68 +300,6 @@ void NcclBackend::enter_capture(const cuda::Capture& capture) {
   capture_ = capture.id;
 }
 
-// The device runs the operations of a lane in the order of issue: when one has ended, so have all
-// before it.
-template <typename Sink>
-bool NcclBackend::reap_first(Queue& queue, Sink& ended, size_t count) {
-  if (!queue[count - 1]->has_ended()) return false;
-  for (; count > 0; --count) {
-    queue.front()->end_is_known();
-    ended.push_back(queue.front());
-    queue.pop_front();
-  }
-  return true;
-}
-
-template <typename Sink>
-void NcclBackend::reap(Sink& ended) {
-  for (const Lane which : {Lane::collectives, Lane::one_sided}) {
-    Queue& queue = lane(which).queue;
-    for (size_t count = queue.size(); count > 0; count = std::min(count / 2, queue.size())) {
-      while (count <= queue.size() && reap_first(queue, ended, count)) {
-      }
-    }
-  }
-  reap_waits(ended);
-}
-
-// Waits end in any order.
-template <typename Sink>
-void NcclBackend::reap_waits(Sink& ended) {
-  std::erase_if(lane(Lane::waits).queue, [&ended](const std::shared_ptr<CudaWork>& work) {
-    if (!work->has_ended()) return false;
-    ended.push_back(work);
-    return true;
-  });
-}
-
-bool NcclBackend::is_idle() const {
-  return std::all_of(lanes_.begin(), lanes_.end(),
-                     [](const LaneState& state) { return state.queue.empty(); });
-}
-
-void NcclBackend::drain(std::string_view op) {
-  const auto deadline = Clock::now() + bounded_timeout(context_.timeout());
-  auto nap = std::chrono::microseconds(20);
-  while (true) {
-    act_on_failure();
-    {
-      Ended ended;
-      const Lock lock = lock_unless_failed();
-      reap(ended);
-      if (is_idle()) break;
-    }
-    if (Clock::now() >= deadline) {
-      fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
-                concat(op, " on '", runtime_->name, "': expected all operations to end within ",
-                       context_.timeout().count(), " ms, got some that did not"));
-    }
-    std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, std::chrono::microseconds(1000));
-  }
-  runtime_->failure.rethrow_if_set();
-}
-
 std::shared_ptr<Backend> NcclBackend::split(const SplitRequest& request) {
   drain("split");  // NCCL asks for a parent with nothing outstanding
   std::shared_ptr<NcclHandle> child;
@@ -402,142 +327,6 @@ void NcclBackend::finalize() {
   if (handle_->close(context_.timeout())) return;
   fail(ErrorKind::kTimeout, "finalize: expected NCCL to free '", runtime_->name, "' within ",
        context_.timeout().count(), " ms, got no answer; it goes on in the background");
-}
-
-// --- The watchdog's part -------------------------------------------------------------------------
-
-void NcclBackend::tick() noexcept {
-  if (finalized_) return;
-  const auto now = Clock::now();
-  try {
-    // The device first: a thread that asks CUDA anything with device 0 current would make a context
-    // there. Relaxed: this thread must never break another one's capture.
-    const c10::cuda::CUDAGuard device(runtime_->device);
-    const cuda::RelaxedCapture relaxed;
-    runtime_->check_waits();
-    act_on_failure(/*is_watchdog=*/true);
-    DeadWorks ended(runtime_->device);
-    Lock lock(handle_->mutex(), std::try_to_lock);
-    if (!lock) {
-      check_launching(now);
-      return act_on_failure(/*is_watchdog=*/true);
-    }
-    reap(ended);
-    if (runtime_->failure.is_set()) {
-      lock.unlock();
-      return act_on_failure(/*is_watchdog=*/true);
-    }
-    ncclResult_t state = ncclSuccess;
-    const auto& api = handle_->api();
-    if (handle_->comm() != nullptr) (void)api.comm_async_error(handle_->comm(), &state);
-    if (state != ncclSuccess && state != ncclInProgress) {
-      const char* last = api.last_error(nullptr);
-      const std::string message =
-          concat("communicator '", runtime_->name,
-                 "': expected NCCL to work in the background, "
-                 "got ",
-                 api.error_string(state), "; NCCL says: ", last != nullptr ? last : "");
-      lock.unlock();
-      fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, message);
-      return act_on_failure(/*is_watchdog=*/true);
-    }
-    auto late = check_replays(now);
-    std::optional<std::string> told;
-    if (const Queue& queue = lane(Lane::collectives).queue; !late && !queue.empty()) {
-      late = check_head(*queue.front(), now);
-      if (!late) told = check_peers(*queue.front(), now);
-    }
-    // Copies end; what NCCL sends over a network may not.
-    if (const Queue& queue = lane(Lane::one_sided).queue;
-        !late && !queue.empty() && queue.front()->call().window->remote() != nullptr) {
-      late = check_head(*queue.front(), now);
-    }
-    lock.unlock();
-    if (late) fail_with(WorkStatus::TIMEDOUT, ErrorKind::kTimeout, *late);
-    if (told) fail_with(WorkStatus::ERROR, ErrorKind::kRuntime, *told);
-    act_on_failure(/*is_watchdog=*/true);
-  } catch (const std::exception& error) {
-    fail_with(WorkStatus::ERROR, ErrorKind::kRuntime,
-              concat("communicator '", runtime_->name, "': watchdog: ", error.what()));
-    act_on_failure(/*is_watchdog=*/true);
-  }
-}
-
-void NcclBackend::check_launching(Clock::time_point now) {
-  const auto since = launching_since_.load(std::memory_order_acquire);
-  if (since == 0) return;
-  const auto stuck = now - Clock::time_point(Clock::duration(since));
-  const Milliseconds timeout(launching_timeout_ms_.load(std::memory_order_relaxed));
-  if (stuck < bounded_timeout(timeout)) return;
-  fail_with(
-      WorkStatus::TIMEDOUT, ErrorKind::kTimeout,
-      concat("communicator '", runtime_->name, "': expected a call into NCCL to return within ",
-             timeout.count(), " ms, got none for ", seconds_string(stuck),
-             "; a peer does not answer: look at the other ranks"));
-}
-
-std::string NcclBackend::who_is_missing() const {
-  const std::string missing = runtime_->late_wait();
-  return missing.empty() ? "a peer did not take part: look at the other ranks" : missing;
-}
-
-// The clock of an operation starts when the ones before it have ended and its stream has reached
-// it: work that is queued for long is not late.
-std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_point now) {
-  // Behind a replay that hangs it would never start.
-  if (!head.started && handle_->has_graphs()) head.has_started(now);
-  if (!head.started) {
-    const cudaError_t status = cudaEventQuery(head.ready());
-    if (status == cudaErrorNotReady) {
-      (void)cudaGetLastError();
-      return std::nullopt;
-    }
-    cuda::check(status, head.call().describe());
-    head.has_started(now);
-    return std::nullopt;
-  }
-  const auto running = now - *head.started;
-  if (running < bounded_timeout(head.call().timeout) || head.has_ended()) return std::nullopt;
-  return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
-                " ms of its start, got no end (queued ", seconds_string(now - head.issued),
-                " ago, running for ", seconds_string(running), "); ", who_is_missing());
-}
-
-std::optional<std::string> NcclBackend::check_peers(CudaWork& head, Clock::time_point now) {
-  if (!head.started) return std::nullopt;
-  const auto told = peers_.heard(*head.started, now);
-  if (!told || head.has_ended()) return std::nullopt;
-  return concat(head.call().describe(),
-                ": expected a communicator of which all ranks are well, got one that another has "
-                "ended: ",
-                *told);
-}
-
-std::optional<std::string> NcclBackend::check_replays(Clock::time_point now) {
-  std::erase_if(monitors_, [](const auto& weak) { return weak.expired(); });
-  for (const auto& weak : monitors_) {
-    const auto monitor = weak.lock();
-    if (!monitor) continue;
-    if (auto late = monitor->check(now)) {
-      const std::string missing = runtime_->late_wait();
-      if (!missing.empty()) *late += "; " + missing;
-      return late;
-    }
-  }
-  return std::nullopt;
-}
-
-// --- The graveyard's part ------------------------------------------------------------------------
-
-// Nobody else has it any more.
-bool NcclBackend::may_go() noexcept {
-  try {
-    Ended ended;
-    reap(ended);
-    return is_idle();
-  } catch (const std::exception&) {
-    return false;
-  }
 }
 
 }  // namespace torch_overlap

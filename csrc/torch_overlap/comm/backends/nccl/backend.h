@@ -118,6 +118,8 @@ class NcclBackend final : public Backend, public Watched, public Body {
   static bool reap_first(Queue& queue, Sink& ended, size_t count);
   template <typename Sink>
   void reap_waits(Sink& ended);
+  // At a launch: some of them, where many are queued.
+  void reap_some(Ended& ended);
   bool is_idle() const;
   // Waits until all that was issued has ended.
   void drain(std::string_view op);
