@@ -299,7 +299,7 @@ void DirectCollectives::load() {
   TORCH_OVERLAP_CHECK(properties->major >= 8, kUnsupported, kDirectHint,
                       ": expected a GPU of compute capability 8.0 or more, got ", properties->major,
                       ".", properties->minor);
-  is_hopper_ = properties->major >= 9;
+  cuda::check(cuda::has_hopper_code(&has_hopper_code_), "direct collectives: loading kernels");
   cuda::check(cuda::load_line_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
@@ -312,7 +312,7 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   if (!is_direct_possible(call.primitive, context_.size)) return {};
   auto problem = problem_of(call, context_.size);
   if (!problem) return {};
-  if (!is_hopper_) problem->row_bytes = 0;  // no clusters
+  if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
   const DirectPlan plan = plan_direct(*problem, call.direct);
   if (!plan) return {};
   if (state_ == State::untried && !is_capturing) prepare();
@@ -324,12 +324,12 @@ void DirectCollectives::prepare() {
   auto memory = std::make_shared<Memory>();
   memory->runtime = runtime_;
   memory->channel_bytes = DirectLayout::bytes(context_.size, most_push_blocks(context_.size));
-  SymmetricMemory::Request request{
-      .op = kDirectHint,
-      .name = concat("direct collectives of '", context_.name, "'"),
-      .tensor = {},
-      .digest = concat("channels of ", memory->channel_bytes, " bytes, clusters: ", is_hopper_),
-      .fault = fault_};
+  SymmetricMemory::Request request{.op = kDirectHint,
+                                   .name = concat("direct collectives of '", context_.name, "'"),
+                                   .tensor = {},
+                                   .digest = concat("channels of ", memory->channel_bytes,
+                                                    " bytes, clusters: ", has_hopper_code_),
+                                   .fault = fault_};
   try {
     if (!fault_) load();
     request.tensor = symmetric_empty({static_cast<int64_t>(kChannels * memory->channel_bytes)},
@@ -374,7 +374,7 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
 
   const cuda::DirectLaunch launch{.blocks = static_cast<unsigned int>(plan.blocks),
                                   .threads = threads_of(plan.chunk),
-                                  .dependent = is_hopper_,
+                                  .dependent = has_hopper_code_,
                                   .stream = stream,
                                   .cluster = static_cast<unsigned int>(plan.row_blocks)};
   const bool has_lines = plan.protocol == DirectProtocol::ll;

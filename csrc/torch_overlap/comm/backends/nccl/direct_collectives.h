@@ -59,8 +59,8 @@ class DirectCollectives {
   const BackendContext& context_;
   const std::shared_ptr<CommRuntime> runtime_;
   State state_ = State::untried;
-  Fault fault_;             // why this rank cannot take part
-  bool is_hopper_ = false;  // or newer: dependent launches, clusters
+  Fault fault_;                   // why this rank cannot take part
+  bool has_hopper_code_ = false;  // dependent launches, clusters
   std::shared_ptr<Memory> memory_;
 };
 

@@ -66,9 +66,9 @@ struct DirectParams {
 struct DirectLaunch {
   unsigned int blocks;
   unsigned int threads;
-  bool dependent;  // programmatic dependent launch: sm_90 and newer
+  bool dependent;  // programmatic dependent launch, where has_hopper_code()
   cudaStream_t stream;
-  unsigned int cluster = 1;  // blocks of a cluster: sm_90 and newer
+  unsigned int cluster = 1;  // blocks of a cluster, where has_hopper_code()
 };
 
 // RMSNorm (comm/call.h) of rows of `row_bytes`, in the kernel of an all_reduce or behind it.
@@ -104,6 +104,10 @@ cudaError_t launch_push_norm(DirectType type, const DirectParams& params, const 
 bool is_norm_possible(DirectType type, uint64_t row_bytes);
 cudaError_t launch_norm(DirectType type, char* rows, uint32_t count, const NormParams& norm,
                         cudaStream_t stream);
+
+// Whether the code for the current device was compiled for sm_90 or newer: on any device it may
+// have been made from older PTX, in which kernels wait for no other kernel and for no cluster.
+cudaError_t has_hopper_code(bool* has);
 
 // Loads the code of all kernels onto the current device: a load later may wait for a kernel that
 // waits for this rank.

@@ -148,6 +148,14 @@ cudaError_t launch_line_reduce(DirectType type, const DirectParams& params,
   });
 }
 
+cudaError_t has_hopper_code(bool* has) {
+  cudaFuncAttributes attributes{};
+  const auto kernel = reinterpret_cast<const void*>(line_copy_kernel<AnyCase>);
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  *has = attributes.ptxVersion >= 90;  // __CUDA_ARCH__ / 10; binaryVersion is what became of it
+  return status;
+}
+
 cudaError_t load_line_kernels() {
   const cudaError_t status =
       load_cases([](auto which) { return load_kernel(line_copy_kernel<decltype(which)>); });
