@@ -36,6 +36,7 @@ class _Env(TypedDict):
     tune_cache: str | None
 
 def _read_env() -> _Env: ...
+def _streams_made() -> int: ...
 
 class RedOpType(Enum):
     SUM = 0

@@ -1,5 +1,6 @@
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/build_config.h"
+#include "torch_overlap/common/stream_count.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
 
@@ -40,6 +41,7 @@ py::dict read_env() {
 void register_build(py::module_& module) {
   module.attr("build_config") = build();
   module.def("_read_env", &read_env);
+  module.def("_streams_made", [] { return streams_made().load(); });
 }
 
 }  // namespace torch_overlap::python

@@ -283,10 +283,11 @@ def test_hooks_that_raise_leave_the_communicator_as_it_was(backend: str) -> None
 # ---- what is left behind
 
 
-def resources() -> tuple[int, int, int]:
-    """Threads, descriptors, and resident memory in MiB."""
+def resources() -> tuple[int, int, int, int]:
+    """Threads, descriptors, resident memory in MiB, and mappings of shared memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096 >> 20
+    shared = Path("/proc/self/maps").read_text().count("memfd:torch_overlap")
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4096 >> 20, shared
 
 
 def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tuple[Any, Any]:
@@ -300,6 +301,15 @@ def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tupl
         for work in works:
             work.wait()
         assert (x == size * turn + size * (size - 1) / 2).all()
+        if turn % 4 == 0:
+            child = comm.split(list(range(size)))
+            assert child is not None
+            window = child.new_window(to.symmetric_empty(100, torch.float32, child))
+            window.put(torch.full((1,), float(turn)), 1 - rank, rank, False, signal=True)
+            window.wait_signal(1 - rank, False)
+            assert window.get_tensor()[1 - rank] == turn
+            to.ops.all_gather_matmul(x.view(2, 2500), [torch.ones(3, 2500)], child, algorithm="ring")
+            child.finalize()
         comm.finalize() if turn % 2 == 0 else comm.abort()
 
     for turn in range(10):
@@ -313,10 +323,11 @@ def run_many(rank: int, size: int, store: Any, backend: str, count: int) -> tupl
     return before, resources()
 
 
-def check_growth(before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+def check_growth(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     assert after[0] <= before[0] + 2, f"threads: {before[0]} -> {after[0]}"
     assert after[1] <= before[1] + 4, f"descriptors: {before[1]} -> {after[1]}"
     assert after[2] <= before[2] + 64, f"memory in MiB: {before[2]} -> {after[2]}"
+    assert after[3] <= before[3], f"mappings of shared memory: {before[3]} -> {after[3]}"
 
 
 def test_200_gloo_communicators_leave_nothing_behind() -> None:

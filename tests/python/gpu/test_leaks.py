@@ -1,4 +1,4 @@
-"""What many communicators leave behind: no threads, descriptors or device memory."""
+"""What many communicators leave behind: no threads, descriptors, device memory or streams."""
 
 import gc
 import os
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_overlap as to
+from torch_overlap import _C
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -17,12 +18,13 @@ MIB = 1 << 20
 
 
 def resources():
-    """Threads, descriptors, and the device's memory in use, in MiB."""
+    """Threads, descriptors, the device's memory in use, in MiB, and streams that the library has made."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), (whole - free) // MIB
+    tasks, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
+    return tasks, files, (whole - free) // MIB, _C._streams_made()
 
 
 def once(turn):
@@ -72,7 +74,9 @@ def test_many_communicators_leave_nothing_behind(comm):
     while any(now > then for now, then in zip(after, before, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.2)
         after = resources()
-    print(f"threads, descriptors, MiB of the device: {before} -> {after}")
+    print(f"threads, descriptors, MiB of the device, streams: {before} -> {after}")
     assert after[0] <= before[0] + 2, f"threads: {before[0]} -> {after[0]}"
     assert after[1] <= before[1] + 4, f"descriptors: {before[1]} -> {after[1]}"
     assert after[2] <= before[2] + 64, f"device memory in MiB: {before[2]} -> {after[2]}"
+    # They serve again once what was queued on them has ended: a few more may have been busy at a time.
+    assert 0 < after[3] <= before[3] + 16, f"streams: {before[3]} -> {after[3]}"

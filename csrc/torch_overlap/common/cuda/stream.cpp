@@ -9,6 +9,7 @@
 
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/stream_count.h"
 
 namespace torch_overlap::cuda {
 namespace {
@@ -26,6 +27,7 @@ cudaStream_t make_stream(int priority) {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
         "cudaStreamCreateWithPriority");
+  streams_made().fetch_add(1, std::memory_order_relaxed);
   return stream;
 }
 
