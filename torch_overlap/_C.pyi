@@ -830,6 +830,10 @@ def _explain_algorithm(
 def _matmul_all_reduce_problem(
     comm: TorchComm, rows: int, features: int, local_k: int, dtype: torch.dtype
 ) -> dict[str, Any]: ...
+
+_ROW_PIECES: int
+
+def _column_exchange_bytes(bytes: Sequence[int]) -> int: ...
 def _algorithms() -> list[str]: ...
 def _tuning_key(
     op: str, m: int, n: int, k: int, dtype: torch.dtype, group_size: int, device: str, in_graph: bool

@@ -23,8 +23,6 @@ _ALGORITHMS = {
     "all_to_all_matmul": (*_PLAIN, "ring"),
     "matmul_all_to_all": (*_PLAIN, "ring"),
 }
-_PIECES = 4  # of all_to_all_matmul
-_ALIGNMENT = 256  # of a result of matmul_all_to_all in its channel
 # Which goes as another one.
 _AS = {"matmul_all_reduce_rms_norm": "matmul_all_reduce"}
 
@@ -123,7 +121,7 @@ def _exchange_in(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "dtype": x.dtype,
         "shape": (_rows(x), *weight.shape),
-        "chunk_rows": _rows(x) // size // _PIECES,
+        "chunk_rows": _rows(x) // size // _C._ROW_PIECES,
         "gather_bytes": x.nbytes,
         "prefers_channels": False,
     }
@@ -136,7 +134,7 @@ def _exchange_out(given: dict[str, Any]) -> dict[str, Any]:
         "dtype": x.dtype,
         "shape": (_rows(x) * size, sum(features), x.shape[-1]),
         "chunk_rows": _rows(x),
-        "scatter_bytes": sum(-(-_rows(x) * n * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for n in features),
+        "scatter_bytes": _C._column_exchange_bytes([_rows(x) * n * x.dtype.itemsize for n in features]),
         "prefers_channels": False,
     }
 

@@ -86,7 +86,7 @@ class ColumnExchange {
                                                const std::vector<at::Tensor>& into,
                                                Algorithm algorithm);
   // Bytes of the scatter channel that `ring` needs, for results of so many bytes each; never 0.
-  static int64_t channel_bytes(const std::vector<int64_t>& bytes);
+  static TORCH_OVERLAP_API int64_t channel_bytes(const std::vector<int64_t>& bytes);
 
   virtual ~ColumnExchange() = default;
   ColumnExchange(const ColumnExchange&) = delete;

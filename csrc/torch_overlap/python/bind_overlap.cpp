@@ -3,6 +3,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/choose.h"
+#include "torch_overlap/ops/exchange.h"
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
@@ -416,6 +417,8 @@ void register_overlap(py::module_& m) {
       },
       py::arg("comm").none(false), py::arg("rows"), py::arg("features"), py::arg("local_k"),
       py::arg("dtype"));
+  m.attr("_ROW_PIECES") = ops::kRowPieces;
+  m.def("_column_exchange_bytes", &ops::ColumnExchange::channel_bytes, py::arg("bytes"));
   m.def("_algorithms", &ops::algorithm_names);
   m.def("_tuning_key", &ops::tuning_key, py::arg("op"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("dtype"), py::arg("group_size"), py::arg("device"), py::arg("in_graph"));
