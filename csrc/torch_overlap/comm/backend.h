@@ -91,6 +91,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Why nothing can be issued any more: abort(), or an operation that failed. Empty while it can.
   virtual std::string failure() { return is_aborted() ? "it was aborted, or failed" : ""; }
 
+  // Why nothing more will come from a rank: that it has left, and why. Empty while it is there, and
+  // where the backend is not told of it.
+  virtual std::string why_left(int rank) { return {}; }
+
   // The backend of the next generation. Ends everything that is under way with an error, calls
   // `meet`, which waits for the new members, and makes what they talk over; collective over them,
   // each of which calls it on the backend that it had, also an aborted one. The owner drops this

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/process.h"
@@ -18,6 +19,17 @@ namespace {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 std::string readers_key(const std::string& key) { return key + "/read"; }
+
+// Of the ranks whose part is not there, why one will not come; empty if none is known to have left.
+std::string who_left(c10d::Store& store, const std::vector<std::string>& parts,
+                     const ExchangeOwner& owner) {
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    // Asked before its part is looked for: it may have come, and then left.
+    auto why = owner.why_left(static_cast<int>(rank));
+    if (!why.empty() && !store.check({parts[rank]})) return why;
+  }
+  return {};
+}
 
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
@@ -129,33 +141,41 @@ void publish(c10d::Store& store, const std::string& key, int rank, int size,
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int size,
                                   const std::string& mine, Milliseconds timeout,
-                                  const std::function<std::string()>& why_end) {
-  KeysThere parts(part_keys(key, size));
-  std::string ended;
+                                  const ExchangeOwner& owner) {
   return in_store(key, [&] {
+    KeysThere parts(part_keys(key, size));
     put_part(store, parts.keys()[rank], mine);
-    const bool have_come = poll(timeout, [&] {
-      if (parts.all(store)) return true;
-      if (why_end) ended = why_end();
-      return !ended.empty();
+    std::optional<std::vector<std::string>> all;
+    std::string ended;
+    std::string left;
+    (void)poll(timeout, [&] {
+      // A rank that gives up takes its part away, also while others read.
+      if (parts.all(store)) all = get_parts(store, parts.keys());
+      if (all) return true;
+      if (owner.why_end) ended = owner.why_end();
+      if (ended.empty() && owner.why_left) left = who_left(store, parts.keys(), owner);
+      return !ended.empty() || !left.empty();
     });
-    if (!ended.empty()) {
+    const auto read = [&] { done_with_keys(store, readers_key(key), size, parts.keys()); };
+    if (all) {
+      read();
+      return *all;
+    }
+    const auto missing = parts.missing(store);
+    if (!ended.empty() || !left.empty()) {
       // Its part stays: it may say why, and who comes later waits for this rank in what follows.
-      const auto missing = parts.missing(store);
-      done_with_keys(store, readers_key(key), size, parts.keys());
-      fail(ErrorKind::kState, key, ": expected ", size, " ranks, got none of ranks ",
-           list_string(missing), " before the end: ", ended);
-    }
-    if (!have_come) {
-      const auto missing = parts.missing(store);
+      read();
+    } else {
       (void)store.deleteKey(parts.keys()[rank]);  // nobody may take this rank for present
-      fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
-           " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
-           missing.empty() ? "" : list_string(missing));
     }
-    auto all = get_parts(store, parts.keys());
-    done_with_keys(store, readers_key(key), size, parts.keys());
-    return all;
+    TORCH_OVERLAP_CHECK(ended.empty(), kState, key, ": expected ", size,
+                        " ranks, got none of ranks ", list_string(missing),
+                        " before the end: ", ended);
+    const std::string said = owner.on_missing ? owner.on_missing() : "";
+    TORCH_OVERLAP_CHECK(left.empty(), kRuntime, key, ": ", left, said);
+    fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
+         " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
+         missing.empty() ? "" : list_string(missing), said);
   });
 }
 

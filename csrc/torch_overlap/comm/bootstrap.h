@@ -70,13 +70,24 @@ TORCH_OVERLAP_API void done_with_keys(c10d::Store& store, const std::string& cou
 TORCH_OVERLAP_API void publish(c10d::Store& store, const std::string& key, int rank, int size,
                                const std::string& mine);
 
+// Whom ranks wait for each other for, and what it knows. Each may be empty.
+struct ExchangeOwner {
+  // A result that is not empty ends the wait with a kState error: the reason.
+  std::function<std::string()> why_end;
+  // The same of a rank that has not come, with a kRuntime error: that it has left.
+  std::function<std::string(int rank)> why_left;
+  // When a rank did not come in time, or has left: what it returns is added to the error.
+  std::function<std::string()> on_missing;
+};
+
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by
 // `timeout`; the error names the ranks that did not come, or says that the store failed (kRuntime).
-// While ranks are missing, `why_end` is asked: what it returns, unless empty, ends the wait with a
-// kState error. The last rank to read deletes the keys; after an error some may stay.
-TORCH_OVERLAP_API std::vector<std::string> exchange(
-    c10d::Store& store, const std::string& key, int rank, int size, const std::string& mine,
-    Milliseconds timeout, const std::function<std::string()>& why_end = {});
+// While ranks are missing, `owner` is asked. The last rank to read deletes the keys; after an error
+// some may stay.
+TORCH_OVERLAP_API std::vector<std::string> exchange(c10d::Store& store, const std::string& key,
+                                                    int rank, int size, const std::string& mine,
+                                                    Milliseconds timeout,
+                                                    const ExchangeOwner& owner = {});
 
 // The keys of `store` below `prefix`.
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> prefixed_store(

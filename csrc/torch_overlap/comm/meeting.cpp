@@ -6,12 +6,14 @@
 #include <array>
 #include <chrono>
 #include <map>
+#include <optional>
 #include <random>
 #include <tuple>
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/store_access.h"
 
 namespace torch_overlap {
 namespace {
@@ -35,8 +37,7 @@ struct Said {
   std::string wish;  // what must be equal on all: digest, list or set, handles
 };
 
-Said decode_said(const std::string& handle, const std::vector<uint8_t>& bytes) {
-  const std::string text(bytes.begin(), bytes.end());
+Said decode_said(const std::string& handle, const std::string& text) {
   const auto lines = split_string(text, '\n');
   TORCH_OVERLAP_CHECK(lines.size() > 6 && text[0] == '=', kRuntime,
                       "reconfigure: expected what a member says in the store, got '", text, "'");
@@ -59,9 +60,8 @@ class Meeter {
   std::map<std::string, Said> run(Milliseconds timeout, const std::function<void()>& give_up) {
     const auto deadline = Clock::now() + std::min(timeout, kLongestTimeout);
     const std::string text = encode_said(request_);
-    const std::vector<uint8_t> bytes(text.begin(), text.end());
-    mine_ = decode_said(request_.me.handle, bytes).wish;
-    in_store([&] { place_->set(request_.me.handle, bytes); });
+    mine_ = decode_said(request_.me.handle, text).wish;
+    in_store([&] { place_->set(request_.me.handle, to_bytes(text)); });
     std::vector<std::string> missing = request_.handles;
     while (true) {
       listen(missing);
@@ -90,14 +90,10 @@ class Meeter {
   // Takes what is new, and compares it with what this rank wants.
   void listen(std::vector<std::string>& missing) {
     std::erase_if(missing, [&](const std::string& handle) {
-      std::vector<uint8_t> bytes;
-      bool is_there = false;
-      in_store([&] {
-        is_there = place_->check({handle});
-        if (is_there) bytes = place_->get(handle);
-      });
-      if (!is_there) return false;
-      Said said = decode_said(handle, bytes);
+      std::optional<std::string> text;
+      in_store([&] { text = get_if_there(*place_, handle); });
+      if (!text) return false;
+      Said said = decode_said(handle, *text);
       TORCH_OVERLAP_CHECK(said.wish == mine_, kValue,
                           "reconfigure: expected the same request under uuid ", request_.uuid,
                           " on all members of '", request_.name, "', got (", mine_, ") here and (",

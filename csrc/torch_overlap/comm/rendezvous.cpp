@@ -69,10 +69,12 @@ class Attempt {
   // What all ask for. The last to read deletes the keys.
   std::vector<std::string> read() {
     auto all = get_parts(store_, parts_.keys());
+    TORCH_OVERLAP_CHECK(all, kRuntime, "expected what all ranks ask for under ", number_,
+                        ", got less");
     auto keys = parts_.keys();
     keys.push_back(decision_key());
     done_with_keys(store_, concat(number_, "/read"), who_.size, keys);
-    return all;
+    return *std::move(all);
   }
   void take_back() { delete_keys(store_, {parts_.keys()[who_.rank]}); }
 

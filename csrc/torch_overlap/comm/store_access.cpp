@@ -36,13 +36,21 @@ void put_part(c10d::Store& store, const std::string& key, const std::string& min
   store.set(key, to_bytes("=" + mine));
 }
 
-std::vector<std::string> get_parts(c10d::Store& store, const std::vector<std::string>& keys) {
+std::optional<std::string> get_if_there(c10d::Store& store, const std::string& key) {
+  // Changes nothing: no value is this one.
+  const auto none = to_bytes("none");
+  const auto value = store.compareSet(key, none, none);
+  if (value == none) return std::nullopt;
+  return std::string(value.begin(), value.end());
+}
+
+std::optional<std::vector<std::string>> get_parts(c10d::Store& store,
+                                                  const std::vector<std::string>& keys) {
   std::vector<std::string> all;
   for (const auto& key : keys) {
-    const auto value = store.get(key);
-    TORCH_OVERLAP_CHECK(!value.empty(), kRuntime, "expected a value under ", key,
-                        ", got an empty one");
-    all.emplace_back(value.begin() + 1, value.end());
+    const auto value = get_if_there(store, key);
+    if (!value) return std::nullopt;
+    all.push_back(value->substr(1));
   }
   return all;
 }

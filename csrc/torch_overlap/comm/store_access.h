@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,7 +69,11 @@ class KeysThere {
 std::vector<std::string> part_keys(const std::string& key, int size);
 // A value must not be empty: some stores cannot tell that from a key that is not there.
 void put_part(c10d::Store& store, const std::string& key, const std::string& mine);
-// The parts, all of which are there.
-std::vector<std::string> get_parts(c10d::Store& store, const std::vector<std::string>& keys);
+// A value that begins with '=', or nothing if it is not there, also if it was a moment ago:
+// Store::get() would wait for it to come again.
+std::optional<std::string> get_if_there(c10d::Store& store, const std::string& key);
+// The parts; nothing if one is not there.
+std::optional<std::vector<std::string>> get_parts(c10d::Store& store,
+                                                  const std::vector<std::string>& keys);
 
 }  // namespace torch_overlap

@@ -1,23 +1,16 @@
 #include "torch_overlap/comm/store_bootstrap.h"
 
-#include "torch_overlap/comm/bootstrap.h"
-
 namespace torch_overlap {
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank,
-                               int size, Milliseconds timeout, Owner owner)
+                               int size, Milliseconds timeout, ExchangeOwner owner)
     : Bootstrap(rank, size, timeout),
       store_(std::move(store)),
       name_(std::move(name)),
       owner_(std::move(owner)) {}
 
 std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
-  try {
-    return exchange(*store_, next_key(), rank(), size(), mine, timeout(), owner_.why_end);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimeout || !owner_.on_timeout) throw;
-    fail(ErrorKind::kTimeout, error.what(), owner_.on_timeout());
-  }
+  return exchange(*store_, next_key(), rank(), size(), mine, timeout(), owner_);
 }
 
 void StoreBootstrap::publish(const std::string& mine) {

@@ -2,9 +2,9 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <functional>
 #include <string>
 
+#include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/options.h"
 #include "torch_overlap/symm/bootstrap.h"
 
@@ -14,16 +14,8 @@ namespace torch_overlap {
 // `name` is that thing's alone in the store, and names it in errors.
 class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
  public:
-  // What it asks of whom it belongs to; each may be empty.
-  struct Owner {
-    // A result that is not empty ends a wait for ranks: the reason.
-    std::function<std::string()> why_end;
-    // When a rank did not come: what it returns is added to the error.
-    std::function<std::string()> on_timeout;
-  };
-
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 Milliseconds timeout, Owner owner = {});
+                 Milliseconds timeout, ExchangeOwner owner = {});
 
   std::vector<std::string> all_gather(const std::string& mine) override;
   // This rank's part of the next all_gather, if it does not want the others'. Waits for nobody.
@@ -34,7 +26,7 @@ class TORCH_OVERLAP_API StoreBootstrap final : public Bootstrap {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string name_;
-  const Owner owner_;
+  const ExchangeOwner owner_;
   uint64_t step_ = 0;
 };
 

@@ -299,12 +299,16 @@ std::unique_ptr<StoreBootstrap> TorchComm::bootstrap(const Membership& members, 
   const BackendContext& context = members.context;
   if (!context.store) return nullptr;
   require_own_process(name);  // the connection to the store is the parent's
-  StoreBootstrap::Owner owner;
+  ExchangeOwner owner;
   owner.why_end = [backend = std::weak_ptr(members.backend)] {
     const auto alive = backend.lock();
     return alive ? alive->failure() : "";
   };
-  owner.on_timeout = [self = weak_from_this(), generation = members.generation] {
+  owner.why_left = [backend = std::weak_ptr(members.backend)](int rank) {
+    const auto alive = backend.lock();
+    return alive ? alive->why_left(rank) : "";
+  };
+  owner.on_missing = [self = weak_from_this(), generation = members.generation] {
     const auto alive = self.lock();
     return alive ? alive->out_of_step(generation) : "";
   };

@@ -100,6 +100,11 @@ void OverlapGroup::require_active(std::string_view op) const {
                       "' after reconfigure(); make a new buffer");
 }
 
+std::string OverlapGroup::why_left(int rank) const {
+  const auto comm = comm_.lock();
+  return comm ? comm->membership()->backend->why_left(rank) : "";
+}
+
 bool OverlapGroup::may_be_direct() const { return !PretendUnreachable::is_on(); }
 
 std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGroup> group,

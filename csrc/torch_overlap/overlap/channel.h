@@ -46,6 +46,8 @@ class TORCH_OVERLAP_API OverlapGroup {
   std::vector<std::string> exchange(const std::string& what, const std::string& mine) const;
   // Throws unless operations can begin: finalized, aborted, other members.
   void require_active(std::string_view op) const;
+  // Backend::why_left().
+  std::string why_left(int rank) const;
   // Whether ranks may use each other's memory. For tests: as if they could not.
   bool may_be_direct() const;
 

@@ -73,17 +73,55 @@ TEST(Exchange, WhoWaitsInVainTakesItsOwnKeyAway) {
 TEST(Exchange, AReasonEndsTheWaitForRanksAndNotWhatIsComplete) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto begin = std::chrono::steady_clock::now();
-  const auto ended_soon = [begin]() -> std::string {
-    return std::chrono::steady_clock::now() - begin < milliseconds(50) ? "" : "it was aborted";
+  ExchangeOwner owner;
+  owner.why_end = [begin] {
+    const bool is_early = std::chrono::steady_clock::now() - begin < milliseconds(50);
+    return std::string(is_early ? "" : "it was aborted");
   };
-  const Error error =
-      error_of([&] { exchange(*store, "key", 0, 2, said_by(0), kLong, ended_soon); });
+  const Error error = error_of([&] { exchange(*store, "key", 0, 2, said_by(0), kLong, owner); });
   EXPECT_EQ(error.kind(), ErrorKind::kState);
   EXPECT_TRUE(contains(error.what(), "got none of ranks [1] before the end: it was aborted"))
       << error.what();
   // Who comes later reads what it had said, as the last one.
-  EXPECT_EQ(exchange(*store, "key", 1, 2, said_by(1), kLong, ended_soon)[0], said_by(0));
+  EXPECT_EQ(exchange(*store, "key", 1, 2, said_by(1), kLong, owner)[0], said_by(0));
   EXPECT_EQ(store->getNumKeys(), 0);
+}
+
+TEST(Exchange, ARankThatHasLeftEndsTheWaitForItAndNotForOthers) {
+  constexpr int kSize = 3;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  ExchangeOwner owner;
+  owner.why_left = [](int rank) {
+    return std::string(rank == 0 ? "" : concat("rank ", rank, " has left"));
+  };
+  owner.on_missing = [] { return std::string("; all is over"); };
+  // Rank 1 said its part before.
+  publish(*store, "key", 1, kSize, said_by(1));
+  const Error error =
+      error_of([&] { exchange(*store, "key", 0, kSize, said_by(0), kLong, owner); });
+  EXPECT_EQ(error.kind(), ErrorKind::kRuntime);
+  EXPECT_STREQ(error.what(), "key: rank 2 has left; all is over");
+  EXPECT_EQ(exchange(*store, "key", 2, kSize, said_by(2), kLong)[0], said_by(0));
+  EXPECT_EQ(store->getNumKeys(), 0);
+}
+
+// The part of rank 0 is gone as soon as somebody has seen that all are there: its time was over.
+struct GivesUp final : c10d::HashStore {
+  bool check(const std::vector<std::string>& keys) override {
+    const bool are_there = HashStore::check(keys);
+    if (are_there && keys.size() > 1) HashStore::deleteKey(keys[0]);
+    return are_there;
+  }
+};
+
+TEST(Exchange, ARankThatGivesUpWhileOthersReadIsMissing) {
+  const auto store = c10::make_intrusive<GivesUp>();
+  store->setTimeout(milliseconds(5'000));  // what a read of its part would wait for
+  publish(*store, "key", 0, 2, said_by(0));
+  const Error error =
+      error_of([&] { exchange(*store, "key", 1, 2, said_by(1), milliseconds(500)); });
+  EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+  EXPECT_STREQ(error.what(), "key: expected 2 ranks within 500 ms, got none of ranks [0]");
 }
 
 TEST(Exchange, AStoreThatCannotDeleteServesAllTheSame) {

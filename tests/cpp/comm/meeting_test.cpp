@@ -78,6 +78,32 @@ TEST(Meeting, WhoDoesNotComeIsNamedAndCannotMeetThoseWhoHaveLeft) {
   }
 }
 
+TEST(Meeting, NobodyWaitsInTheStoreForWhatAMemberHasTakenBack) {
+  // What "a" said is gone when somebody has asked whether it is there.
+  struct TakesBack final : c10d::HashStore {
+    bool check(const std::vector<std::string>& keys) override {
+      const bool is_there = HashStore::check(keys);
+      if (is_there && keys[0].ends_with("/a")) HashStore::deleteKey(keys[0]);
+      return is_there;
+    }
+  };
+  const auto store = c10::make_intrusive<TakesBack>();
+  store->setTimeout(milliseconds(5'000));
+  std::vector<std::thread> members;
+  for (const char* mine : {"a", "b"}) {
+    members.emplace_back([&, mine] {
+      try {
+        const auto met =
+            meet(store, request(1, {"a", "b"}, mine, "f"), milliseconds(20'000), [] {});
+        EXPECT_EQ(met.rank, mine[0] == 'a' ? 0 : 1);
+      } catch (const Error& error) {
+        ADD_FAILURE() << error.what();
+      }
+    });
+  }
+  for (auto& member : members) member.join();
+}
+
 TEST(Meeting, AnotherLifeOfTheNameAndAnotherRestartHavePlacesOfTheirOwn) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto meet_alone = [&](const std::string& handle) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -131,3 +132,78 @@ def run_set_up_without_a_rank(comm: to.TorchComm, what: str) -> None:
 @pytest.mark.parametrize("what", SET_UPS)
 def test_a_set_up_that_a_rank_misses_breaks_the_communicator(what: str, backend: str) -> None:
     run_ranks(run_set_up_without_a_rank, 2, what, backend=backend)
+
+
+def matmul(comm: to.TorchComm) -> object:
+    return to.ops.all_gather_matmul(torch.ones(2, 4), [torch.ones(3, 4)], comm, algorithm="ring")
+
+
+WAITS = {
+    **SET_UPS,
+    "tensor_deregister": lambda comm, window: window.tensor_deregister(),
+    "wait_signal": lambda comm, window: window.wait_signal(1, False),
+    "wait_signal, async": lambda comm, window: window.wait_signal(1, True).wait(),
+    "operation over shared memory": lambda comm, window: matmul(comm),
+}
+
+
+def run_rank_that_left(comm: to.TorchComm, what: str, how: str, is_late: bool) -> None:
+    child = comm.split([0, 1])
+    assert child is not None
+    child.set_timeout(timedelta(minutes=10))
+    window = child.new_window(to.symmetric_empty(4, torch.float32, comm))
+    matmul(child)
+    name = child.get_name()
+    comm.barrier(False)
+    if comm.get_rank() == 1:
+        time.sleep(0.3 if is_late else 0)
+        if how == "dropped":
+            del child, window
+            gc.collect()
+        else:
+            child.abort() if how == "aborted" else child.finalize()
+        comm.barrier(False)
+        return
+    if not is_late:
+        time.sleep(0.3)
+    begin = time.monotonic()
+    ended = "finalized" if how == "finalized" else "aborted"
+    with pytest.raises(to.Error, match=rf"rank 1 has left \(communicator '{name}' was {ended}\)") as raised:
+        WAITS[what](child) if what in SET_UPS else WAITS[what](child, window)
+    assert type(raised.value) is to.Error
+    assert time.monotonic() - begin < 30  # the timeout is minutes
+    comm.barrier(False)
+    with pytest.raises(to.Error if what == "operation over shared memory" else to.StateError):
+        child.split([0, 1])  # it is broken, as after other operations
+    child.abort()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "meanwhile"])
+@pytest.mark.parametrize("how", ["finalized", "aborted", "dropped"])
+@pytest.mark.parametrize("what", WAITS)
+def test_a_rank_that_left_ends_what_waits_for_it(what: str, how: str, is_late: bool) -> None:
+    run_ranks(run_rank_that_left, 2, what, how, is_late, backend="local")
+
+
+def run_last_words(comm: to.TorchComm) -> None:
+    """What a rank did before it left counts."""
+    child = comm.split([0, 1])
+    assert child is not None
+    window = child.new_window(to.symmetric_empty(4, torch.float32, comm))
+    if comm.get_rank() == 1:
+        window.signal(0, False)
+        with pytest.raises(to.InvalidValueError, match="timeout >= 0"):
+            child.split([0, 1], timeout=timedelta(seconds=-1))
+        child.abort()
+    comm.barrier(False)
+    if comm.get_rank() == 0:
+        window.wait_signal(1, False)
+        with pytest.raises(to.InvalidValueError, match="rank 1 .* could not take part: .* timeout >= 0"):
+            child.split([0, 1])
+        with pytest.raises(to.Error, match="rank 1 has left"):
+            window.wait_signal(1, False)
+    child.abort()
+
+
+def test_what_a_rank_did_before_it_left_counts() -> None:
+    run_ranks(run_last_words, 2, backend="local")

@@ -44,10 +44,17 @@ void HostPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t tick
   const auto begin = HostClock::now();
   auto nap = kFirstNap;
   while (true) {
+    const bool is_long = HostClock::now() - begin >= kSpin;
+    // Asked before the count: a rank may signal, and then leave.
+    const std::string left = is_long ? transport_.why_left(src) : "";
     const uint64_t seen = arrived.load(std::memory_order_acquire);
     if (seen >= ticket) return;
     if (broken_.load(std::memory_order_acquire)) {
       fail(ErrorKind::kState, "ended without a signal: the communicator failed or was aborted");
+    }
+    if (!left.empty()) {
+      has_begun_ = true;  // as if it had been a message
+      fail(ErrorKind::kRuntime, left);
     }
     const auto now = HostClock::now();
     if (now >= deadline_) {
@@ -55,7 +62,7 @@ void HostPrimitives::wait_signal(SymmetricMemory& window, int src, uint64_t tick
            window.name(), "' within ", timeout_.count(), " ms, got ", seen, "; look at what rank ",
            src, " does");
     }
-    if (now - begin < kSpin) {
+    if (!is_long) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(std::min<HostClock::duration>(nap, deadline_ - now));

@@ -143,6 +143,12 @@ void Mailbox::leave(int rank, const std::string& reason) {
               make_error(ErrorKind::kRuntime, left_message(rank, reason)));
 }
 
+std::string Mailbox::why_left(int rank) {
+  std::lock_guard lock(mutex_);
+  const auto& reason = ranks_[rank].left;
+  return reason.empty() ? "" : left_message(rank, reason);
+}
+
 void Mailbox::sleep(int rank, Deadline until) {
   std::unique_lock lock(mutex_);
   Rank& me = ranks_[rank];

@@ -30,6 +30,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void stop(int rank, const std::string& reason);
   // The transfers of others with `rank`, now and later, throw that it has left and why.
   void leave(int rank, const std::string& reason);
+  // What those transfers throw; empty: it has not left.
+  std::string why_left(int rank);
   // Sleeps until `until`, or until `rank` is stopped: then throws as its transfers do.
   void sleep(int rank, Deadline until);
 

@@ -56,6 +56,10 @@ class HostTransport {
   // From now on every transfer of this rank throws `reason`, those that wait at once. With
   // `tell_peers`, the transfers that others have or post with this rank fail too.
   virtual void stop(const std::string& reason, bool tell_peers) = 0;
+
+  // That `peer` has told that it stopped, and its reason, for waits that have no transfer. Empty:
+  // it has not, or the transport hears of that by transfers alone.
+  virtual std::string why_left(int peer) { return {}; }
 };
 
 }  // namespace torch_overlap

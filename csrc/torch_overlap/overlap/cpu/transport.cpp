@@ -24,10 +24,14 @@ std::atomic_ref<uint32_t> CpuTransport::word(int rank, int64_t at) const {
 std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank,
                                             std::string_view does) const {
   return [this, at, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
+    // Now and then: an abort of the communicator ends the wait, or that the rank has left. Asked
+    // before the word is read: it may have done its part, and then left.
+    const bool looks = ++asked % kPollsBetweenLooks == 0;
+    const std::string left = looks ? options_.group->why_left(rank) : "";
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
-    // Now and then: an abort of the communicator ends the wait.
-    if (++asked % kPollsBetweenLooks == 0) options_.group->require_active(memory_->name());
+    TORCH_OVERLAP_CHECK(left.empty(), kRuntime, memory_->name(), ": ", left);
+    if (looks) options_.group->require_active(memory_->name());
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
     if (until == Clock::time_point()) until = now + timeout;

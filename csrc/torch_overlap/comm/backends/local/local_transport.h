@@ -20,6 +20,7 @@ class LocalTransport final : public HostTransport {
   std::unique_ptr<Transfer> recv(const Message& message) override;
   void before(uint64_t index, Deadline deadline) override;
   void stop(const std::string& reason, bool tell_peers) override;
+  std::string why_left(int peer) override { return mailbox_->why_left(peer); }
 
  private:
   const std::shared_ptr<Mailbox> mailbox_;
