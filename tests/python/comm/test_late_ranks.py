@@ -198,7 +198,7 @@ def run_last_words(comm: to.TorchComm) -> None:
     comm.barrier(False)
     if comm.get_rank() == 0:
         window.wait_signal(1, False)
-        with pytest.raises(to.InvalidValueError, match="rank 1 .* could not take part: .* timeout >= 0"):
+        with pytest.raises(to.InvalidValueError, match=r"rank 1 .* could not take part: .* timeout >= 0"):
             child.split([0, 1])
         with pytest.raises(to.Error, match="rank 1 has left"):
             window.wait_signal(1, False)

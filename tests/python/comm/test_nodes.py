@@ -1,0 +1,139 @@
+"""Two nodes, which are one machine here: the rank of a process on its node is not its rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_overlap import _C
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_overlap as to
+
+rank, size, local, of_node, node = (
+    int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+)
+assert (node, local) == divmod(rank, of_node) and size == 2 * of_node, os.environ
+kind = os.environ["KIND"]
+
+def check(comm, members):
+    assert comm.get_ranks_in_world() == members
+    assert comm.get_rank() == members.index(rank)
+    x = torch.full((5,), float(rank), device=comm.get_device())
+    comm.all_reduce(x, to.ReduceOp.SUM, False)
+    assert x.tolist() == [float(sum(members))] * 5
+
+comm = to.new_comm("nccl" if kind == "cuda" else "gloo", kind, "world")
+if kind == "cuda":
+    assert comm.get_device() == torch.device("cuda", local)
+    assert torch.cuda.current_device() == local
+check(comm, list(range(size)))
+mine = [r for r in range(size) if r // of_node == node]
+across = [r for r in range(size) if r % of_node == local]
+with comm.split(mine, "node") as inside, comm.split(across, "across") as between:
+    check(inside, mine)
+    check(between, across)
+    if kind == "cpu":  # all of one host, whatever the launcher calls its nodes
+        for group, members in ((comm, list(range(size))), (between, across)):
+            window = group.new_window(to.symmetric_empty(size, torch.float32, group))
+            for peer in range(len(members)):
+                assert window.get_attr(peer).access_type == to.TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
+                window.put(torch.tensor([float(rank)]), peer, rank, False, signal=True)
+            for peer in range(len(members)):
+                window.wait_signal(peer, False)
+            assert window.get_tensor()[members].tolist() == [float(r) for r in members]
+            window.tensor_deregister()
+            xs = [torch.randn(2, 8, generator=torch.Generator().manual_seed(r)) for r in members]
+            weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(99))
+            (y,), _ = to.ops.all_gather_matmul(xs[group.get_rank()], [weight], group, algorithm="ring")
+            want = F.linear(torch.cat(xs).double(), weight.double())
+            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+comm.finalize()
+
+dist.init_process_group("torch_overlap")
+x = torch.full((3,), float(rank), device=kind)
+dist.all_reduce(x)
+assert x.tolist() == [float(sum(range(size)))] * 3
+mesh = dist.device_mesh.init_device_mesh(kind, (2, of_node), mesh_dim_names=("node", "local"))
+assert (mesh.get_local_rank("node"), mesh.get_local_rank("local")) == (node, local)
+for name, members in (("node", across), ("local", mine)):
+    x = torch.full((3,), float(rank), device=kind)
+    dist.all_reduce(x, group=mesh.get_group(name))
+    assert x.tolist() == [float(sum(members))] * 3
+dist.destroy_process_group()
+print(f"rank {rank} is {local} of node {node}", flush=True)
+"""
+
+
+def run_nodes(path: Path, of_node: int, kind: str) -> None:
+    """torchrun on each of two nodes; on GPUs each node sees GPUs of its own."""
+    path.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = []
+    for node in range(2):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "KIND": kind}
+        if kind == "cuda":
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(node * of_node + gpu) for gpu in range(of_node))
+        place = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={of_node}"]
+        command += [*place, str(path)]
+        agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        printed = [agent.communicate(timeout=240)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)
+    for rank in range(2 * of_node):
+        node, local = divmod(rank, of_node)
+        assert f"rank {rank} is {local} of node {node}" in printed[node]
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
+    run_nodes(tmp_path / "nodes.py", 2, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+def test_two_nodes_of_one_gpu(tmp_path: Path) -> None:
+    run_nodes(tmp_path / "nodes.py", 1, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(4)
+def test_two_nodes_of_two_gpus(tmp_path: Path) -> None:
+    run_nodes(tmp_path / "nodes.py", 2, "cuda")
+
+
+# The first rank of the second of two nodes of two.
+LAUNCHED = {
+    "torchcomm": {"TORCHCOMM_RANK": "2", "TORCHCOMM_SIZE": "4", "LOCAL_RANK": "0"},
+    "open mpi": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "mvapich": {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
+    "pmi": {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"},
+    "pals": {"PALS_RANKID": "2", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "0"},
+    "torchrun": {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+    "slurm": {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_every_launcher_names_the_local_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {name for names in LAUNCHED.values() for name in names}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in LAUNCHED[launcher].items():
+        monkeypatch.setenv(name, value)
+    env = _C._read_env()
+    assert (env["rank"], env["size"], env["local_rank"]) == (2, 4, 0)
