@@ -46,6 +46,7 @@ class GemmArgs:
         pre_gelu_out: Tensor | None = None,
         gelu_input: Tensor | None = None,
         bias_grad: Tensor | None = None,
+        residual: Tensor | None = None,
         accumulate: bool = False,
         use_split_accumulator: bool = False,
         out_scale: Tensor | None = None,
@@ -69,6 +70,8 @@ class GemmArgs:
     def gelu_input(self) -> Tensor | None: ...
     @property
     def bias_grad(self) -> Tensor | None: ...
+    @property
+    def residual(self) -> Tensor | None: ...
     @property
     def accumulate(self) -> bool: ...
     @property

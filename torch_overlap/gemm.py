@@ -62,12 +62,15 @@ def gemm(args: GemmArgs) -> None:
             float32, float16 or bfloat16. All but float64 may also go into 8 bits: `out = value * out_scale`, saturated,
             and `out_amax` becomes the largest |value|. Sums are float32 (float64), rounded once.
 
+    Behind the epilogue `residual`, a matrix like out or out itself, is added; `accumulate` adds to what out holds. Not
+    with 8-bit out.
+
     8-bit operands need rows along k: an operand that has them not is read from `columnwise_data`. k is a multiple of 16
     (MXFP8: 32), rows begin at multiples of 16 bytes.
 
     Raises:
         InvalidValueError: a shape, stride or missing part; InvalidTypeError: a dtype or device; UnsupportedError: a
-            combination that no backend has, such as accumulation into 8 bits, or MXFP8 on a GPU without it after
+            combination that no backend has, such as a residual for 8 bits, or MXFP8 on a GPU without it after
             `set_gemm_mxfp8("native")`. Nothing is computed then.
     """
     _gemm.gemm(args)

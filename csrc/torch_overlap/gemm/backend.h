@@ -22,6 +22,11 @@ struct GemmProblem {
   OperandView rhs;  // 8-bit: [n, k], transposed
 };
 
+// What is added to the product behind its epilogue; undefined: nothing.
+inline const at::Tensor& residual_of(const GemmArgs& args) {
+  return args.accumulate ? args.out : args.epilogue.residual;
+}
+
 // Products on one kind of device. A folder a kind (cpu/, cublaslt/), which registers itself: what
 // is built decides what there is.
 //

@@ -37,8 +37,8 @@ void compose_epilogue(const GemmProblem& problem, at::Tensor product) {
   }
   if (is_8_bit(args.out)) {
     store_8_bit(args, value);
-  } else if (args.accumulate) {
-    args.out.copy_(value.add_(args.out));
+  } else if (residual_of(args).defined()) {
+    args.out.copy_(value.add_(residual_of(args)));
   } else {
     args.out.copy_(value);
   }

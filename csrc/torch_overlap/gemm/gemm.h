@@ -55,6 +55,9 @@ struct GemmEpilogue {
   // Becomes the gradient of a bias: with gelu_input [n], the sum of the rows of what is put in out;
   // else [m], the sum of op(lhs) over k, which for dw = dy^T x is that of dy over tokens.
   at::Tensor bias_grad{};
+  // [m, n], of out's dtype: added behind all of that. It may be out itself, as a whole: that is
+  // `accumulate`. Not for 8-bit out.
+  at::Tensor residual{};
 };
 
 struct GemmArgs {
@@ -65,8 +68,8 @@ struct GemmArgs {
   // e4m3 or e5m2.
   at::Tensor out;
   GemmEpilogue epilogue;
-  // out += epilogue(...) instead of out =; not for 8-bit out. On Hopper cuBLASLt rounds the product
-  // to the type of a 16-bit out before it adds: accumulate in fp32 where that matters.
+  // out += epilogue(...) instead of out =: out is the residual. On Hopper cuBLASLt rounds the
+  // product to the type of a 16-bit out before it adds a residual: add in fp32 where that matters.
   bool accumulate = false;
   // 8-bit operands on Hopper: partial sums are promoted to fp32 as they grow. Slower, more exact.
   bool use_split_accumulator = false;

@@ -28,6 +28,7 @@ GemmArgs sliced(std::string_view op, const GemmArgs& args, int64_t dim, Range ra
   piece.out = part_of(args.out, dim, range);
   piece.epilogue.pre_gelu_out = part_of(args.epilogue.pre_gelu_out, dim, range);
   piece.epilogue.gelu_input = part_of(args.epilogue.gelu_input, dim, range);
+  piece.epilogue.residual = part_of(args.epilogue.residual, dim, range);
   return piece;
 }
 

@@ -31,6 +31,7 @@ void check_devices(std::string_view op, const GemmArgs& args) {
   check_device(op, "pre_gelu_out", epilogue.pre_gelu_out, device);
   check_device(op, "gelu_input", epilogue.gelu_input, device);
   check_device(op, "bias_grad", epilogue.bias_grad, device);
+  check_device(op, "residual", epilogue.residual, device);
   check_device(op, "out_scale", args.out_scale, device);
   check_device(op, "out_amax", args.out_amax, device);
   check_device(op, "workspace", args.workspace, device);
@@ -183,6 +184,26 @@ void check_epilogue(std::string_view op, const GemmProblem& problem) {
   check_extra(op, "bias_grad", epilogue.bias_grad, {dgelu ? n : m}, operands);
 }
 
+// Read at the place that is written: as the sum's own memory, or apart from it.
+void check_residual(std::string_view op, const GemmProblem& problem) {
+  const GemmArgs& args = problem.args;
+  const at::Tensor& residual = args.epilogue.residual;
+  if (!residual.defined()) return;
+  const auto [m, n, k] = problem.shape;
+  TORCH_OVERLAP_CHECK(!args.accumulate, kValue, op,
+                      ": expected residual or accumulate, got both; accumulate is out as residual");
+  TORCH_OVERLAP_CHECK(!is_8_bit(args.out), kUnsupported, op,
+                      ": expected no residual for 8-bit out, got one; add it in float32 or "
+                      "bfloat16");
+  TORCH_OVERLAP_CHECK(residual.scalar_type() == args.out.scalar_type(), kType, op,
+                      ": expected residual of the dtype of out, ", args.out.scalar_type(), ", got ",
+                      residual.scalar_type(), "; convert it");
+  check_extra(op, "residual", residual, {m, n}, problem.lhs.data.scalar_type());
+  const bool in_place = residual.const_data_ptr() == args.out.const_data_ptr() &&
+                        (m <= 1 || residual.stride(0) == args.out.stride(0));
+  if (!in_place) check_apart(op, "residual", residual, args.out);
+}
+
 }  // namespace
 
 GemmProblem checked_problem(std::string_view op, const GemmArgs& args) {
@@ -209,6 +230,7 @@ GemmProblem checked_problem(std::string_view op, const GemmArgs& args) {
     check_8_bit_sizes(op, problem);
   }
   check_epilogue(op, problem);
+  check_residual(op, problem);
   TORCH_OVERLAP_CHECK(args.sm_target >= 0, kValue, op, ": expected sm_target >= 0, got ",
                       args.sm_target, "; 0 is for all SMs");
   TORCH_OVERLAP_CHECK(!args.workspace.defined() || args.workspace.is_contiguous(), kValue, op,

@@ -75,7 +75,7 @@ bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowSha
   if (!channel.transport().is_direct() || args.accumulate || args.sm_target != 0 ||
       args.out_scale.defined() || args.out_amax.defined() || epilogue.gelu ||
       epilogue.pre_gelu_out.defined() || epilogue.gelu_input.defined() ||
-      epilogue.bias_grad.defined()) {
+      epilogue.bias_grad.defined() || epilogue.residual.defined()) {
     return false;
   }
   const GemmShape shape = gemm_shape(args);

@@ -283,9 +283,9 @@ void CommOverlapCore::atomic_gemm_overlap_rs(const GemmArgs& args, const Tensor&
 GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& args,
                                           const Tensor& rs_output) const {
   const GemmEpilogue& epilogue = args.epilogue;
-  TORCH_OVERLAP_CHECK(
-      !args.accumulate, kUnsupported, op,
-      ": expected accumulate=False: partial products replace what the buffer holds");
+  TORCH_OVERLAP_CHECK(!args.accumulate && !epilogue.residual.defined(), kUnsupported, op,
+                      ": expected accumulate=False and no residual: partial products replace what "
+                      "the buffer holds");
   TORCH_OVERLAP_CHECK(
       !epilogue.gelu && !epilogue.gelu_input.defined() && !epilogue.bias_grad.defined(),
       kUnsupported, op,

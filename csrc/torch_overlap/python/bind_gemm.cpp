@@ -50,7 +50,7 @@ GemmOperand make_gemm_operand(const at::Tensor& data, bool transposed, int64_t s
 GemmArgs make_gemm_args(const GemmOperand& lhs, const GemmOperand& rhs, const at::Tensor& out,
                         const OptionalTensor& bias, bool gelu, const OptionalTensor& pre_gelu_out,
                         const OptionalTensor& gelu_input, const OptionalTensor& bias_grad,
-                        bool accumulate, bool use_split_accumulator,
+                        const OptionalTensor& residual, bool accumulate, bool use_split_accumulator,
                         const OptionalTensor& out_scale, const OptionalTensor& out_amax,
                         int sm_target, const OptionalTensor& workspace) {
   return {.lhs = lhs,
@@ -60,7 +60,8 @@ GemmArgs make_gemm_args(const GemmOperand& lhs, const GemmOperand& rhs, const at
                        .gelu = gelu,
                        .pre_gelu_out = or_undefined(pre_gelu_out),
                        .gelu_input = or_undefined(gelu_input),
-                       .bias_grad = or_undefined(bias_grad)},
+                       .bias_grad = or_undefined(bias_grad),
+                       .residual = or_undefined(residual)},
           .accumulate = accumulate,
           .use_split_accumulator = use_split_accumulator,
           .out_scale = or_undefined(out_scale),
@@ -101,10 +102,10 @@ void bind_args(py::module_& module) {
       .def(py::init(&make_gemm_args), py::arg("lhs"), py::arg("rhs"), py::arg("out"), py::kw_only(),
            py::arg("bias") = py::none(), py::arg("gelu") = false,
            py::arg("pre_gelu_out") = py::none(), py::arg("gelu_input") = py::none(),
-           py::arg("bias_grad") = py::none(), py::arg("accumulate") = false,
-           py::arg("use_split_accumulator") = false, py::arg("out_scale") = py::none(),
-           py::arg("out_amax") = py::none(), py::arg("sm_target") = 0,
-           py::arg("workspace") = py::none())
+           py::arg("bias_grad") = py::none(), py::arg("residual") = py::none(),
+           py::arg("accumulate") = false, py::arg("use_split_accumulator") = false,
+           py::arg("out_scale") = py::none(), py::arg("out_amax") = py::none(),
+           py::arg("sm_target") = 0, py::arg("workspace") = py::none())
       .def_readonly("lhs", &GemmArgs::lhs)
       .def_readonly("rhs", &GemmArgs::rhs)
       .def_readonly("out", &GemmArgs::out)
@@ -113,6 +114,7 @@ void bind_args(py::module_& module) {
       .def_property_readonly("pre_gelu_out", &of_epilogue<&GemmEpilogue::pre_gelu_out>)
       .def_property_readonly("gelu_input", &of_epilogue<&GemmEpilogue::gelu_input>)
       .def_property_readonly("bias_grad", &of_epilogue<&GemmEpilogue::bias_grad>)
+      .def_property_readonly("residual", &of_epilogue<&GemmEpilogue::residual>)
       .def_readonly("accumulate", &GemmArgs::accumulate)
       .def_readonly("use_split_accumulator", &GemmArgs::use_split_accumulator)
       .def_property_readonly("out_scale", &of_args<&GemmArgs::out_scale>)

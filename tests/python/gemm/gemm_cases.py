@@ -163,6 +163,7 @@ def make_case(
     extra_dtype: torch.dtype | None = None,
     epilogue: str = "none",
     accumulate: bool = False,
+    residual: bool = False,
     swizzled: bool = False,
     padded: bool = False,
     device: torch.device | str = "cpu",
@@ -248,12 +249,15 @@ def make_case(
         value, error = (value * factor).clamp(-largest, largest), error * factor
         error = error + value.abs() * rounding(out_dtype)  # a value between two may go either way
     out = make(m, n, dtype=out_dtype)
-    if accumulate:
-        out.copy_(draw(m, n) * value.abs().mean())
-        error = error + (out.double().abs() + value.abs()) * unit * 4
+    if accumulate or residual:
+        added = out if accumulate else make(m, n, dtype=out_dtype)
+        added.copy_(draw(m, n) * value.abs().mean())
+        if residual:
+            tensors["residual"] = added
+        error = error + (added.double().abs() + value.abs()) * unit * 4
         if rounds_before_accumulate:
             error = error + value.abs() * rounding(out_dtype)
-        value = value + out.double()
+        value = value + added.double()
     expect("out", value, error, out_dtype)
     activation = epilogue.startswith(("gelu", "bias_gelu"))
     args = GemmArgs(lhs, rhs, out, gelu=activation, accumulate=accumulate, **tensors, **more)

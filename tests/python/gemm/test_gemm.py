@@ -17,9 +17,9 @@ def run(case: Case) -> None:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "accumulate"])
-def test_unscaled(dtype, layout, epilogue, accumulate):
-    run(make_case(33, 40, 50, dtype=dtype, layout=layout, epilogue=epilogue, accumulate=accumulate, padded=True))
+@pytest.mark.parametrize("added", [{}, {"accumulate": True}, {"residual": True}], ids=str)
+def test_unscaled(dtype, layout, epilogue, added):
+    run(make_case(33, 40, 50, dtype=dtype, layout=layout, epilogue=epilogue, padded=True, **added))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -38,13 +38,32 @@ def test_scaled(scaling, layout, epilogue):
     )
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_a_residual_in_the_place_of_the_result(epilogue):
+    """The same as accumulate."""
+    case = make_case(33, 40, 50, dtype=torch.bfloat16, epilogue=epilogue, accumulate=True, padded=True)
+    args = case.args
+    more = {name: getattr(args, name) for name in ("bias", "gelu", "pre_gelu_out", "gelu_input", "bias_grad")}
+    gemm(GemmArgs(args.lhs, args.rhs, args.out, residual=args.out, **more))
+    case.check()
+
+
+def test_residuals_of_rows_further_apart_than_those_of_the_result():
+    for _ in range(2):
+        case = make_case(33, 40, 50, dtype=torch.float16, residual=True, padded=True)
+        args = GemmArgs(case.args.lhs, case.args.rhs, torch.empty(33, 40).half(), residual=case.args.residual)
+        gemm(args)
+        case.args = args
+        case.check()
+
+
 @pytest.mark.parametrize("types", [(E5M2, E4M3), (E4M3, E5M2)], ids=["e5m2-e4m3", "e4m3-e5m2"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_scaled_types(scaling, types, out_dtype):
     lhs, rhs = types
     case = make_case(
-        40, 48, 160, dtype=lhs, rhs_dtype=rhs, scaling=scaling, out_dtype=out_dtype, accumulate=True, padded=True
+        40, 48, 160, dtype=lhs, rhs_dtype=rhs, scaling=scaling, out_dtype=out_dtype, residual=True, padded=True
     )
     run(case)
 

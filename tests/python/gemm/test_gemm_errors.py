@@ -14,6 +14,7 @@ ARGUMENTS = [
     "pre_gelu_out",
     "gelu_input",
     "bias_grad",
+    "residual",
     "accumulate",
     "use_split_accumulator",
     "out_scale",
@@ -76,6 +77,29 @@ def test_out_apart_from_the_operands():
     refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=memory[:32], out=memory[16:]))
     wide = zeros(32, 64, dtype=args.out.dtype)
     gemm(changed(args, lhs__data=wide[:, :32], out=wide[:, 32:]))  # side by side
+
+
+def test_residuals():
+    args = plain()
+    refuses(VALUE, "residual or accumulate, got both", changed(args, residual=zeros(16, 32), accumulate=True))
+    refuses(VALUE, r"residual of shape \[16, 32\], got \[16, 31\]", changed(args, residual=zeros(16, 31)))
+    refuses(VALUE, "residual whose rows are contiguous and apart", changed(args, residual=zeros(32, 16).t()))
+    refuses(TYPE, "residual of the dtype of out, Float, got Half", changed(args, residual=zeros(16, 32).half()))
+    refuses(TYPE, "residual of the dtype of out, Double, got F", changed(plain(dtype=torch.float64), residual=args.out))
+    wider = plain(dtype=torch.bfloat16, out_dtype=torch.float32)
+    refuses(TYPE, "residual of the dtype of out", changed(wider, residual=zeros(16, 32).bfloat16()))
+    eight_bits = make_case(16, 32, 64, dtype=E4M3, scaling="current", out_dtype=E4M3).args
+    refuses(UNSUPPORTED, "no residual for 8-bit out, got one", changed(eight_bits, residual=zeros(16, 32).bfloat16()))
+    with pytest.raises(TYPE, match="gemm: expected residual on cpu, the device of lhs, got meta; move it"):
+        gemm(changed(args, residual=zeros(16, 32).to("meta")))
+    # As a whole in the place of out, or apart.
+    memory = zeros(24, 32)
+    refuses(VALUE, "out to be apart from residual", changed(args, out=memory[8:], residual=memory[:16]))
+    memory = zeros(16, 64)
+    gemm(changed(args, out=memory[:, 32:], residual=memory[:, :32]))
+    gemm(changed(args, out=memory[:, 32:], residual=memory[:, 32:]))
+    wide = zeros(31, 32)
+    refuses(VALUE, "out to be apart from residual", changed(args, out=wide[:16], residual=wide[::2]))
 
 
 def test_groups_write_each_product_once():

@@ -19,8 +19,9 @@ def pieces(args, axis, at):
 @pytest.mark.parametrize("axis", CUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_unscaled(dtype, layout, axis, epilogue):
-    case = make_case(40, 48, 56, dtype=dtype, layout=layout, epilogue=epilogue, padded=True, accumulate=True)
+@pytest.mark.parametrize("added", ["accumulate", "residual"])
+def test_unscaled(added, dtype, layout, axis, epilogue):
+    case = make_case(40, 48, 56, dtype=dtype, layout=layout, epilogue=epilogue, padded=True, **{added: True})
     grouped_gemm(pieces(case.args, axis, [0, 1, 17, 17, 33]))
     case.check()
 

@@ -81,9 +81,9 @@ def run(case):
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "accumulate"])
-def test_unscaled(dtype, layout, epilogue, accumulate):
-    run(case_of(264, 136, 200, dtype=dtype, layout=layout, epilogue=epilogue, accumulate=accumulate, padded=True))
+@pytest.mark.parametrize("added", [{}, {"accumulate": True}, {"residual": True}], ids=str)
+def test_unscaled(dtype, layout, epilogue, added):
+    run(case_of(264, 136, 200, dtype=dtype, layout=layout, epilogue=epilogue, padded=True, **added))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

@@ -91,6 +91,8 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
   const at::Tensor aux = aux_of(args.epilogue, epilogue);
   if (vector.defined()) call.bias = vector.data_ptr();
   if (aux.defined()) call.aux = aux.data_ptr();
+  const at::Tensor residual = is_result ? residual_of(args) : at::Tensor();
+  if (residual.defined()) call.c = residual.const_data_ptr();
   if (a.scaled()) {
     call.kept_scale_a = scales_as_read(problem.op, a);
     call.kept_scale_b = scales_as_read(problem.op, b);
@@ -102,7 +104,8 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
     call.scale_d = args.out_scale.const_data_ptr();
     if (args.out_amax.defined()) call.amax_d = args.out_amax.data_ptr();
   }
-  // C is D; where that has 8 bits, a matrix of the bias' type that is not read.
+  // Where nothing is added, C is D; where that has 8 bits, a matrix of the bias' type that is not
+  // read.
   const auto c_type = !quantized         ? out.scalar_type()
                       : vector.defined() ? vector.scalar_type()
                                          : at::kBFloat16;
@@ -112,6 +115,7 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .k = problem.shape.k,
       .lda = leading_of(a.data),
       .ldb = leading_of(b.data),
+      .ldc = leading_of(residual.defined() ? residual : out),
       .ldd = leading_of(out),
       .ld_aux = aux.defined() ? leading_of(aux) : 0,
       .type_a = cuda_type(a.data.scalar_type()),
@@ -128,13 +132,14 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .scale_mode_b = scale_mode_of(b.scaling),
       .quantized_out = quantized,
       .has_amax = call.amax_d != nullptr,
-      .accumulate = is_result && args.accumulate,
+      .adds = residual.defined(),
       .fast_accumulation = has_fast_sums(b.scaling) && !args.use_split_accumulator,
       .reductions = reductions_of(b.data.scalar_type()),
       .sm_target = args.sm_target,
       .workspace = workspace.bytes,
       .align_a = alignment_of(call.a),
       .align_b = alignment_of(call.b),
+      .align_c = call.c != nullptr ? alignment_of(call.c) : 0,
       .align_d = alignment_of(call.d),
       .align_bias = call.bias != nullptr ? alignment_of(call.bias) : 0,
       .align_aux = call.aux != nullptr ? alignment_of(call.aux) : 0,

@@ -16,18 +16,20 @@ namespace torch_overlap::cublaslt {
 // transpose in the other order. So m here is the n of the problem, and n its m.
 struct PlanKey {
   int64_t m, n, k;
-  int64_t lda, ldb, ldd, ld_aux;
+  int64_t lda, ldb, ldc, ldd, ld_aux;
   int64_t type_a, type_b, type_c, type_d, type_bias, type_aux;  // cudaDataType_t; -1: there is none
   int64_t transpose_a, transpose_b;
   int64_t compute;                     // cublasComputeType_t
   int64_t epilogue;                    // cublasLtEpilogue_t
   int64_t scale_mode_a, scale_mode_b;  // cublasLtMatmulMatrixScale_t; -1: not scaled
   int64_t quantized_out, has_amax;
-  int64_t accumulate, fast_accumulation;
+  int64_t adds;  // C
+  int64_t fast_accumulation;
   int64_t reductions;  // cublasLtReductionScheme_t that are allowed
   int64_t sm_target;
-  int64_t workspace;                                         // bytes
-  int64_t align_a, align_b, align_d, align_bias, align_aux;  // bytes, up to 256; 0: there is none
+  int64_t workspace;  // bytes
+  // Bytes, up to 256; 0: there is none.
+  int64_t align_a, align_b, align_c, align_d, align_bias, align_aux;
   int64_t device;
 
   bool operator==(const PlanKey&) const = default;
@@ -43,6 +45,7 @@ struct LtCall {
   PlanKey key{};
   const void* a = nullptr;
   const void* b = nullptr;
+  const void* c = nullptr;  // null: nothing is added
   void* d = nullptr;
   const void* scale_a = nullptr;
   const void* scale_b = nullptr;

@@ -50,7 +50,7 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
-      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.accumulate != 0 ||
+      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.adds != 0 ||
       key.quantized_out != 0 || key.sm_target != 0 ||
       (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;

@@ -47,7 +47,7 @@ Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
       matmul_(make_product(key_)),
       a_(make_operand(key_.type_a, key_.transpose_a, key_.m, key_.k, key_.lda)),
       b_(make_operand(key_.type_b, key_.transpose_b, key_.k, key_.n, key_.ldb)),
-      c_(make_operand(key_.type_c, 0, key_.m, key_.n, key_.ldd)),
+      c_(make_operand(key_.type_c, 0, key_.m, key_.n, key_.ldc)),
       d_(make_operand(key_.type_d, 0, key_.m, key_.n, key_.ldd)) {
   count(gemm_counters().plans);
   set_addresses(call);
@@ -65,7 +65,8 @@ std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int most)
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key_.reductions));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key_.align_a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key_.align_b));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key_.align_d));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+         static_cast<uint32_t>(key_.adds != 0 ? key_.align_c : key_.align_d));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key_.align_d));
   std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
   int found = 0;
@@ -98,8 +99,9 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
                             const cublasLtMatmulAlgo_t& algorithm, const Workspace& workspace,
                             cudaStream_t stream) const {
   const float alpha = 1;
-  const float beta = key_.accumulate != 0 ? 1 : 0;
-  return cublasLtMatmul(handle, matmul_.get(), &alpha, call.a, a_.get(), call.b, b_.get(), &beta, d,
+  const float beta = key_.adds != 0 ? 1 : 0;
+  const void* const c = key_.adds != 0 ? call.c : d;
+  return cublasLtMatmul(handle, matmul_.get(), &alpha, call.a, a_.get(), call.b, b_.get(), &beta, c,
                         c_.get(), d, d_.get(), &algorithm, workspace.pointer,
                         static_cast<size_t>(workspace.bytes), stream);
 }
