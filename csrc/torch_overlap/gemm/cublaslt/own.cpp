@@ -40,7 +40,7 @@ bool is_scaled_as_ours(const PlanKey& key, at::ScalarType lhs) {
 
 }  // namespace
 
-std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
+std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& workspace, void* d) {
   const PlanKey& key = call.key;
   const auto lhs = torch_type(key.type_b);  // row-major once more: see PlanKey
   const auto rhs = torch_type(key.type_a);
@@ -51,7 +51,7 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
       !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.adds != 0 ||
-      key.quantized_out != 0 || key.sm_target != 0 ||
+      key.quantized_out != 0 ||
       (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
@@ -76,7 +76,10 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
                        .out_stride = key.ldd,
                        .bias = has_bias ? call.bias : nullptr,
                        .bias_type = has_bias ? bias_type : sm90::VectorType::none,
-                       .gelu = has_gelu};
+                       .gelu = has_gelu,
+                       .sm_target = static_cast<int>(key.sm_target),
+                       .workspace = workspace.pointer,
+                       .workspace_bytes = workspace.bytes};
 }
 
 }  // namespace torch_overlap::cublaslt

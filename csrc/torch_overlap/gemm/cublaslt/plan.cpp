@@ -115,7 +115,7 @@ bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& wor
     measure(handle, call, workspace, stream);
   }
   if (own_) {
-    sm90::run(*own_product(call, call.d), *own_);
+    sm90::run(*own_product(call, workspace, call.d), *own_);
     return true;
   }
   const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);

@@ -23,6 +23,8 @@
 //                                     loads before it does: waits until they are there
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
+//   join(unit, sums)                  where k is shared out: whether `sums`, of a part, have become
+//                                     those of the tile; else another block completes it
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -63,7 +65,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
       barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
       const uint32_t full = shared_address(&barriers.full[at.stage]);
       const uint32_t to = shared + at.stage * Config::kStageBytes;
-      const int depth = k * Config::kDepth;
+      const int depth = (unit.begin + k) * Config::kDepth;
       barrier_expect(full, Config::kStageBytes);
       tensor_load(to, lhs, full, depth, row);
       load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
@@ -73,7 +75,8 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
 
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
 //   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
-//   complete(unit, sums)            all products are there
+//   complete(unit, sums)            all products are there; false: nothing is put
+//   kJoins                          whether complete() may say so
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
 // The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
 // next tile begins in the other one, and a piece leaves with every stage; else all pieces are
@@ -108,6 +111,7 @@ class Tiles {
       for (int i = 0; i < kPieces; ++i) outputs_.put(made, rounded[i], i);
     };
     while (units_.next(unit)) {
+      if constexpr (Outputs::kJoins) forget(sums);
       mine_.begin(sums, true);
       int k = 1;
       if (unit.depth > 1) {
@@ -118,18 +122,18 @@ class Tiles {
       if (unit.depth > 1) mine_.end_before();
       multiply(unit, sums, k);
       mine_.end(sums);
-      outputs_.complete(unit, sums);
+      has_made = outputs_.complete(unit, sums);
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) rounded[i] = round_piece<Config>(sums, i);
       hold(sums);
       made = unit;
-      has_made = true;
     }
     put_made();
   }
 
-  // Written so that every branch of the loop either ends all products or leaves the same ones under
-  // way: where ways meet that differ in this, ptxas waits after every product.
+  // Here tiles are whole: everything is put. Written so that every branch of the loop either ends
+  // all products or leaves the same ones under way: where ways meet that differ in this, ptxas
+  // waits after every product.
   __device__ __forceinline__ void with_two_sets() {
     Sums even;
     Sums odd;
@@ -155,7 +159,7 @@ class Tiles {
 
   __device__ __forceinline__ void finish(const Unit& made, Sums& sums) {
     mine_.end(sums);
-    outputs_.complete(made, sums);
+    (void)outputs_.complete(made, sums);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) outputs_.put(made, round_piece<Config>(sums, i), i);
   }
@@ -165,7 +169,7 @@ class Tiles {
                                                Sums& now) {
     mine_.begin(now, true);
     mine_.end_before(before);
-    outputs_.complete(made, before);
+    (void)outputs_.complete(made, before);
     int k = 1;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -203,7 +207,12 @@ class Tiles {
 // Outputs go through shared memory to Work::store(), each warp's rows by themselves.
 template <typename Config, typename Work>
 class StoredOutputs {
+  using Sums = float[Config::kAccumulators];
+
  public:
+  static constexpr bool kJoins =
+      requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, sums); };
+
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
                                            const Multiplier<Config>& mine, uint32_t buffers)
       : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
@@ -211,9 +220,12 @@ class StoredOutputs {
   }
 
   static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
-  static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
-  __device__ __forceinline__ void complete(const Unit& unit,
-                                           float (&sums)[Config::kAccumulators]) const {
+  static __device__ __forceinline__ void change(Sums&) {}
+  __device__ __forceinline__ bool complete(const Unit& unit, Sums& sums) const {
+    if constexpr (kJoins) {
+      static_assert(Config::kSets == 1, "with two sets tiles are whole");
+      if (!work_.join(unit, sums)) return false;
+    }
     if constexpr (Config::kIsScaled) {
       if (p_.epilogue.scaled_by_row) {
         int rows;
@@ -225,11 +237,12 @@ class StoredOutputs {
         multiply_by(scale_, sums);
       }
     }
-    if (p_.plain) return;
+    if (p_.plain) return true;
 #pragma unroll
     for (int i = 0; i < Config::kPieces; ++i) {
       apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
     }
+    return true;
   }
   __device__ __forceinline__ void put(const Unit& unit, const Rounded& rounded, int piece) const {
     const uint32_t to = buffers_ + piece % Config::kStoreBuffers * Config::kStoreBytes;

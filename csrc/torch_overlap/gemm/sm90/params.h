@@ -39,4 +39,27 @@ struct GemmParams {
   Epilogue epilogue;
 };
 
+// The same where blocks share tiles along k: see stream_k.cu.
+struct StreamKParams {
+  GemmParams gemm;
+  // Tiles of a cluster of blocks, and stages of a tile.
+  int rows;
+  int columns;
+  int depth;
+  // Of all tiles, in their order, the first ones are computed by one cluster each. The others are
+  // shared out, as one row of stages: so many for each cluster, the first `rest` have one more.
+  int whole_tiles;
+  int share;
+  int rest;
+  // Sums of parts: for two parts at each border between clusters, the tile of each block of a
+  // cluster.
+  float* sums;
+  // For each tile that is cut, by the cluster that has its first part, each block of a cluster and
+  // each warp: how many parts have left their sums. 0 before and after.
+  uint32_t* arrived;
+};
+
+// Warps of a block that multiply.
+inline constexpr int kMultiplyingWarps = 8;
+
 }  // namespace torch_overlap::sm90

@@ -7,7 +7,9 @@
 #include <limits>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/strings.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/gemm/sm90/arrivals.h"
 #include "torch_overlap/gemm/sm90/maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
 
@@ -19,6 +21,10 @@ constexpr int64_t kAlignment = 16;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
 constexpr Choice kTiles[] = {{128, 256}, {128, 192}, {128, 128}, {64, 256}};
+constexpr Choice kSharedTiles[] = {{128, 256, true}, {128, 128, true}};
+// A part of a tile has so many stages of k, where there are fewer tiles than clusters: fewer are
+// not worth the sums that go through memory.
+constexpr int64_t kLeastStages = 8;
 
 bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
   const auto element = static_cast<int64_t>(c10::elementSize(type));
@@ -28,12 +34,13 @@ bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
-  return find_kernel({.lhs = operand_type(product.lhs_type),
-                      .rhs = operand_type(product.rhs_type),
-                      .out = vector_type(product.out_type),
-                      .rhs_along_k = product.rhs_along_k,
-                      .rows = choice.rows,
-                      .columns = choice.columns});
+  const auto find = choice.stream_k ? find_stream_k : find_kernel;
+  return find({.lhs = operand_type(product.lhs_type),
+               .rhs = operand_type(product.rhs_type),
+               .out = vector_type(product.out_type),
+               .rhs_along_k = product.rhs_along_k,
+               .rows = choice.rows,
+               .columns = choice.columns});
 }
 
 int64_t tiles_of(const Product& product, const KernelInfo& kernel) {
@@ -42,11 +49,92 @@ int64_t tiles_of(const Product& product, const KernelInfo& kernel) {
 }
 
 // Clusters that run at the same time.
-int64_t clusters_on(const KernelInfo& kernel) {
-  return at::cuda::getCurrentDeviceProperties()->multiProcessorCount / kernel.cluster;
+int64_t clusters_for(const Product& product, const KernelInfo& kernel) {
+  int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  if (product.sm_target > 0) sms = std::min(sms, product.sm_target);
+  return std::max(1, sms / kernel.cluster);
+}
+
+// How tiles are shared.
+struct Sharing {
+  int64_t clusters;
+  int64_t tiles;   // that are shared; of a cluster
+  int64_t stages;  // of them all
+  int64_t bytes;   // of sums
+};
+
+// Tiles of less than two waves, so that each is cut once, or of the only one, which has no more
+// clusters than what is worth it. Nothing: every cluster has whole tiles, or it cannot be done.
+std::optional<Sharing> sharing_of(const Product& product, const KernelInfo& kernel) {
+  const int64_t tiles = tiles_of(product, kernel);
+  const int64_t depth = ceil_div(product.k, kernel.depth);
+  int64_t clusters = clusters_for(product, kernel);
+  const bool is_one_wave = tiles < clusters;
+  if (is_one_wave) clusters = std::min(clusters, tiles * depth / kLeastStages);
+  if (is_one_wave ? clusters <= tiles : tiles % clusters == 0) return std::nullopt;
+  const int64_t shared = is_one_wave ? tiles : tiles % clusters + clusters;
+  const int64_t tile_bytes =
+      int64_t{kernel.cluster} * kernel.rows * kernel.columns * static_cast<int64_t>(sizeof(float));
+  const Sharing sharing{.clusters = clusters,
+                        .tiles = shared,
+                        .stages = shared * depth,
+                        .bytes = 2 * (clusters - 1) * tile_bytes};
+  const bool fits =
+      sharing.bytes <= product.workspace_bytes && sharing.stages <= std::numeric_limits<int>::max();
+  return fits ? std::optional(sharing) : std::nullopt;
+}
+
+GemmParams params_of(const Product& product, const KernelInfo& kernel) {
+  GemmParams params{};
+  params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
+                          kernel.rows);
+  params.rhs = product.rhs_along_k ? matrix_map(product.rhs, product.rhs_type, product.n, product.k,
+                                                product.rhs_stride, kernel.columns / kernel.cluster)
+                                   : matrix_map(product.rhs, product.rhs_type, product.k, product.n,
+                                                product.rhs_stride, 64);
+  params.out = matrix_map(product.out, product.out_type, product.m, product.n, product.out_stride,
+                          kWarpRows);
+  params.m = static_cast<int>(product.m);
+  params.n = static_cast<int>(product.n);
+  params.k = static_cast<int>(product.k);
+  params.row_group = std::max(1, kRowGroup * 128 / kernel.rows / kernel.cluster);
+  params.plain = product.bias == nullptr && !product.gelu;
+  params.epilogue.lhs_scale = product.lhs_scale;
+  params.epilogue.rhs_scale = product.rhs_scale;
+  params.epilogue.scaled_by_row = product.scaled_by_row;
+  params.epilogue.bias = product.bias;
+  params.epilogue.bias_type = product.bias_type;
+  params.epilogue.gelu = product.gelu;
+  return params;
+}
+
+cudaError_t run_stream_k(const Product& product, const KernelInfo& kernel) {
+  const auto sharing = sharing_of(product, kernel);
+  TORCH_OVERLAP_CHECK(sharing && product.workspace != nullptr, kRuntime,
+                      "gemm: expected tiles that can be shared along k, got others");
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t columns = ceil_div(product.n, kernel.columns);
+  const int64_t tiles = tiles_of(product, kernel);
+  const StreamKParams params{
+      .gemm = params_of(product, kernel),
+      .rows = static_cast<int>(tiles / columns),
+      .columns = static_cast<int>(columns),
+      .depth = static_cast<int>(sharing->stages / sharing->tiles),
+      .whole_tiles = static_cast<int>(tiles - sharing->tiles),
+      .share = static_cast<int>(sharing->stages / sharing->clusters),
+      .rest = static_cast<int>(sharing->stages % sharing->clusters),
+      .sums = static_cast<float*>(product.workspace),
+      .arrived = arrivals_for(stream),
+  };
+  return launch_stream_k(kernel, params, static_cast<int>(sharing->clusters * kernel.cluster),
+                         stream);
 }
 
 }  // namespace
+
+std::string to_string(const Choice& choice) {
+  return concat(choice.rows, "x", choice.columns, choice.stream_k ? "-stream-k" : "");
+}
 
 std::vector<Choice> choices(const Product& product) {
   std::vector<Choice> all;
@@ -60,6 +148,10 @@ std::vector<Choice> choices(const Product& product) {
   for (const Choice& tile : kTiles) {
     if (kernel_of(product, tile) != nullptr) all.push_back(tile);
   }
+  for (const Choice& tile : kSharedTiles) {
+    const KernelInfo* const kernel = kernel_of(product, tile);
+    if (kernel != nullptr && sharing_of(product, *kernel)) all.push_back(tile);
+  }
   return all;
 }
 
@@ -67,9 +159,10 @@ std::optional<Choice> guess(const Product& product) {
   std::optional<Choice> best;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const Choice& tile : choices(product)) {
+    if (tile.stream_k) continue;
     const KernelInfo& kernel = *kernel_of(product, tile);
-    const int64_t time =
-        ceil_div(tiles_of(product, kernel), clusters_on(kernel)) * kernel.rows * kernel.columns;
+    const int64_t time = ceil_div(tiles_of(product, kernel), clusters_for(product, kernel)) *
+                         kernel.rows * kernel.columns;
     if (time >= least) continue;
     least = time;
     best = tile;
@@ -84,32 +177,14 @@ void run(const Product& product, const Choice& choice) {
   cuda::check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    kernel->shared_bytes),
               "gemm: loading a kernel");
-  GemmParams params{};
-  params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
-                          kernel->rows);
-  params.rhs =
-      product.rhs_along_k
-          ? matrix_map(product.rhs, product.rhs_type, product.n, product.k, product.rhs_stride,
-                       kernel->columns / kernel->cluster)
-          : matrix_map(product.rhs, product.rhs_type, product.k, product.n, product.rhs_stride, 64);
-  params.out = matrix_map(product.out, product.out_type, product.m, product.n, product.out_stride,
-                          kWarpRows);
-  params.m = static_cast<int>(product.m);
-  params.n = static_cast<int>(product.n);
-  params.k = static_cast<int>(product.k);
-  params.row_group = std::max(1, kRowGroup * 128 / kernel->rows / kernel->cluster);
-  params.plain = product.bias == nullptr && !product.gelu;
-  params.epilogue.lhs_scale = product.lhs_scale;
-  params.epilogue.rhs_scale = product.rhs_scale;
-  params.epilogue.scaled_by_row = product.scaled_by_row;
-  params.epilogue.bias = product.bias;
-  params.epilogue.bias_type = product.bias_type;
-  params.epilogue.gelu = product.gelu;
-  const int64_t tiles = tiles_of(product, *kernel);
-  const int64_t clusters = clusters_on(*kernel);
+  if (choice.stream_k) {
+    cuda::check(run_stream_k(product, *kernel), "gemm: a kernel of our own");
+    return;
+  }
+  const int64_t clusters = std::min(tiles_of(product, *kernel), clusters_for(product, *kernel));
   cuda::check(
-      launch_gemm(*kernel, params, static_cast<int>(std::min(tiles, clusters) * kernel->cluster),
-                  c10::cuda::getCurrentCUDAStream()),
+      launch_gemm(*kernel, params_of(product, *kernel),
+                  static_cast<int>(clusters * kernel->cluster), c10::cuda::getCurrentCUDAStream()),
       "gemm: a kernel of our own");
 }
 

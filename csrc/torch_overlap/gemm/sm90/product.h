@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "torch_overlap/gemm/sm90/kernels.h"
@@ -34,19 +35,28 @@ struct Product {
   const void* bias = nullptr;
   VectorType bias_type = VectorType::none;
   bool gelu = false;
+  int sm_target = 0;  // so many SMs at most; 0: all
+  // For kernels that share tiles along k, aligned to 256 bytes. Only one of a time may use it.
+  void* workspace = nullptr;
+  int64_t workspace_bytes = 0;
 };
 
-// A way to compute it: the tile.
+// A way to compute it: the tile, and whether tiles are shared along k (stream_k.cu).
 struct Choice {
   int rows = 0;
   int columns = 0;
+  bool stream_k = false;
 };
 
+std::string to_string(const Choice& choice);
+
 // All ways there are on the current device; none where it is no sm_90, or where tensor copies
-// cannot read the matrices: they want rows at multiples of 16 bytes.
+// cannot read the matrices: they want rows at multiples of 16 bytes. Tiles are shared where they
+// are no whole number of waves, and the workspace holds the sums of those that are.
 std::vector<Choice> choices(const Product& product);
 
-// The one whose waves of tiles take the least time, by their number and size; nothing was measured.
+// The one whose waves of tiles take the least time, by their number and size; nothing was measured,
+// and no tile is shared.
 std::optional<Choice> guess(const Product& product);
 
 // On the current stream. Capture-safe once the kernel has run on this device.

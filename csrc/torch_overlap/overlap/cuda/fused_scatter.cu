@@ -246,6 +246,8 @@ class ScatterOutputs {
   using Sums = float[Config::kAccumulators];
 
  public:
+  static constexpr bool kJoins = false;
+
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
       : p_(p),
@@ -272,7 +274,7 @@ class ScatterOutputs {
     add_next(sums);
     ++added_;
   }
-  __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
+  __device__ __forceinline__ bool complete(const Unit& unit, Sums& sums) {
     if constexpr (Config::kIsScaled) scale(unit, sums);
     if (unit.chunk == p_.words.rank) {
       for (; added_ < p_.words.size - 1; ++added_) add_next(sums);
@@ -285,6 +287,7 @@ class ScatterOutputs {
       }
     }
     added_ = 0;
+    return true;
   }
   __device__ __forceinline__ void put(const Unit& unit, const sm90::Rounded& rounded, int piece) {
     if (piece == 0) {
