@@ -50,8 +50,7 @@ std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& wo
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
-      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.adds != 0 ||
-      key.quantized_out != 0 ||
+      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.quantized_out != 0 ||
       (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
@@ -77,6 +76,8 @@ std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& wo
                        .bias = has_bias ? call.bias : nullptr,
                        .bias_type = has_bias ? bias_type : sm90::VectorType::none,
                        .gelu = has_gelu,
+                       .residual = call.c,
+                       .residual_stride = key.ldc,
                        .sm_target = static_cast<int>(key.sm_target),
                        .workspace = workspace.pointer,
                        .workspace_bytes = workspace.bytes};

@@ -25,6 +25,9 @@
 //   store(unit, from, column, row)    stores 16 x 64 outputs
 //   join(unit, sums)                  where k is shared out: whether `sums`, of a part, have become
 //                                     those of the tile; else another block completes it
+//   residual(), loaded                the map of what is added to the outputs before they are
+//                                     rounded, and a barrier for each warp. The parts of a tile
+//                                     come to where its outputs will lie, while it is multiplied
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -77,6 +80,8 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
 //   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
 //   complete(unit, sums)            all products are there; false: nothing is put
 //   kJoins                          whether complete() may say so
+//   kFetches, fetch(unit)           whether there is something to begin when the first products are
+//                                   under way and all before is put, and beginning it
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
 // The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
 // next tile begins in the other one, and a piece leaves with every stage; else all pieces are
@@ -119,6 +124,7 @@ class Tiles {
         ++k;
       }
       put_made();
+      if constexpr (Outputs::kFetches) outputs_.fetch(unit);
       if (unit.depth > 1) mine_.end_before();
       multiply(unit, sums, k);
       mine_.end(sums);
@@ -212,18 +218,46 @@ class StoredOutputs {
  public:
   static constexpr bool kJoins =
       requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, sums); };
+  static constexpr bool kFetches = requires(Work& work) { work.residual(); };
+  static_assert((!kJoins && !kFetches) || Config::kSets == 1, "with two sets tiles are whole");
+  static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
 
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
                                            const Multiplier<Config>& mine, uint32_t buffers)
       : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
     if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
+    if constexpr (kFetches) {
+      loaded_ = work.loaded + (threadIdx.x / 32 - 4) * sizeof(uint64_t);
+      if (threadIdx.x % 32 == 0) {
+        barrier_init(loaded_, 1);
+        fence_barrier_init();
+      }
+      __syncwarp();
+    }
   }
 
+  // This warp's rows of the residual, when the stores of the tile before have left their place.
+  __device__ __forceinline__ void fetch(const Unit& unit) const {
+    if (threadIdx.x % 32 == 0) {
+      stores_read<0>();
+      barrier_expect(loaded_, Config::kPieces * kWarpRows * 128);
+#pragma unroll
+      for (int i = 0; i < Config::kPieces; ++i) {
+        tensor_load(buffers_ + i * Config::kStoreBytes + first_row() * 128, work_.residual(),
+                    loaded_, unit.column * Config::kColumns + column_ + 64 * i,
+                    unit.row * Config::kRows + row_ + first_row());
+      }
+    }
+    __syncwarp();
+  }
   static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
   static __device__ __forceinline__ void change(Sums&) {}
-  __device__ __forceinline__ bool complete(const Unit& unit, Sums& sums) const {
+  __device__ __forceinline__ bool complete(const Unit& unit, Sums& sums) {
+    if constexpr (kFetches) {
+      barrier_wait(loaded_, phase_);
+      phase_ ^= 1;
+    }
     if constexpr (kJoins) {
-      static_assert(Config::kSets == 1, "with two sets tiles are whole");
       if (!work_.join(unit, sums)) return false;
     }
     if constexpr (Config::kIsScaled) {
@@ -237,10 +271,17 @@ class StoredOutputs {
         multiply_by(scale_, sums);
       }
     }
-    if (p_.plain) return true;
+    if (!p_.plain) {
 #pragma unroll
-    for (int i = 0; i < Config::kPieces; ++i) {
-      apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+      for (int i = 0; i < Config::kPieces; ++i) {
+        apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+      }
+    }
+    if constexpr (kFetches) {
+#pragma unroll
+      for (int i = 0; i < Config::kPieces; ++i) {
+        add_from_shared<Config>(sums, i, buffers_ + i * Config::kStoreBytes);
+      }
     }
     return true;
   }
@@ -253,9 +294,8 @@ class StoredOutputs {
     fence_shared_for_copies();
     __syncwarp();
     if (!stores) return;
-    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-    work_.store(unit, to + first * 128, unit.column * Config::kColumns + column_ + 64 * piece,
-                unit.row * Config::kRows + row_ + first);
+    work_.store(unit, to + first_row() * 128, unit.column * Config::kColumns + column_ + 64 * piece,
+                unit.row * Config::kRows + row_ + first_row());
     store_commit();
   }
   static __device__ __forceinline__ void end() {
@@ -263,12 +303,19 @@ class StoredOutputs {
   }
 
  private:
+  // Of this warp, in those of its warpgroup.
+  static __device__ __forceinline__ int first_row() {
+    return static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+  }
+
   const GemmParams& p_;
   Work& work_;
   const int row_;
   const int column_;
   const uint32_t buffers_;
-  float scale_ = 1.0F;  // of both operands
+  float scale_ = 1.0F;   // of both operands
+  uint32_t loaded_ = 0;  // this warp's barrier
+  uint32_t phase_ = 0;   // of that
 };
 
 template <typename Config, typename Work>

@@ -39,7 +39,7 @@ struct GemmParams {
   Epilogue epilogue;
 };
 
-// The same where blocks share tiles along k: see stream_k.cu.
+// The same where blocks share tiles along k: see stream_k.cuh.
 struct StreamKParams {
   GemmParams gemm;
   // Tiles of a cluster of blocks, and stages of a tile.
@@ -57,6 +57,12 @@ struct StreamKParams {
   // For each tile that is cut, by the cluster that has its first part, each block of a cluster and
   // each warp: how many parts have left their sums. 0 before and after.
   uint32_t* arrived;
+};
+
+// The same, of which tiles may be shared, and out = epilogue(lhs rhs) + residual.
+struct ResidualParams {
+  StreamKParams product;
+  CUtensorMap residual;
 };
 
 // Warps of a block that multiply.

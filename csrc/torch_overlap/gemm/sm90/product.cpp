@@ -34,7 +34,9 @@ bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
-  const auto find = choice.stream_k ? find_stream_k : find_kernel;
+  const auto find = product.residual != nullptr ? find_residual
+                    : choice.stream_k           ? find_stream_k
+                                                : find_kernel;
   return find({.lhs = operand_type(product.lhs_type),
                .rhs = operand_type(product.rhs_type),
                .out = vector_type(product.out_type),
@@ -108,26 +110,26 @@ GemmParams params_of(const Product& product, const KernelInfo& kernel) {
   return params;
 }
 
-cudaError_t run_stream_k(const Product& product, const KernelInfo& kernel) {
-  const auto sharing = sharing_of(product, kernel);
-  TORCH_OVERLAP_CHECK(sharing && product.workspace != nullptr, kRuntime,
-                      "gemm: expected tiles that can be shared along k, got others");
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+StreamKParams whole_tiles_of(const Product& product, const KernelInfo& kernel) {
   const int64_t columns = ceil_div(product.n, kernel.columns);
   const int64_t tiles = tiles_of(product, kernel);
-  const StreamKParams params{
-      .gemm = params_of(product, kernel),
-      .rows = static_cast<int>(tiles / columns),
-      .columns = static_cast<int>(columns),
-      .depth = static_cast<int>(sharing->stages / sharing->tiles),
-      .whole_tiles = static_cast<int>(tiles - sharing->tiles),
-      .share = static_cast<int>(sharing->stages / sharing->clusters),
-      .rest = static_cast<int>(sharing->stages % sharing->clusters),
-      .sums = static_cast<float*>(product.workspace),
-      .arrived = arrivals_for(stream),
-  };
-  return launch_stream_k(kernel, params, static_cast<int>(sharing->clusters * kernel.cluster),
-                         stream);
+  return {.gemm = params_of(product, kernel),
+          .rows = static_cast<int>(tiles / columns),
+          .columns = static_cast<int>(columns),
+          .depth = static_cast<int>(ceil_div(product.k, kernel.depth)),
+          .whole_tiles = static_cast<int>(tiles),
+          .share = 0,
+          .rest = 0,
+          .sums = nullptr,
+          .arrived = nullptr};
+}
+
+void share(StreamKParams& params, const Product& product, const Sharing& sharing) {
+  params.whole_tiles -= static_cast<int>(sharing.tiles);
+  params.share = static_cast<int>(sharing.stages / sharing.clusters);
+  params.rest = static_cast<int>(sharing.stages % sharing.clusters);
+  params.sums = static_cast<float*>(product.workspace);
+  params.arrived = arrivals_for(c10::cuda::getCurrentCUDAStream());
 }
 
 }  // namespace
@@ -142,7 +144,8 @@ std::vector<Choice> choices(const Product& product) {
   if (!multiplies(product.lhs_type, product.rhs_type, product.out_type) ||
       !is_aligned(product.lhs, product.lhs_type, product.lhs_stride) ||
       !is_aligned(product.rhs, product.rhs_type, product.rhs_stride) ||
-      !is_aligned(product.out, product.out_type, product.out_stride)) {
+      !is_aligned(product.out, product.out_type, product.out_stride) ||
+      !is_aligned(product.residual, product.out_type, product.residual_stride)) {
     return all;
   }
   for (const Choice& tile : kTiles) {
@@ -177,15 +180,26 @@ void run(const Product& product, const Choice& choice) {
   cuda::check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    kernel->shared_bytes),
               "gemm: loading a kernel");
-  if (choice.stream_k) {
-    cuda::check(run_stream_k(product, *kernel), "gemm: a kernel of our own");
-    return;
-  }
-  const int64_t clusters = std::min(tiles_of(product, *kernel), clusters_for(product, *kernel));
-  cuda::check(
-      launch_gemm(*kernel, params_of(product, *kernel),
-                  static_cast<int>(clusters * kernel->cluster), c10::cuda::getCurrentCUDAStream()),
-      "gemm: a kernel of our own");
+  const auto sharing = choice.stream_k ? sharing_of(product, *kernel) : std::nullopt;
+  TORCH_OVERLAP_CHECK(sharing.has_value() == choice.stream_k, kRuntime,
+                      "gemm: expected tiles that can be shared along k, got others");
+  const int64_t clusters =
+      sharing ? sharing->clusters
+              : std::min(tiles_of(product, *kernel), clusters_for(product, *kernel));
+  const int blocks = static_cast<int>(clusters * kernel->cluster);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto launched = [&] {
+    if (!sharing && product.residual == nullptr) {
+      return launch_gemm(*kernel, params_of(product, *kernel), blocks, stream);
+    }
+    StreamKParams params = whole_tiles_of(product, *kernel);
+    if (sharing) share(params, product, *sharing);
+    if (product.residual == nullptr) return launch_stream_k(*kernel, params, blocks, stream);
+    const auto residual = matrix_map(product.residual, product.out_type, product.m, product.n,
+                                     product.residual_stride, kWarpRows);
+    return launch_residual(*kernel, {params, residual}, blocks, stream);
+  };
+  cuda::check(launched(), "gemm: a kernel of our own");
 }
 
 }  // namespace torch_overlap::sm90

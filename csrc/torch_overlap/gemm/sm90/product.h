@@ -12,7 +12,8 @@
 // Our own plain products on Hopper, as candidates beside the library's.
 namespace torch_overlap::sm90 {
 
-// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU) of types that multiplies() takes.
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU, + residual) of types that multiplies()
+// takes.
 // Strides are those of rows in memory, in elements.
 struct Product {
   at::ScalarType lhs_type = at::kBFloat16;
@@ -35,13 +36,15 @@ struct Product {
   const void* bias = nullptr;
   VectorType bias_type = VectorType::none;
   bool gelu = false;
+  const void* residual = nullptr;  // [m, n] of out_type; it may be out
+  int64_t residual_stride = 0;
   int sm_target = 0;  // so many SMs at most; 0: all
   // For kernels that share tiles along k, aligned to 256 bytes. Only one of a time may use it.
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
 };
 
-// A way to compute it: the tile, and whether tiles are shared along k (stream_k.cu).
+// A way to compute it: the tile, and whether tiles are shared along k (stream_k.cuh).
 struct Choice {
   int rows = 0;
   int columns = 0;
