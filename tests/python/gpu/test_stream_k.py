@@ -24,7 +24,7 @@ pytestmark = [
 
 SHARED = "-stream-k"
 BOTH = ["128x256-stream-k", "128x128-stream-k"]
-# Fewer tiles than SMs, with 2 to 16 parts each; one wave and a part, three and a part; k of 129 and 17.1 stages.
+# Fewer tiles than SMs, with 2 to 8 parts each; one wave and a part, three and a part; k of 129 and 17.1 stages.
 SIZES = [
     *[(8, 8, 8192), (264, 136, 8200), (130, 2056, 4096), (64, 8192, 2048), (1000, 1032, 1096)],
     *[(2048, 3584, 4096), (4104, 2568, 1096), (2048, 1024, 4096)],

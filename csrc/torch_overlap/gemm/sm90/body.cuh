@@ -23,7 +23,9 @@
 //                                     loads before it does: waits until they are there
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
-//   join(unit, sums)                  where k is shared out: whether `sums`, of a part, have become
+//   join(unit, row, sums)             where k is shared out: whether `sums` of this warp, which
+//   begin
+//                                     at that row of the product, have become from those of a part
 //                                     those of the tile; else another block completes it
 //   residual(), loaded                the map of what is added to the outputs before they are
 //                                     rounded, and a barrier for each warp. The parts of a tile
@@ -217,7 +219,7 @@ class StoredOutputs {
 
  public:
   static constexpr bool kJoins =
-      requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, sums); };
+      requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, 0, sums); };
   static constexpr bool kFetches = requires(Work& work) { work.residual(); };
   static_assert((!kJoins && !kFetches) || Config::kSets == 1, "with two sets tiles are whole");
   static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
@@ -258,7 +260,7 @@ class StoredOutputs {
       phase_ ^= 1;
     }
     if constexpr (kJoins) {
-      if (!work_.join(unit, sums)) return false;
+      if (!work_.join(unit, unit.row * Config::kRows + row_ + first_row(), sums)) return false;
     }
     if constexpr (Config::kIsScaled) {
       if (p_.epilogue.scaled_by_row) {

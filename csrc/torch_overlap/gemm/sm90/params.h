@@ -47,8 +47,11 @@ struct StreamKParams {
   int columns;
   int depth;
   // Of all tiles, in their order, the first ones are computed by one cluster each. The others are
-  // shared out, as one row of stages: so many for each cluster, the first `rest` have one more.
+  // shared out, as rows of so many stages, each to a group of clusters; of a row so many to each,
+  // the first `rest` have one more.
   int whole_tiles;
+  int row_stages;
+  int row_clusters;
   int share;
   int rest;
   // Sums of parts: for two parts at each border between clusters, the tile of each block of a

@@ -22,10 +22,6 @@ constexpr int64_t kAlignment = 16;
 constexpr int kRowGroup = 16;
 constexpr Choice kTiles[] = {{128, 256}, {128, 192}, {128, 128}, {64, 256}};
 constexpr Choice kSharedTiles[] = {{128, 256, true}, {128, 128, true}};
-// A part of a tile has so many stages of k, where there are fewer tiles than clusters: fewer are
-// not worth the sums that go through memory.
-constexpr int64_t kLeastStages = 8;
-
 bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
   const auto element = static_cast<int64_t>(c10::elementSize(type));
   return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * element % kAlignment == 0;
@@ -57,33 +53,55 @@ int64_t clusters_for(const Product& product, const KernelInfo& kernel) {
   return std::max(1, sms / kernel.cluster);
 }
 
-// How tiles are shared.
+// How tiles are shared: the last ones of the product, or groups of clusters have one each.
 struct Sharing {
   int64_t clusters;
-  int64_t tiles;   // that are shared; of a cluster
-  int64_t stages;  // of them all
-  int64_t bytes;   // of sums
+  int64_t tiles;
+  int64_t row_clusters;
+  int64_t row_stages;
 };
 
-// Tiles of less than two waves, so that each is cut once, or of the only one, which has no more
-// clusters than what is worth it. Nothing: every cluster has whole tiles, or it cannot be done.
+// How many make a tile of so many stages quickest: one of them reads the sums of all others, each
+// of which takes about as long as two stages.
+int64_t most_parts(int64_t depth) {
+  int64_t parts = 1;
+  while (2 * (parts + 1) * (parts + 1) <= depth) ++parts;
+  return parts;
+}
+
+// Where there are fewer tiles than clusters. Each tile has clusters to itself where less than a
+// tenth of them would be left: then each of these has one part of one tile.
+std::optional<Sharing> sharing_of_one_wave(int64_t tiles, int64_t depth, int64_t most) {
+  const int64_t clusters = std::min(most, tiles * most_parts(depth));
+  if (clusters <= tiles) return std::nullopt;
+  const int64_t parts = clusters / tiles;
+  if (parts * tiles * 10 > clusters * 9 && parts > 1) {
+    return Sharing{
+        .clusters = parts * tiles, .tiles = tiles, .row_clusters = parts, .row_stages = depth};
+  }
+  return Sharing{
+      .clusters = clusters, .tiles = tiles, .row_clusters = clusters, .row_stages = tiles * depth};
+}
+
+// Nothing: every cluster has whole tiles, or it cannot be done.
 std::optional<Sharing> sharing_of(const Product& product, const KernelInfo& kernel) {
   const int64_t tiles = tiles_of(product, kernel);
   const int64_t depth = ceil_div(product.k, kernel.depth);
-  int64_t clusters = clusters_for(product, kernel);
-  const bool is_one_wave = tiles < clusters;
-  if (is_one_wave) clusters = std::min(clusters, tiles * depth / kLeastStages);
-  if (is_one_wave ? clusters <= tiles : tiles % clusters == 0) return std::nullopt;
-  const int64_t shared = is_one_wave ? tiles : tiles % clusters + clusters;
+  const int64_t clusters = clusters_for(product, kernel);
+  std::optional<Sharing> sharing;
+  if (tiles < clusters) {
+    sharing = sharing_of_one_wave(tiles, depth, clusters);
+  } else if (tiles % clusters != 0) {
+    const int64_t last = tiles % clusters + clusters;  // two waves: each tile is cut once at most
+    sharing = Sharing{
+        .clusters = clusters, .tiles = last, .row_clusters = clusters, .row_stages = last * depth};
+  }
+  if (!sharing) return std::nullopt;
   const int64_t tile_bytes =
       int64_t{kernel.cluster} * kernel.rows * kernel.columns * static_cast<int64_t>(sizeof(float));
-  const Sharing sharing{.clusters = clusters,
-                        .tiles = shared,
-                        .stages = shared * depth,
-                        .bytes = 2 * (clusters - 1) * tile_bytes};
-  const bool fits =
-      sharing.bytes <= product.workspace_bytes && sharing.stages <= std::numeric_limits<int>::max();
-  return fits ? std::optional(sharing) : std::nullopt;
+  const bool fits = 2 * (sharing->clusters - 1) * tile_bytes <= product.workspace_bytes &&
+                    sharing->tiles * depth <= std::numeric_limits<int>::max();
+  return fits ? sharing : std::nullopt;
 }
 
 GemmParams params_of(const Product& product, const KernelInfo& kernel) {
@@ -118,6 +136,8 @@ StreamKParams whole_tiles_of(const Product& product, const KernelInfo& kernel) {
           .columns = static_cast<int>(columns),
           .depth = static_cast<int>(ceil_div(product.k, kernel.depth)),
           .whole_tiles = static_cast<int>(tiles),
+          .row_stages = 0,
+          .row_clusters = 1,
           .share = 0,
           .rest = 0,
           .sums = nullptr,
@@ -126,8 +146,10 @@ StreamKParams whole_tiles_of(const Product& product, const KernelInfo& kernel) {
 
 void share(StreamKParams& params, const Product& product, const Sharing& sharing) {
   params.whole_tiles -= static_cast<int>(sharing.tiles);
-  params.share = static_cast<int>(sharing.stages / sharing.clusters);
-  params.rest = static_cast<int>(sharing.stages % sharing.clusters);
+  params.row_stages = static_cast<int>(sharing.row_stages);
+  params.row_clusters = static_cast<int>(sharing.row_clusters);
+  params.share = static_cast<int>(sharing.row_stages / sharing.row_clusters);
+  params.rest = static_cast<int>(sharing.row_stages % sharing.row_clusters);
   params.sums = static_cast<float*>(product.workspace);
   params.arrived = arrivals_for(c10::cuda::getCurrentCUDAStream());
 }

@@ -3,10 +3,11 @@
 #include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/params.h"
 
-// Products whose tiles are no whole number of waves. Tiles of the last two waves (of all, where
-// there is not one wave) lie in a row, stage of k after stage of k, and every cluster takes an
-// equal piece of that row; then the other tiles, one a cluster as usual. This is Stream-K, in its
-// form "two-tile Stream-K with data-parallel tiles": Osama, Merrill, Cecka, Garland, Owens,
+// Products whose tiles are no whole number of waves. Tiles of the last two waves (all, where there
+// is not one wave) lie in a row, stage of k after stage of k, and every cluster takes an equal
+// piece of that row; then the other tiles, one a cluster as usual. Where there are so few tiles
+// that each can have a number of clusters to itself, each is a row of its own. This is Stream-K, in
+// its form "two-tile Stream-K with data-parallel tiles": Osama, Merrill, Cecka, Garland, Owens,
 // "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
 // GPU", PPoPP 2023.
 //
@@ -35,13 +36,18 @@
 namespace torch_overlap::sm90 {
 
 __device__ __forceinline__ int first_stage(const StreamKParams& p, int cluster) {
-  return cluster * p.share + min(cluster, p.rest);
+  const int row = cluster / p.row_clusters;
+  const int inside = cluster % p.row_clusters;
+  return row * p.row_stages + inside * p.share + min(inside, p.rest);
 }
 
 // Who has this stage.
 __device__ __forceinline__ int cluster_of(const StreamKParams& p, int stage) {
+  const int row = stage / p.row_stages;
+  const int inside = stage % p.row_stages;
   const int longer = p.rest * (p.share + 1);
-  return stage < longer ? stage / (p.share + 1) : p.rest + (stage - longer) / p.share;
+  return row * p.row_clusters +
+         (inside < longer ? inside / (p.share + 1) : p.rest + (inside - longer) / p.share);
 }
 
 // Of this cluster: its piece of the row, then whole tiles.
@@ -107,8 +113,8 @@ struct StreamKWork {
   }
 
   // Each warp by itself.
-  __device__ __forceinline__ bool join(const Unit& unit, float (&sums)[kSums]) const {
-    if (unit.depth == p.depth) return true;
+  __device__ __forceinline__ bool join(const Unit& unit, int row, float (&sums)[kSums]) const {
+    if (unit.depth == p.depth || row >= p.gemm.m) return true;  // whole, or nothing to be stored
     // The cluster that has the first part of this tile has that of no other one.
     const int first = cluster_of(p, unit.place);
     const int parts = cluster_of(p, unit.place + p.depth - 1) - first + 1;
