@@ -18,10 +18,21 @@ Fault Fault::current() {
   }
 }
 
+std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
+                                  const Fault& mine) {
+  std::vector<std::string> all;
+  try {
+    all = bootstrap.all_gather(said);
+  } catch (const Error&) {
+    if (!mine) throw;
+  }
+  if (mine) throw Error(mine.kind, mine.text);
+  return all;
+}
+
 void agree(Bootstrap& bootstrap, std::string_view op, const Fault& mine) {
   const std::string said = mine ? concat(static_cast<int>(mine.kind), ' ', mine.text) : "";
-  const auto all = bootstrap.all_gather(said);
-  if (mine) throw Error(mine.kind, mine.text);
+  const auto all = tell_all(bootstrap, said, mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
     const size_t space = all[rank].find(' ');

@@ -50,6 +50,11 @@ struct Fault {
   TORCH_OVERLAP_API static Fault current();
 };
 
+// all_gather, of a rank that may have a fault, which then is what it throws, whether or not the
+// others came to hear of it.
+TORCH_OVERLAP_API std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
+                                                    const Fault& mine);
+
 // Collective: returns if no rank has a fault, else throws on every rank. The rank with the fault
 // throws it as it is; the others throw "<op>: rank 2 could not take part: <text>", of the same
 // kind.

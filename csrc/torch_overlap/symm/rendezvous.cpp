@@ -192,8 +192,7 @@ class Rendezvous {
     const auto mine =
         symm::write_card(fault, fault ? 0 : request_.tensor.nbytes(), request_.digest,
                          exchange_ ? exchange_->name() : std::string(), request_.apart, segments_);
-    const auto messages = bootstrap_.all_gather(mine);
-    if (fault) throw Error(fault.kind, fault.text);
+    const auto messages = tell_all(bootstrap_, mine, fault);
     for (const auto& message : messages) cards_.push_back(Card::read(message));
   }
 
