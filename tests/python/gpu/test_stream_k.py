@@ -131,6 +131,32 @@ def test_the_same_bits_whatever_else_runs(kernel):
 
 
 @pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("sms", [16, 64, 120])
+def test_blocks_that_begin_when_others_have_ended(sms, kernel):
+    """A long kernel has some SMs to itself: the first blocks end before the last ones begin."""
+    busy = case_of(2048, 2048, 32768, dtype=torch.bfloat16, sm_target=sms)
+    cases = [
+        case_of(*sizes, dtype=torch.bfloat16, epilogue="bias")
+        for sizes in [(2048, 3584, 1024), (4104, 2568, 520), (2048, 1024, 1024), (130, 2056, 4096)]
+    ]
+    for case in cases:
+        run_own_gemm_kernel(case.args, kernel)
+    expected = [bits(case.args.out) for case in cases]
+    other = torch.cuda.Stream(priority=-1)
+    for _ in range(10):
+        for case, result in zip(cases, expected, strict=True):
+            case.args.out.fill_(float("nan"))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other):
+                run_own_gemm_kernel(busy.args, "128x128")
+            run_own_gemm_kernel(case.args, kernel)
+            torch.cuda.synchronize()
+            case.check()
+            assert torch.equal(bits(case.args.out), result)
+    busy.check()
+
+
+@pytest.mark.parametrize("kernel", BOTH)
 def test_a_graph_with_changing_inputs(kernel):
     def draw():
         return [
