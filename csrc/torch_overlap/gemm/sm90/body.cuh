@@ -27,6 +27,11 @@
 //   begin
 //                                     at that row of the product, have become from those of a part
 //                                     those of the tile; else another block completes it
+//   kCountsLate, count()              with join(): whether a part may be counted when the next
+//                                     products are under way, and counting it
+//   is_last(), take(unit, sums)       behind all units: whether that one was the last of its tile,
+//   and
+//                                     then the tile and its sums
 //   residual(), loaded                the map of what is added to the outputs before they are
 //                                     rounded, and a barrier for each warp. The parts of a tile
 //                                     come to where its outputs will lie, while it is multiplied
@@ -82,6 +87,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
 //   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
 //   complete(unit, sums)            all products are there; false: nothing is put
 //   kJoins                          whether complete() may say so
+//   kCountsLate                     whether work() has count(), is_last() and take()
 //   kFetches, fetch(unit)           whether there is something to begin when the first products are
 //                                   under way and all before is put, and beginning it
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
@@ -127,6 +133,7 @@ class Tiles {
       }
       put_made();
       if constexpr (Outputs::kFetches) outputs_.fetch(unit);
+      if constexpr (Outputs::kCountsLate) outputs_.work().count();
       if (unit.depth > 1) mine_.end_before();
       multiply(unit, sums, k);
       mine_.end(sums);
@@ -137,6 +144,14 @@ class Tiles {
       made = unit;
     }
     put_made();
+    if constexpr (Outputs::kCountsLate) {
+      if (!outputs_.work().is_last()) return;
+      forget(sums);
+      outputs_.work().take(unit, sums);
+      (void)outputs_.complete(unit, sums);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) outputs_.put(unit, round_piece<Config>(sums, i), i);
+    }
   }
 
   // Here tiles are whole: everything is put. Written so that every branch of the loop either ends
@@ -221,6 +236,10 @@ class StoredOutputs {
   static constexpr bool kJoins =
       requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, 0, sums); };
   static constexpr bool kFetches = requires(Work& work) { work.residual(); };
+  static constexpr bool kCountsLate = [] {
+    if constexpr (kJoins) return Work::kCountsLate;
+    return false;
+  }();
   static_assert((!kJoins && !kFetches) || Config::kSets == 1, "with two sets tiles are whole");
   static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
 
@@ -238,6 +257,7 @@ class StoredOutputs {
     }
   }
 
+  __device__ __forceinline__ Work& work() const { return work_; }
   // This warp's rows of the residual, when the stores of the tile before have left their place.
   __device__ __forceinline__ void fetch(const Unit& unit) const {
     if (threadIdx.x % 32 == 0) {

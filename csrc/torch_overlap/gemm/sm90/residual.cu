@@ -8,7 +8,7 @@ namespace torch_overlap::sm90 {
 namespace {
 
 template <typename Config>
-struct ResidualWork : StreamKWork<Config> {
+struct ResidualWork : StreamKWork<Config, false> {
   const CUtensorMap* map;
   uint32_t loaded;
   __device__ __forceinline__ const CUtensorMap* residual() const { return map; }

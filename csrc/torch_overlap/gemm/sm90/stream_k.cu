@@ -9,7 +9,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     stream_k_kernel(__grid_constant__ const StreamKParams p) {
   extern __shared__ char shared[];
-  StreamKWork<Config> work{p};
+  StreamKWork<Config, true> work{p};
   run_gemm<Config>(p.gemm, work, shared);
 }
 

@@ -19,6 +19,9 @@
 // done, which adds them all up in the order of k, whichever part it is: the same bits in every run.
 // A warp's rows of a tile are a matter between that warp and its namesakes in other blocks: each
 // looks how many have come, writes its sums unless it is the last, and then counts itself.
+// The stores of a part behind which its cluster goes on to other tiles are not waited for: it is
+// counted when the next products are under way, and should it be the last all the same, its cluster
+// completes the tile in the end, from memory.
 //
 //   nobody waits      no block needs another one to run at the same time, whatever else is on the
 //                     GPU, in whichever order blocks begin, and however few SMs there are
@@ -93,12 +96,16 @@ class StreamKUnits {
   int next_;  // of the whole tiles
 };
 
-template <typename Config>
+// `kLate`: parts that are hardly ever the last are counted when the next products are under way.
+template <typename Config, bool kLate>
 struct StreamKWork {
+  static constexpr bool kCountsLate = kLate;
   static constexpr int kSums = Config::kAccumulators;
   static constexpr int kWarpVectors = kSums / 4 * 32;  // of four sums
 
   const StreamKParams& p;
+  bool has_to_count = false;
+  uint32_t before = 0;  // the first lane's: how many had come before the part that was counted late
 
   __device__ __forceinline__ StreamKUnits<Config> units(const GemmParams&) {
     return StreamKUnits<Config>(p);
@@ -113,34 +120,66 @@ struct StreamKWork {
   }
 
   // Each warp by itself.
-  __device__ __forceinline__ bool join(const Unit& unit, int row, float (&sums)[kSums]) const {
+  __device__ __forceinline__ bool join(const Unit& unit, int row, float (&sums)[kSums]) {
     if (unit.depth == p.depth || row >= p.gemm.m) return true;  // whole, or nothing to be stored
     // The cluster that has the first part of this tile has that of no other one.
     const int first = cluster_of(p, unit.place);
     const int parts = cluster_of(p, unit.place + p.depth - 1) - first + 1;
     const int part = StreamKUnits<Config>::cluster() - first;
+    if (is_early(part)) {
+      write(sums_of(first, part), sums);
+      has_to_count = true;
+      return false;
+    }
     const bool counts = threadIdx.x % 32 == 0;
     uint32_t* const arrived = p.arrived + warp_of(first);
     const auto others = static_cast<uint32_t>(parts - 1);
-    uint32_t before = 0;
-    // Where there are two waves, a part that is not the first of its tile is the first thing that
-    // its cluster computes: it is not the last to come, but for rare cases.
-    if (part == 0 || p.share < p.depth) {
-      if (counts) before = load_acquire(arrived);
-      before = of_first_lane(before);
-    }
-    if (before != others || part > 1) write(sums_of(first, part), sums);
-    if (before != others) {
+    uint32_t come = 0;
+    if (counts) come = load_acquire(arrived);
+    come = of_first_lane(come);
+    if (come != others || part > 1) write(sums_of(first, part), sums);
+    if (come != others) {
       __syncwarp();
-      if (counts) before = add_and_acquire(arrived, 1);
-      if (of_first_lane(before) != others) return false;
+      if (counts) come = add_and_acquire(arrived, 1);
+      if (of_first_lane(come) != others) return false;
     }
     if (counts) *arrived = 0;
     add_up(first, part, parts, sums);
     return true;
   }
 
+  // When the first products behind an early part are under way: its sums have left the registers by
+  // then, and most of the time that they take to memory is over.
+  __device__ __forceinline__ void count() {
+    if (!has_to_count) return;
+    has_to_count = false;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) before = add_and_acquire(p.arrived + warp_of(before_this()), 1);
+    __syncwarp();
+  }
+
+  // Behind all units: whether the early part was the last to come all the same. Then this is its
+  // tile, as a whole.
+  __device__ __forceinline__ bool is_last() const { return of_first_lane(before) != 0; }
+  __device__ __forceinline__ void take(Unit& unit, float (&sums)[kSums]) {
+    if (threadIdx.x % 32 == 0) p.arrived[warp_of(before_this())] = 0;
+    (void)units(p.gemm).next(unit);
+    unit.depth = p.depth;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = -0.0F;
+    add_all<2>(before_this(), sums);
+  }
+
  private:
+  // Where there are two waves, the second of the two parts of a tile is the first thing that its
+  // cluster computes, and other tiles are behind it: it hardly ever comes last.
+  __device__ __forceinline__ bool is_early(int part) const {
+    return kLate && part > 0 && p.share >= p.depth;
+  }
+  // Who has the other part of its tile.
+  static __device__ __forceinline__ int before_this() {
+    return StreamKUnits<Config>::cluster() - 1;
+  }
   // Also what the first lane has acquired is seen by all.
   static __device__ __forceinline__ uint32_t of_first_lane(uint32_t value) {
     const uint32_t result = __shfl_sync(0xffffffff, value, 0);
@@ -178,6 +217,15 @@ struct StreamKWork {
       sums[4 * i + 1] += others[i].y;
       sums[4 * i + 2] += others[i].z;
       sums[4 * i + 3] += others[i].w;
+    }
+  }
+  template <int parts>
+  __device__ __forceinline__ void add_all(int first, float (&sums)[kSums]) const {
+#pragma unroll
+    for (int one = 0; one < parts; ++one) {
+      const float4* const from = sums_of(first, one);
+#pragma unroll
+      for (int i = 0; i < kSums / 4; i += 4) add<4>(from + 32 * i, sums + 4 * i);
     }
   }
   // In the order of k; of the first two in either order. Those of a part behind them are in memory,

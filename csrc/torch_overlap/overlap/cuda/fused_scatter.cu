@@ -229,6 +229,7 @@ class ScatterOutputs {
  public:
   static constexpr bool kJoins = false;
   static constexpr bool kFetches = false;
+  static constexpr bool kCountsLate = false;
 
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
