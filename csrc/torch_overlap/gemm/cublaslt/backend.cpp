@@ -76,8 +76,7 @@ class Runner {
       return true;
     }
     // 8-bit operands whose sizes are no multiples of 16: our kernels, or bf16.
-    const auto product =
-        problem_.lhs.scaled() ? own_product(call, workspace_, call.d) : std::nullopt;
+    const auto product = problem_.lhs.scaled() ? own_product(call, call.d) : std::nullopt;
     const auto choice = product ? sm90::guess(*product) : std::nullopt;
     if (choice) sm90::run(*product, *choice);
     return choice.has_value();
@@ -119,12 +118,11 @@ void run_problem(cublasLtHandle_t handle, const GemmProblem& problem) {
   run_dequantized(handle, problem);
 }
 
-std::optional<sm90::Product> own_product_of(const GemmProblem& problem,
-                                            const Workspace& workspace) {
+std::optional<sm90::Product> own_product_of(const GemmProblem& problem) {
   const auto epilogue = fused_epilogue(problem);
   if (!epilogue || problem.lhs.data.scalar_type() == at::kDouble) return std::nullopt;
-  const LtCall call = make_call(problem, *epilogue, problem.args.out, workspace);
-  return own_product(call, workspace, call.d);
+  const LtCall call = make_call(problem, *epilogue, problem.args.out, {});
+  return own_product(call, call.d);
 }
 
 class CublasLtGemm final : public GemmBackend {
@@ -145,18 +143,16 @@ class CublasLtGemm final : public GemmBackend {
 
   std::vector<std::string> own_kernels(const GemmProblem& problem) override {
     std::vector<std::string> names;
-    const Workspace workspace = workspace_for(problem.args, c10::cuda::getCurrentCUDAStream());
-    const auto product = own_product_of(problem, workspace);
+    const auto product = own_product_of(problem);
     if (!product) return names;
     for (const sm90::Choice& choice : sm90::choices(*product)) {
-      names.push_back(sm90::to_string(choice));
+      names.push_back(concat(choice.rows, "x", choice.columns));
     }
     return names;
   }
 
   void run_own(const GemmProblem& problem, size_t index) override {
-    const Workspace workspace = workspace_for(problem.args, c10::cuda::getCurrentCUDAStream());
-    const auto product = own_product_of(problem, workspace);
+    const auto product = own_product_of(problem);
     sm90::run(*product, sm90::choices(*product).at(index));
   }
 

@@ -78,7 +78,7 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
     if (is_best(again)) algorithm_ = candidate;
   }
   if (gemm_tuning() != GemmTuning::kBest) return;
-  const auto product = own_product(call, workspace, scratch.data_ptr());
+  const auto product = own_product(call, scratch.data_ptr());
   if (!product) return;
   for (const sm90::Choice& choice : sm90::choices(*product)) {
     const auto again = [&] {

@@ -40,7 +40,7 @@ bool is_scaled_as_ours(const PlanKey& key, at::ScalarType lhs) {
 
 }  // namespace
 
-std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& workspace, void* d) {
+std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
   const PlanKey& key = call.key;
   const auto lhs = torch_type(key.type_b);  // row-major once more: see PlanKey
   const auto rhs = torch_type(key.type_a);
@@ -50,7 +50,8 @@ std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& wo
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
-      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.quantized_out != 0 ||
+      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.adds != 0 ||
+      key.quantized_out != 0 || key.sm_target != 0 ||
       (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
@@ -75,12 +76,7 @@ std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& wo
                        .out_stride = key.ldd,
                        .bias = has_bias ? call.bias : nullptr,
                        .bias_type = has_bias ? bias_type : sm90::VectorType::none,
-                       .gelu = has_gelu,
-                       .residual = call.c,
-                       .residual_stride = key.ldc,
-                       .sm_target = static_cast<int>(key.sm_target),
-                       .workspace = workspace.pointer,
-                       .workspace_bytes = workspace.bytes};
+                       .gelu = has_gelu};
 }
 
 }  // namespace torch_overlap::cublaslt

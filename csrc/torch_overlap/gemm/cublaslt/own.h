@@ -7,8 +7,7 @@
 
 namespace torch_overlap::cublaslt {
 
-// A call as our own kernels take it, with the result in `d`; nullopt: they do not. `workspace` must
-// outlive what is run.
-std::optional<sm90::Product> own_product(const LtCall& call, const Workspace& workspace, void* d);
+// A call as our own kernels take it, with the result in `d`; nullopt: they do not.
+std::optional<sm90::Product> own_product(const LtCall& call, void* d);
 
 }  // namespace torch_overlap::cublaslt

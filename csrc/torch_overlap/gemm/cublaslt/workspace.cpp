@@ -27,8 +27,7 @@ Workspace aligned(const at::Tensor& memory) {
 }
 
 int64_t workspace_bytes() {
-  // What the library asks for, 32 MiB, and our own products that share tiles along k on 132 SMs.
-  constexpr int64_t kHopperBytes = 33 * kMiB;
+  constexpr int64_t kHopperBytes = 32 * kMiB;
   constexpr int64_t kOlderBytes = 4 * kMiB;
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? kHopperBytes : kOlderBytes;
 }

@@ -23,18 +23,6 @@
 //                                     loads before it does: waits until they are there
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
-//   join(unit, row, sums)             where k is shared out: whether `sums` of this warp, which
-//   begin
-//                                     at that row of the product, have become from those of a part
-//                                     those of the tile; else another block completes it
-//   kCountsLate, count()              with join(): whether a part may be counted when the next
-//                                     products are under way, and counting it
-//   is_last(), take(unit, sums)       behind all units: whether that one was the last of its tile,
-//   and
-//                                     then the tile and its sums
-//   residual(), loaded                the map of what is added to the outputs before they are
-//                                     rounded, and a barrier for each warp. The parts of a tile
-//                                     come to where its outputs will lie, while it is multiplied
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -75,7 +63,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
       barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
       const uint32_t full = shared_address(&barriers.full[at.stage]);
       const uint32_t to = shared + at.stage * Config::kStageBytes;
-      const int depth = (unit.begin + k) * Config::kDepth;
+      const int depth = k * Config::kDepth;
       barrier_expect(full, Config::kStageBytes);
       tensor_load(to, lhs, full, depth, row);
       load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
@@ -85,11 +73,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
 
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
 //   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
-//   complete(unit, sums)            all products are there; false: nothing is put
-//   kJoins                          whether complete() may say so
-//   kCountsLate                     whether work() has count(), is_last() and take()
-//   kFetches, fetch(unit)           whether there is something to begin when the first products are
-//                                   under way and all before is put, and beginning it
+//   complete(unit, sums)            all products are there
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
 // The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
 // next tile begins in the other one, and a piece leaves with every stage; else all pieces are
@@ -124,7 +108,6 @@ class Tiles {
       for (int i = 0; i < kPieces; ++i) outputs_.put(made, rounded[i], i);
     };
     while (units_.next(unit)) {
-      if constexpr (Outputs::kJoins) forget(sums);
       mine_.begin(sums, true);
       int k = 1;
       if (unit.depth > 1) {
@@ -132,31 +115,21 @@ class Tiles {
         ++k;
       }
       put_made();
-      if constexpr (Outputs::kFetches) outputs_.fetch(unit);
-      if constexpr (Outputs::kCountsLate) outputs_.work().count();
       if (unit.depth > 1) mine_.end_before();
       multiply(unit, sums, k);
       mine_.end(sums);
-      has_made = outputs_.complete(unit, sums);
+      outputs_.complete(unit, sums);
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) rounded[i] = round_piece<Config>(sums, i);
       hold(sums);
       made = unit;
+      has_made = true;
     }
     put_made();
-    if constexpr (Outputs::kCountsLate) {
-      if (!outputs_.work().is_last()) return;
-      forget(sums);
-      outputs_.work().take(unit, sums);
-      (void)outputs_.complete(unit, sums);
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) outputs_.put(unit, round_piece<Config>(sums, i), i);
-    }
   }
 
-  // Here tiles are whole: everything is put. Written so that every branch of the loop either ends
-  // all products or leaves the same ones under way: where ways meet that differ in this, ptxas
-  // waits after every product.
+  // Written so that every branch of the loop either ends all products or leaves the same ones under
+  // way: where ways meet that differ in this, ptxas waits after every product.
   __device__ __forceinline__ void with_two_sets() {
     Sums even;
     Sums odd;
@@ -182,7 +155,7 @@ class Tiles {
 
   __device__ __forceinline__ void finish(const Unit& made, Sums& sums) {
     mine_.end(sums);
-    (void)outputs_.complete(made, sums);
+    outputs_.complete(made, sums);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) outputs_.put(made, round_piece<Config>(sums, i), i);
   }
@@ -192,7 +165,7 @@ class Tiles {
                                                Sums& now) {
     mine_.begin(now, true);
     mine_.end_before(before);
-    (void)outputs_.complete(made, before);
+    outputs_.complete(made, before);
     int k = 1;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -230,58 +203,17 @@ class Tiles {
 // Outputs go through shared memory to Work::store(), each warp's rows by themselves.
 template <typename Config, typename Work>
 class StoredOutputs {
-  using Sums = float[Config::kAccumulators];
-
  public:
-  static constexpr bool kJoins =
-      requires(Work& work, const Unit& unit, Sums& sums) { work.join(unit, 0, sums); };
-  static constexpr bool kFetches = requires(Work& work) { work.residual(); };
-  static constexpr bool kCountsLate = [] {
-    if constexpr (kJoins) return Work::kCountsLate;
-    return false;
-  }();
-  static_assert((!kJoins && !kFetches) || Config::kSets == 1, "with two sets tiles are whole");
-  static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
-
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
                                            const Multiplier<Config>& mine, uint32_t buffers)
       : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
     if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
-    if constexpr (kFetches) {
-      loaded_ = work.loaded + (threadIdx.x / 32 - 4) * sizeof(uint64_t);
-      if (threadIdx.x % 32 == 0) {
-        barrier_init(loaded_, 1);
-        fence_barrier_init();
-      }
-      __syncwarp();
-    }
   }
 
-  __device__ __forceinline__ Work& work() const { return work_; }
-  // This warp's rows of the residual, when the stores of the tile before have left their place.
-  __device__ __forceinline__ void fetch(const Unit& unit) const {
-    if (threadIdx.x % 32 == 0) {
-      stores_read<0>();
-      barrier_expect(loaded_, Config::kPieces * kWarpRows * 128);
-#pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        tensor_load(buffers_ + i * Config::kStoreBytes + first_row() * 128, work_.residual(),
-                    loaded_, unit.column * Config::kColumns + column_ + 64 * i,
-                    unit.row * Config::kRows + row_ + first_row());
-      }
-    }
-    __syncwarp();
-  }
   static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
-  static __device__ __forceinline__ void change(Sums&) {}
-  __device__ __forceinline__ bool complete(const Unit& unit, Sums& sums) {
-    if constexpr (kFetches) {
-      barrier_wait(loaded_, phase_);
-      phase_ ^= 1;
-    }
-    if constexpr (kJoins) {
-      if (!work_.join(unit, unit.row * Config::kRows + row_ + first_row(), sums)) return false;
-    }
+  static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
+  __device__ __forceinline__ void complete(const Unit& unit,
+                                           float (&sums)[Config::kAccumulators]) const {
     if constexpr (Config::kIsScaled) {
       if (p_.epilogue.scaled_by_row) {
         int rows;
@@ -293,19 +225,11 @@ class StoredOutputs {
         multiply_by(scale_, sums);
       }
     }
-    if (!p_.plain) {
+    if (p_.plain) return;
 #pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
-      }
+    for (int i = 0; i < Config::kPieces; ++i) {
+      apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
     }
-    if constexpr (kFetches) {
-#pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        add_from_shared<Config>(sums, i, buffers_ + i * Config::kStoreBytes);
-      }
-    }
-    return true;
   }
   __device__ __forceinline__ void put(const Unit& unit, const Rounded& rounded, int piece) const {
     const uint32_t to = buffers_ + piece % Config::kStoreBuffers * Config::kStoreBytes;
@@ -316,8 +240,9 @@ class StoredOutputs {
     fence_shared_for_copies();
     __syncwarp();
     if (!stores) return;
-    work_.store(unit, to + first_row() * 128, unit.column * Config::kColumns + column_ + 64 * piece,
-                unit.row * Config::kRows + row_ + first_row());
+    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    work_.store(unit, to + first * 128, unit.column * Config::kColumns + column_ + 64 * piece,
+                unit.row * Config::kRows + row_ + first);
     store_commit();
   }
   static __device__ __forceinline__ void end() {
@@ -325,19 +250,12 @@ class StoredOutputs {
   }
 
  private:
-  // Of this warp, in those of its warpgroup.
-  static __device__ __forceinline__ int first_row() {
-    return static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-  }
-
   const GemmParams& p_;
   Work& work_;
   const int row_;
   const int column_;
   const uint32_t buffers_;
-  float scale_ = 1.0F;   // of both operands
-  uint32_t loaded_ = 0;  // this warp's barrier
-  uint32_t phase_ = 0;   // of that
+  float scale_ = 1.0F;  // of both operands
 };
 
 template <typename Config, typename Work>

@@ -34,16 +34,4 @@ const KernelInfo* find_kernel(const KernelKey& key);
 cudaError_t launch_gemm(const KernelInfo& kernel, const GemmParams& params, int blocks,
                         cudaStream_t stream);
 
-// The same, where blocks share tiles along k.
-const KernelInfo* find_stream_k(const KernelKey& key);
-
-cudaError_t launch_stream_k(const KernelInfo& kernel, const StreamKParams& params, int blocks,
-                            cudaStream_t stream);
-
-// The same with a residual, of tiles that are shared or are not.
-const KernelInfo* find_residual(const KernelKey& key);
-
-cudaError_t launch_residual(const KernelInfo& kernel, const ResidualParams& params, int blocks,
-                            cudaStream_t stream);
-
 }  // namespace torch_overlap::sm90

@@ -151,23 +151,4 @@ __device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t t
   for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
 }
 
-// sums += outputs that lie in shared memory as put_to_shared() would have put them there.
-template <typename Config>
-__device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
-                                                uint32_t from) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t others[4];
-    load_matrices(matrix_row(from, i), others);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      float a;
-      float b;
-      unpack(typename Config::Out{}, others[r], a, b);
-      sums[chunk * 32 + 8 * i + 2 * r] += a;
-      sums[chunk * 32 + 8 * i + 2 * r + 1] += b;
-    }
-  }
-}
-
 }  // namespace torch_overlap::sm90

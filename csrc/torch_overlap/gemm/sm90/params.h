@@ -39,36 +39,4 @@ struct GemmParams {
   Epilogue epilogue;
 };
 
-// The same where blocks share tiles along k: see stream_k.cuh.
-struct StreamKParams {
-  GemmParams gemm;
-  // Tiles of a cluster of blocks, and stages of a tile.
-  int rows;
-  int columns;
-  int depth;
-  // Of all tiles, in their order, the first ones are computed by one cluster each. The others are
-  // shared out, as rows of so many stages, each to a group of clusters; of a row so many to each,
-  // the first `rest` have one more.
-  int whole_tiles;
-  int row_stages;
-  int row_clusters;
-  int share;
-  int rest;
-  // Sums of parts: for two parts at each border between clusters, the tile of each block of a
-  // cluster.
-  float* sums;
-  // For each tile that is cut, by the cluster that has its first part, each block of a cluster and
-  // each warp: how many parts have left their sums. 0 before and after.
-  uint32_t* arrived;
-};
-
-// The same, of which tiles may be shared, and out = epilogue(lhs rhs) + residual.
-struct ResidualParams {
-  StreamKParams product;
-  CUtensorMap residual;
-};
-
-// Warps of a block that multiply.
-inline constexpr int kMultiplyingWarps = 8;
-
 }  // namespace torch_overlap::sm90

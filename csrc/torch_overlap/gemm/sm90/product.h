@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "torch_overlap/gemm/sm90/kernels.h"
@@ -12,8 +11,7 @@
 // Our own plain products on Hopper, as candidates beside the library's.
 namespace torch_overlap::sm90 {
 
-// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU, + residual) of types that multiplies()
-// takes.
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU) of types that multiplies() takes.
 // Strides are those of rows in memory, in elements.
 struct Product {
   at::ScalarType lhs_type = at::kBFloat16;
@@ -36,30 +34,19 @@ struct Product {
   const void* bias = nullptr;
   VectorType bias_type = VectorType::none;
   bool gelu = false;
-  const void* residual = nullptr;  // [m, n] of out_type; it may be out
-  int64_t residual_stride = 0;
-  int sm_target = 0;  // so many SMs at most; 0: all
-  // For kernels that share tiles along k, aligned to 256 bytes. Only one of a time may use it.
-  void* workspace = nullptr;
-  int64_t workspace_bytes = 0;
 };
 
-// A way to compute it: the tile, and whether tiles are shared along k (stream_k.cuh).
+// A way to compute it: the tile.
 struct Choice {
   int rows = 0;
   int columns = 0;
-  bool stream_k = false;
 };
 
-std::string to_string(const Choice& choice);
-
 // All ways there are on the current device; none where it is no sm_90, or where tensor copies
-// cannot read the matrices: they want rows at multiples of 16 bytes. Tiles are shared where they
-// are no whole number of waves, and the workspace holds the sums of those that are.
+// cannot read the matrices: they want rows at multiples of 16 bytes.
 std::vector<Choice> choices(const Product& product);
 
-// The one whose waves of tiles take the least time, by their number and size; nothing was measured,
-// and no tile is shared.
+// The one whose waves of tiles take the least time, by their number and size; nothing was measured.
 std::optional<Choice> guess(const Product& product);
 
 // On the current stream. Capture-safe once the kernel has run on this device.

@@ -132,24 +132,6 @@ __device__ __forceinline__ void fence_global_for_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// --- Words in global memory that the blocks of a grid share
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
-// What it was before. Releases what this thread has seen, and acquires what others released.
-__device__ __forceinline__ uint32_t add_and_acquire(uint32_t* word, uint32_t value) {
-  uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(word), "r"(value)
-               : "memory");
-  return before;
-}
-
 // --- Registers of a warpgroup
 
 template <int n>

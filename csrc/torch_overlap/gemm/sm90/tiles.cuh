@@ -54,14 +54,12 @@ struct TileConfig {
   static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");
 };
 
-// One tile, or a part of its k.
+// One tile.
 struct Unit {
   int row;     // tiles
   int column;  // tiles
   int depth;   // stages of k
   int chunk;   // of the rows, where they come from or go to several places; rows count from its own
-  int begin = 0;  // of k: stages before
-  int place = 0;  // where tiles are shared out: of the first stage of k, among those of all tiles
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

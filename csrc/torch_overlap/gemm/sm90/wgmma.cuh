@@ -61,14 +61,6 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// What d holds is not looked at any more: ways that lead to the next product need not agree on
-// where it is.
-template <int n>
-__device__ __forceinline__ void forget(float (&d)[n]) {
-#pragma unroll
-  for (int i = 0; i < n; ++i) asm volatile("" : "=f"(d[i]));
-}
-
 // clang-format off
 #define TO_TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
 #define TO_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
