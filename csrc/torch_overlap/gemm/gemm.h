@@ -52,8 +52,9 @@ struct GemmEpilogue {
   at::Tensor pre_gelu_out{};
   // [m, n]: the product is multiplied with the derivative of GELU there. Not with bias.
   at::Tensor gelu_input{};
-  // Becomes the gradient of a bias: with gelu_input [n], the sum of the rows of what is put in out;
-  // else [m], the sum of op(lhs) over k, which for dw = dy^T x is that of dy over tokens.
+  // Becomes the gradient of a bias: with gelu_input [n], the sum of the rows of what is put in out,
+  // a residual left out; else [m], the sum of op(lhs) over k, which for dw = dy^T x is that of dy
+  // over tokens.
   at::Tensor bias_grad{};
   // [m, n], of out's dtype: added behind all of that. It may be out itself, as a whole: that is
   // `accumulate`. Not for 8-bit out.
@@ -110,6 +111,10 @@ TORCH_OVERLAP_API GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, 
                                      int64_t length);
 TORCH_OVERLAP_API GemmArgs gemm_columns(std::string_view op, const GemmArgs& args, int64_t begin,
                                         int64_t length);
+
+// One's part of memory that as many products side by side share; nothing of nothing.
+TORCH_OVERLAP_API at::Tensor workspace_part(const at::Tensor& workspace, int64_t part,
+                                            int64_t parts);
 
 // Of a problem: what the shapes say.
 struct GemmShape {

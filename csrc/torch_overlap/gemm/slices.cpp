@@ -34,6 +34,12 @@ GemmArgs sliced(std::string_view op, const GemmArgs& args, int64_t dim, Range ra
 
 }  // namespace
 
+at::Tensor workspace_part(const at::Tensor& workspace, int64_t part, int64_t parts) {
+  if (!workspace.defined() || parts <= 1) return workspace;
+  const int64_t length = workspace.numel() / parts;
+  return workspace.flatten().narrow(0, part * length, length);
+}
+
 GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, int64_t begin, int64_t length) {
   const auto shape = checked_problem(op, args).shape;
   const Range range{begin, length};

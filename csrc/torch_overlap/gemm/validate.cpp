@@ -185,6 +185,20 @@ void check_epilogue(std::string_view op, const GemmProblem& problem) {
 }
 
 // Read at the place that is written: as the sum's own memory, or apart from it.
+// Whether rows of two views [m, n] whose rows are as far apart have elements in common.
+bool rows_overlap(const at::Tensor& a, const at::Tensor& b) {
+  const int64_t stride = a.stride(0);
+  if (stride != b.stride(0) || a.size(0) < 2) return false;
+  const auto address = [](const at::Tensor& x) {
+    return reinterpret_cast<intptr_t>(x.const_data_ptr()) / static_cast<intptr_t>(x.element_size());
+  };
+  const int64_t distance = std::abs(address(a) - address(b));
+  const int64_t rows = distance / stride;  // that the one begins behind the other
+  const int64_t columns = distance % stride;
+  const int64_t n = a.size(1);
+  return (columns < n && rows < a.size(0)) || (stride - columns < n && rows + 1 < a.size(0));
+}
+
 void check_residual(std::string_view op, const GemmProblem& problem) {
   const GemmArgs& args = problem.args;
   const at::Tensor& residual = args.epilogue.residual;
@@ -201,7 +215,12 @@ void check_residual(std::string_view op, const GemmProblem& problem) {
   check_extra(op, "residual", residual, {m, n}, problem.lhs.data.scalar_type());
   const bool in_place = residual.const_data_ptr() == args.out.const_data_ptr() &&
                         (m <= 1 || residual.stride(0) == args.out.stride(0));
-  if (!in_place) check_apart(op, "residual", residual, args.out);
+  if (in_place) return;
+  check_apart(op, "residual", residual, args.out);
+  TORCH_OVERLAP_CHECK(
+      !residual.is_alias_of(args.out) || !rows_overlap(residual, args.out), kValue, op,
+      ": expected out to be apart from residual, got rows of both that overlap; write to "
+      "another tensor");
 }
 
 }  // namespace

@@ -191,12 +191,7 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
 void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
   if (channel.logs_) channel.log_gemm(lane, args);
   GemmArgs own = args;
-  if (args.workspace.defined() && lanes.computes() > 1) {
-    // Products run side by side: each lane has its part of the caller's memory.
-    const auto memory = args.workspace.flatten();
-    const int64_t part = memory.size(0) / lanes.computes();
-    own.workspace = memory.narrow(0, lane * part, part);
-  }
+  own.workspace = workspace_part(args.workspace, lane, lanes.computes());
   lanes.run(lane, "gemm", [op, own] { torch_overlap::gemm(op, own); });
 }
 

@@ -100,6 +100,13 @@ def test_residuals():
     gemm(changed(args, out=memory[:, 32:], residual=memory[:, 32:]))
     wide = zeros(31, 32)
     refuses(VALUE, "out to be apart from residual", changed(args, out=wide[:16], residual=wide[::2]))
+    long = zeros(17, 70)
+    for residual in (long[:16, 8:40], long[1:, 8:40], long[:16, 31:63], long[1:, :32]):
+        refuses(VALUE, "out to be apart from residual", changed(args, out=long[:16, :32], residual=residual))
+    refuses(VALUE, "out to be apart from residual", changed(args, out=long[:16, 30:62], residual=long[1:, :32]))
+    for residual in (long[:16, 32:64], long[1:, 32:64], long[:16, 38:]):
+        gemm(changed(args, out=long[:16, :32], residual=residual))
+    gemm(changed(args, out=long[:16, 38:], residual=long[1:, :32]))
 
 
 def test_groups_write_each_product_once():

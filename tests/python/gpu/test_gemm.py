@@ -261,6 +261,28 @@ def test_misaligned_views():
         assert out[:, 0].isnan().all()
 
 
+def test_a_result_at_an_address_that_tensor_copies_refuse():
+    """Its rows are 16 bytes apart in whole numbers, but begin 8 bytes behind one."""
+    layer.set_gemm_tuning("best")
+    lhs, rhs = (torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(2))
+    out = torch.full((512, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
+    for _ in range(2):  # the second is not measured
+        gemm(GemmArgs(GemmOperand(lhs), GemmOperand(rhs, transposed=True), out[:, 4:516]))
+        torch.testing.assert_close(out[:, 4:516].double(), lhs.double() @ rhs.double().t(), rtol=2**-7, atol=0.25)
+        assert out[:, :4].isnan().all()
+        assert out[:, 516:].isnan().all()
+
+
+def test_products_of_a_group_share_a_workspace():
+    """One that each of them divides k with: tall in k, few tiles."""
+    workspace = torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
+    cases = [case_of(64, 64, 65536, dtype=torch.bfloat16, workspace=workspace) for _ in range(6)]
+    for _ in range(20):
+        grouped_gemm([case.args for case in cases])
+    for case in cases:
+        case.check()
+
+
 @pytest.mark.parametrize("scaling", [None, "current", "block_1x2", "mxfp8"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_graphs_with_changing_inputs(scaling, warm):

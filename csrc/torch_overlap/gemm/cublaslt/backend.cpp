@@ -94,9 +94,8 @@ void run_double(const GemmProblem& problem) {
 }
 
 // Operands that the tensor cores of this device do not read, or sizes that they do not take.
-// Dequantized values of MXFP8 are those
-// of bf16, but for the smallest; with fp32 factors they are rounded, by far less than the
-// quantization did.
+// Dequantized values of MXFP8 are those of bf16, but for the smallest; with fp32 factors they are
+// rounded, by far less than the quantization did.
 void run_dequantized(cublasLtHandle_t handle, const GemmProblem& problem) {
   const auto plain = [&](const OperandView& operand) {
     return OperandView{.data = dequantize(problem.op, operand, at::kBFloat16),
@@ -165,7 +164,13 @@ class CublasLtGemm final : public GemmBackend {
     for (size_t i = 0; i < problems.size(); ++i) {
       const size_t stream = i % (side.count() + 1);
       const c10::cuda::CUDAStreamGuard guard(stream == 0 ? current : side[stream - 1]);
-      run_problem(handle, problems[i]);
+      GemmArgs args = problems[i].args;
+      args.workspace = workspace_part(args.workspace, stream, side.count() + 1);
+      run_problem(handle, {.op = problems[i].op,
+                           .args = args,
+                           .shape = problems[i].shape,
+                           .lhs = problems[i].lhs,
+                           .rhs = problems[i].rhs});
     }
     side.join();
   }

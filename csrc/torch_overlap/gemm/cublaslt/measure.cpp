@@ -78,11 +78,13 @@ void Plan::measure(cublasLtHandle_t handle, const LtCall& call, const Workspace&
     if (is_best(again)) algorithm_ = candidate;
   }
   if (gemm_tuning() != GemmTuning::kBest) return;
-  const auto product = own_product(call, scratch.data_ptr());
+  // Those that the matrix itself can have: the scratch memory is aligned, it may not be.
+  const auto product = own_product(call, call.d);
   if (!product) return;
+  const auto on_scratch = *own_product(call, scratch.data_ptr());
   for (const sm90::Choice& choice : sm90::choices(*product)) {
     const auto again = [&] {
-      sm90::run(*product, choice);
+      sm90::run(on_scratch, choice);
       return true;
     };
     if (is_best(again)) own_ = choice;
