@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch_overlap.testing._gpus import gpu_of
 from torch_overlap.testing._report import Outcome
 
 
@@ -93,7 +94,7 @@ def run_body(job: Job, rank: int, store: Any, fn: Callable[..., Any], args: tupl
 def _device(job: Job, rank: int) -> Any:
     import torch
 
-    return torch.device(job.device if ":" in job.device or job.device == "cpu" else f"{job.device}:{rank}")
+    return gpu_of(rank) if job.device == "cuda" else torch.device(job.device)
 
 
 def _end_process_group() -> None:

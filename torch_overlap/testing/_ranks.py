@@ -41,7 +41,7 @@ def run_ranks(
     have half of `timeout` as their own and raise rather than end the process. A rank not back after `timeout`, or dead,
     costs all rank processes: new ones start with the next call.
 
-    device: "cuda" is GPU `rank` of this machine. env: variables that are set during the call; None takes one out.
+    device: "cuda" is the GPU of that rank (gpu_of()). env: variables that are set during the call; None takes one out.
 
     Raises:
         RanksFailed: with the traceback of every rank that failed.
