@@ -199,7 +199,7 @@ def run_case(ranks: Ranks, margin: float) -> dict[str, Any]:
         for rank in range(case.ranks):
             ranks.expect(rank, "running", START_SECONDS)
         hit = ranks.hit()
-        limit = case.timeout + margin
+        limit = every_op.timeout_of(case.op, case.timeout) + margin
         deadline = time.monotonic() + limit + 15
         errors = [ranks.expect(rank, "error", deadline - time.monotonic()) for rank in survivors]
         row["us"] = max(when for when, _ in errors) * 1e6 - hit * 1e6

@@ -35,13 +35,20 @@ class Done:
 
 Issue = Callable[..., Waits]
 
+RECONFIGURE_SECONDS = 3.0
+
+
+def timeout_of(name: str, seconds: float) -> float:
+    """Of an operation, where the communicator's is `seconds`: reconfigure makes connections, and has some more."""
+    return max(seconds, RECONFIGURE_SECONDS) if name == "reconfigure" else seconds
+
 
 def operation(comm: to.TorchComm, name: str, victim: int, numel: int = 4096) -> Issue:
     """A function of (async_op, **options) that issues the operation on this rank.
 
     Roots are chosen so that ranks wait for `victim`: it is the root of what comes from a root, and owes something to
     the root of what goes to one. Those of WITHOUT_OPTIONS block, and take the communicator's timeout. reconfigure needs
-    one that was made with enable_reconfigure, and has three seconds at least: it makes connections.
+    one that was made with enable_reconfigure.
     """
     if name in ONE_SIDED:
         return one_sided(comm, name, victim, numel)
@@ -190,7 +197,8 @@ def reconfigure(comm: to.TorchComm) -> Issue:
     done = Done(comm.get_device())
 
     def issue(async_op: bool) -> Waits:
-        part.reconfigure(next(uuids), handles, timeout=max(comm.get_options().timeout, timedelta(seconds=3)))
+        seconds = timeout_of("reconfigure", comm.get_options().timeout.total_seconds())
+        part.reconfigure(next(uuids), handles, timeout=timedelta(seconds=seconds))
         return done
 
     return issue
