@@ -8,19 +8,19 @@ ranks may.
 
 import pytest
 import torch
-from conftest import SHARED
 from graph_branches import beside, reachable
 from graph_nodes import Copy, Kernel, captured
 
 from torch_overlap import ops
 from torch_overlap.quantize import ScalingMode as Mode
+from torch_overlap.testing import gpu_ranks
 
 pytestmark = [
     pytest.mark.gpu(2),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
     ),
-    pytest.mark.skipif(SHARED, reason="copies within a GPU need SMs"),
+    pytest.mark.skipif(gpu_ranks() > torch.cuda.device_count(), reason="copies within a GPU need SMs"),
 ]
 
 
