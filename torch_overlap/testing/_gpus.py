@@ -15,7 +15,7 @@ def gpu_ranks() -> int:
     One each, or up to eight where NCCL (2.30) is told by NCCL_MULTI_RANK_GPU_ENABLE=1 to let them share one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return SHARED if gpus and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else gpus
+    return max(gpus, SHARED) if gpus and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else gpus
 
 
 def gpu_of(local_rank: int) -> torch.device:

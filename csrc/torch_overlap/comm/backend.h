@@ -85,8 +85,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // Ends all operations at once, on this rank, without asking others. Never ends the process. May
   // be called from any thread, also while another is inside launch().
   virtual void abort() = 0;
-  // The same, but what takes long goes on in the background: for who has a deadline.
-  virtual void give_up() { abort(); }
+  // The same, but what takes long goes on in the background: for who has a deadline. After a
+  // timeout peers are not told: their own clocks are about to end, and then they name the rank that
+  // is really missing.
+  virtual void give_up(bool tells_peers) { abort(); }
   virtual bool is_aborted() const = 0;
   // Why nothing can be issued any more: abort(), or an operation that failed. Empty while it can.
   virtual std::string failure() { return is_aborted() ? "it was aborted, or failed" : ""; }

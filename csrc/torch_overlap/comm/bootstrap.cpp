@@ -166,13 +166,14 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
       // Its part stays: it may say why, and who comes later waits for this rank in what follows.
       read();
     } else {
-      (void)store.deleteKey(parts.keys()[rank]);  // nobody may take this rank for present
+      delete_keys(store, {parts.keys()[rank]});  // nobody may take this rank for present
     }
     TORCH_OVERLAP_CHECK(ended.empty(), kState, key, ": expected ", size,
                         " ranks, got none of ranks ", list_string(missing),
                         " before the end: ", ended);
-    const std::string said = owner.on_missing ? owner.on_missing() : "";
-    TORCH_OVERLAP_CHECK(left.empty(), kRuntime, key, ": ", left, said);
+    const std::string said = owner.on_missing ? owner.on_missing(!left.empty()) : "";
+    TORCH_OVERLAP_CHECK(left.empty(), kRuntime, key, ": expected ", size, " ranks, but ", left,
+                        said);
     fail(ErrorKind::kTimeout, key, ": expected ", size, " ranks within ", timeout.count(),
          " ms, got ", missing.empty() ? "the last too late" : "none of ranks ",
          missing.empty() ? "" : list_string(missing), said);

@@ -77,7 +77,7 @@ struct ExchangeOwner {
   // The same of a rank that has not come, with a kRuntime error: that it has left.
   std::function<std::string(int rank)> why_left;
   // When a rank did not come in time, or has left: what it returns is added to the error.
-  std::function<std::string()> on_missing;
+  std::function<std::string(bool has_left)> on_missing;
 };
 
 // Collective over a store: every rank puts in `mine` under `key`, gets everybody's. Bounded by

@@ -40,7 +40,7 @@ std::optional<std::string> get_if_there(c10d::Store& store, const std::string& k
   // Changes nothing: no value is this one.
   const auto none = to_bytes("none");
   const auto value = store.compareSet(key, none, none);
-  if (value == none) return std::nullopt;
+  if (value == none || value.empty()) return std::nullopt;  // stores in Python may say so
   return std::string(value.begin(), value.end());
 }
 

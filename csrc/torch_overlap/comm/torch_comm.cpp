@@ -308,17 +308,17 @@ std::unique_ptr<StoreBootstrap> TorchComm::bootstrap(const Membership& members, 
     const auto alive = backend.lock();
     return alive ? alive->why_left(rank) : "";
   };
-  owner.on_missing = [self = weak_from_this(), generation = members.generation] {
+  owner.on_missing = [self = weak_from_this(), generation = members.generation](bool has_left) {
     const auto alive = self.lock();
-    return alive ? alive->out_of_step(generation) : "";
+    return alive ? alive->out_of_step(generation, has_left) : "";
   };
   return std::make_unique<StoreBootstrap>(context.store, std::move(name), context.rank,
                                           context.size, context.timeout(), std::move(owner));
 }
 
-std::string TorchComm::out_of_step(uint64_t generation) {
+std::string TorchComm::out_of_step(uint64_t generation, bool has_left) {
   if (state_.load() == State::kReconfiguring || this->generation() != generation) return "";
-  abort_by(&Backend::give_up);
+  abort_by([has_left](Backend& backend) { backend.give_up(/*tells_peers=*/has_left); });
   return concat("; '", name(),
                 "' is aborted: its ranks are out of step; reconfigure it, or make a ", "new one");
 }
@@ -329,9 +329,11 @@ void TorchComm::drop_attachments() {
   dropped.swap(attachments_);
 }
 
-void TorchComm::abort() { abort_by(&Backend::abort); }
+void TorchComm::abort() {
+  abort_by([](Backend& backend) { backend.abort(); });
+}
 
-void TorchComm::abort_by(void (Backend::*end)()) {
+void TorchComm::abort_by(const std::function<void(Backend&)>& end) {
   if (!process_.is_current()) return;  // a fork has nothing to end
   const auto members = membership();
   State expected = State::kActive;
@@ -346,7 +348,7 @@ void TorchComm::abort_by(void (Backend::*end)()) {
   }
   members->context.record->state.store(CommRecord::State::kAborted);
   // First: a hook may wait for a lock that a stuck operation's thread holds.
-  (members->backend.get()->*end)();
+  end(*members->backend);
   members->context.on_abort();
 }
 

@@ -289,8 +289,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // The options with `hints` over them. Warns of hints that the backend does not know.
   ResolvedOptions options_with(const Hints& hints) const;
   Checker checker(std::string_view op) const;
-  std::string out_of_step(uint64_t generation);
-  void abort_by(void (Backend::*end)());
+  std::string out_of_step(uint64_t generation, bool has_left);
+  void abort_by(const std::function<void(Backend&)>& end);
   WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,
                             const OpOptions& options);
   // The one way of every operation: state, options, hooks, the backend's launch.

@@ -184,14 +184,19 @@ void check_epilogue(std::string_view op, const GemmProblem& problem) {
   check_extra(op, "bias_grad", epilogue.bias_grad, {dgelu ? n : m}, operands);
 }
 
-// Read at the place that is written: as the sum's own memory, or apart from it.
-// Whether rows of two views [m, n] whose rows are as far apart have elements in common.
+// Whether two views [m, n] of one dtype may have elements in common: exact where their rows are as
+// far apart, else by where they begin and end.
 bool rows_overlap(const at::Tensor& a, const at::Tensor& b) {
-  const int64_t stride = a.stride(0);
-  if (stride != b.stride(0) || a.size(0) < 2) return false;
+  if (a.numel() == 0 || a.is_meta()) return false;
   const auto address = [](const at::Tensor& x) {
     return reinterpret_cast<intptr_t>(x.const_data_ptr()) / static_cast<intptr_t>(x.element_size());
   };
+  const auto end = [&](const at::Tensor& x) {
+    return address(x) + (x.size(0) - 1) * x.stride(0) + x.size(1);
+  };
+  if (end(a) <= address(b) || end(b) <= address(a)) return false;
+  const int64_t stride = a.stride(0);
+  if (stride != b.stride(0) || a.size(0) < 2) return true;
   const int64_t distance = std::abs(address(a) - address(b));
   const int64_t rows = distance / stride;  // that the one begins behind the other
   const int64_t columns = distance % stride;
@@ -199,6 +204,7 @@ bool rows_overlap(const at::Tensor& a, const at::Tensor& b) {
   return (columns < n && rows < a.size(0)) || (stride - columns < n && rows + 1 < a.size(0));
 }
 
+// Read at the place that is written: as the sum's own memory, or apart from it.
 void check_residual(std::string_view op, const GemmProblem& problem) {
   const GemmArgs& args = problem.args;
   const at::Tensor& residual = args.epilogue.residual;
@@ -217,10 +223,9 @@ void check_residual(std::string_view op, const GemmProblem& problem) {
                         (m <= 1 || residual.stride(0) == args.out.stride(0));
   if (in_place) return;
   check_apart(op, "residual", residual, args.out);
-  TORCH_OVERLAP_CHECK(
-      !residual.is_alias_of(args.out) || !rows_overlap(residual, args.out), kValue, op,
-      ": expected out to be apart from residual, got rows of both that overlap; write to "
-      "another tensor");
+  TORCH_OVERLAP_CHECK(!rows_overlap(residual, args.out), kValue, op,
+                      ": expected out to be apart from residual, got rows of both that overlap; "
+                      "write to another tensor");
 }
 
 }  // namespace

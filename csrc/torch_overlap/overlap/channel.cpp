@@ -102,7 +102,9 @@ void OverlapGroup::require_active(std::string_view op) const {
 
 std::string OverlapGroup::why_left(int rank) const {
   const auto comm = comm_.lock();
-  return comm ? comm->membership()->backend->why_left(rank) : "";
+  if (!comm) return "";
+  const auto members = comm->membership();
+  return members->generation == generation_ ? members->backend->why_left(rank) : "";
 }
 
 bool OverlapGroup::may_be_direct() const { return !PretendUnreachable::is_on(); }

@@ -23,7 +23,7 @@ std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
   std::vector<std::string> all;
   try {
     all = bootstrap.all_gather(said);
-  } catch (const Error&) {
+  } catch (const std::exception&) {  // of callbacks, any
     if (!mine) throw;
   }
   if (mine) throw Error(mine.kind, mine.text);

@@ -94,13 +94,15 @@ TEST(Exchange, ARankThatHasLeftEndsTheWaitForItAndNotForOthers) {
   owner.why_left = [](int rank) {
     return std::string(rank == 0 ? "" : concat("rank ", rank, " has left"));
   };
-  owner.on_missing = [] { return std::string("; all is over"); };
+  owner.on_missing = [](bool has_left) {
+    return std::string(has_left ? "; all is over" : "; it is late");
+  };
   // Rank 1 said its part before.
   publish(*store, "key", 1, kSize, said_by(1));
   const Error error =
       error_of([&] { exchange(*store, "key", 0, kSize, said_by(0), kLong, owner); });
   EXPECT_EQ(error.kind(), ErrorKind::kRuntime);
-  EXPECT_STREQ(error.what(), "key: rank 2 has left; all is over");
+  EXPECT_STREQ(error.what(), "key: expected 3 ranks, but rank 2 has left; all is over");
   EXPECT_EQ(exchange(*store, "key", 2, kSize, said_by(2), kLong)[0], said_by(0));
   EXPECT_EQ(store->getNumKeys(), 0);
 }

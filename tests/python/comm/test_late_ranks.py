@@ -185,6 +185,24 @@ def test_a_rank_that_left_ends_what_waits_for_it(what: str, how: str, is_late: b
     run_ranks(run_rank_that_left, 2, what, how, is_late, backend="local")
 
 
+def run_two_clocks(comm: to.TorchComm) -> None:
+    """Rank 2 is missing. Rank 1's clock ends first, but it is not what rank 0 waits for."""
+    comm.barrier(False)
+    comm.set_timeout(timedelta(seconds=2))
+    if comm.get_rank() == 2:
+        time.sleep(6)
+        return
+    time.sleep(1 - comm.get_rank())
+    with pytest.raises(
+        to.OperationTimeoutError, match=r"expected 3 ranks within 2000 ms, got none of ranks \[(1, )?2\]"
+    ):
+        comm.split([0, 1, 2])
+
+
+def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
+    run_ranks(run_two_clocks, 3, backend="local")
+
+
 def run_last_words(comm: to.TorchComm) -> None:
     """What a rank did before it left counts."""
     child = comm.split([0, 1])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_overlap import _C
 
@@ -107,12 +108,14 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gpu(2)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="each node has GPUs of its own")
 def test_two_nodes_of_one_gpu(tmp_path: Path) -> None:
     run_nodes(tmp_path / "nodes.py", 1, "cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.gpu(4)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="each node has GPUs of its own")
 def test_two_nodes_of_two_gpus(tmp_path: Path) -> None:
     run_nodes(tmp_path / "nodes.py", 2, "cuda")
 

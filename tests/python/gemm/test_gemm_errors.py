@@ -107,6 +107,10 @@ def test_residuals():
     for residual in (long[:16, 32:64], long[1:, 32:64], long[:16, 38:]):
         gemm(changed(args, out=long[:16, :32], residual=residual))
     gemm(changed(args, out=long[:16, 38:], residual=long[1:, :32]))
+    apart = zeros(33, 32)
+    for residual in (apart[1::2], torch.from_dlpack(apart)[4:20]):  # other strides, another storage
+        refuses(VALUE, "out to be apart from residual", changed(args, out=apart[:16], residual=residual))
+    gemm(changed(args, out=apart[:16], residual=zeros(32, 32)[::2]))
 
 
 def test_groups_write_each_product_once():

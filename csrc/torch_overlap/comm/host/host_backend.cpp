@@ -270,7 +270,7 @@ void HostBackend::finalize() {
   }
 }
 
-void HostBackend::abort() {
+void HostBackend::end(bool tells_peers) {
   if (aborted_.exchange(true)) return;
   const std::string why = concat("communicator '", context_.name, "' was aborted");
   {
@@ -278,7 +278,7 @@ void HostBackend::abort() {
     if (failure_.empty()) failure_ = why;
     broken_.store(true, std::memory_order_release);
   }
-  transport_->stop(why, /*tell_peers=*/true);
+  transport_->stop(why, tells_peers);
 }
 
 }  // namespace torch_overlap

@@ -39,7 +39,8 @@ class HostBackend final : public Backend, public HostWorkOwner {
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
-  void abort() override;
+  void abort() override { end(/*tells_peers=*/true); }
+  void give_up(bool tells_peers) override { end(tells_peers); }
   bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
   std::string failure() override;
   std::string why_left(int rank) override { return transport_->why_left(rank); }
@@ -55,6 +56,7 @@ class HostBackend final : public Backend, public HostWorkOwner {
 
   using LaneList = c10::SmallVector<int, 4>;
 
+  void end(bool tells_peers);
   int lane_of(const P2POp& op) const;
   LaneList lanes_of(const Call& call) const;
   WorkPtr launch_wait(Call call);

@@ -30,8 +30,8 @@ std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank
     const std::string left = looks ? options_.group->why_left(rank) : "";
     const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - epoch) >= 0) return true;
+    if (looks) options_.group->require_active(memory_->name());  // the own end comes first
     TORCH_OVERLAP_CHECK(left.empty(), kRuntime, memory_->name(), ": ", left);
-    if (looks) options_.group->require_active(memory_->name());
     const auto now = Clock::now();
     const auto timeout = options_.group->timeout();
     if (until == Clock::time_point()) until = now + timeout;

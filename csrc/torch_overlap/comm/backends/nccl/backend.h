@@ -60,7 +60,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
   void finalize() override;
   void abort() override;
-  void give_up() override;
+  void give_up(bool tells_peers) override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
   std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
   int64_t native_handle() const override;

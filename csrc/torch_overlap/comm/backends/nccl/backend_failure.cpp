@@ -45,7 +45,7 @@ void NcclBackend::fail_launch(const Call& call, bool begun) {
 
 void NcclBackend::abort() { end_with(kStopLimit); }
 
-void NcclBackend::give_up() { end_with(Milliseconds(0)); }
+void NcclBackend::give_up(bool /*tells_peers*/) { end_with(Milliseconds(0)); }
 
 void NcclBackend::end_with(Milliseconds limit) {
   acted_on_failure_ = true;  // here, and without an end of the process
