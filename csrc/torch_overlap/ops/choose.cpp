@@ -51,7 +51,7 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
-  const auto why =
+  auto why =
       overlap_device(problem.op, comm->device().type())
           .fused_obstacle({.device = comm->device(),
                            .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
