@@ -51,13 +51,12 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
-  auto why =
-      overlap_device(problem.op, comm->device().type())
-          .fused_obstacle({.device = comm->device(),
-                           .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
-                           .rows = {rows, comm->size()},
-                           .n = problem.local_n,
-                           .k = problem.local_k});
+  auto why = overlap_device(problem.op, comm->device().type())
+                 .fused_obstacle({.device = comm->device(),
+                                  .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
+                                  .rows = {rows, comm->size()},
+                                  .n = problem.local_n,
+                                  .k = problem.local_k});
   if (!why.empty()) return why;
   auto no_channel = channel_obstacle(problem, comm, need);
   if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
