@@ -337,7 +337,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError: there is nothing to measure, or nowhere to write.
     """
     from torch_overlap.comm import new_comm
-    from torch_overlap.testing import gpu_of
 
     cache = args.cache or _C._read_env()["tune_cache"]
     if not cache:
@@ -349,8 +348,6 @@ def run(args: argparse.Namespace) -> int:
         write(cache, itertools.chain.from_iterable(map(entries_of_results, args.results)))
         return 0
     is_cuda = torch.cuda.is_available()
-    if is_cuda:
-        torch.cuda.set_device(gpu_of(_C._read_env()["local_rank"] or 0))
     comm = new_comm("nccl" if is_cuda else "gloo", torch.device("cuda" if is_cuda else "cpu"), name="tune")
     try:
         _measure_all(comm, args, cache)

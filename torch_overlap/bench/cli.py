@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_overlap._gpus import gpu_ranks
 from torch_overlap.bench.cases import DTYPES, KNOWN_OPS, MODES, OPS, SETS, Case, cases_of, parse_shape
-from torch_overlap.testing import gpu_ranks
 
 EPILOG = """
 bench ag_gemm gemm_rs --set bf16 --tp 2       the shapes of a set, on two GPUs; "all" stands for every operation

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import torch_overlap as to
+from torch_overlap._gpus import gpu_of
 from torch_overlap.bench.timing import Stopwatch
-from torch_overlap.testing import gpu_of
 
 # No multicast, for anybody: so that runs on different machines measure the same.
 ENVIRONMENT = {

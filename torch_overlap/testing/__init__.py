@@ -1,6 +1,6 @@
 """Tests over several ranks: `run_ranks` runs one function on every rank and brings the results back."""
 
-from torch_overlap.testing._gpus import gpu_of, gpu_ranks
+from torch_overlap._gpus import gpu_of, gpu_ranks
 from torch_overlap.testing._ranks import run_ranks
 from torch_overlap.testing._report import RanksFailed
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch_overlap.testing._gpus import gpu_of
+from torch_overlap._gpus import gpu_of
 from torch_overlap.testing._report import Outcome
 
 

@@ -144,9 +144,9 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     args.lhs.data = problem.data.all;
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
-  problem.fused = input.fused && !channel->shares_devices() &&
-                  std::all_of(problem.gemms.begin(), problem.gemms.end(),
-                              [&](const auto& args) { return has_fused(*channel, args, rows); });
+  problem.fused =
+      input.fused && std::all_of(problem.gemms.begin(), problem.gemms.end(),
+                                 [&](const auto& args) { return has_fused(*channel, args, rows); });
   run_gather_gemm(op, *channel, problem);
 }
 

@@ -209,13 +209,15 @@ def run_last_words(comm: to.TorchComm) -> None:
     assert child is not None
     window = child.new_window(to.symmetric_empty(4, torch.float32, comm))
     if comm.get_rank() == 1:
-        window.signal(0, False)
         with pytest.raises(to.InvalidValueError, match="timeout >= 0"):
             child.split([0, 1], timeout=timedelta(seconds=-1))
+        time.sleep(0.2)  # rank 0 waits, and looks now and then who has left
+        window.signal(0, False)
         child.abort()
+    else:
+        window.wait_signal(1, False)
     comm.barrier(False)
     if comm.get_rank() == 0:
-        window.wait_signal(1, False)
         with pytest.raises(to.InvalidValueError, match=r"rank 1 .* could not take part: .* timeout >= 0"):
             child.split([0, 1])
         with pytest.raises(to.Error, match="rank 1 has left"):

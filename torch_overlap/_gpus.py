@@ -12,7 +12,7 @@ SHARED = 8
 def gpu_ranks() -> int:
     """How many ranks of this machine can have a GPU.
 
-    One each, or up to eight where NCCL (2.30) is told by NCCL_MULTI_RANK_GPU_ENABLE=1 to let them share one.
+    One each, or eight at least where NCCL (2.30) is told by NCCL_MULTI_RANK_GPU_ENABLE=1 to let them share one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return max(gpus, SHARED) if gpus and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else gpus
