@@ -45,6 +45,7 @@ def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
         "matmul_all_reduce_rms_norm": (to.ops.matmul_all_reduce_rms_norm, (whole, weight, residual, gain, comm), {}),
         "scaled_all_gather_matmul": (to.ops.scaled_all_gather_matmul, (own8, one, [weight8], [one], comm), mode),
         "scaled_matmul_reduce_scatter": (to.ops.scaled_matmul_reduce_scatter, (whole8, one, weight8, one, comm), mode),
+        "scaled_matmul_all_reduce": (to.ops.scaled_matmul_all_reduce, (whole8, one, weight8, one, comm), mode),
     }
     found: dict[str, Callable[[], object]] = {}
     for name, (call, arguments, options) in calls.items():

@@ -827,8 +827,14 @@ def _explain_algorithm(
     prefers_channels: bool = True,
     scaled: tuple[torch.dtype, torch.dtype, int, bool] | None = None,
 ) -> tuple[str, str, str]: ...
-def _matmul_all_reduce_problem(
-    comm: TorchComm, rows: int, features: int, local_k: int, dtype: torch.dtype
+def _summed_product_problem(
+    op: str,
+    comm: TorchComm,
+    rows: int,
+    features: int,
+    local_k: int,
+    dtype: torch.dtype,
+    scaling_mode: int | None = None,
 ) -> dict[str, Any]: ...
 
 _ROW_PIECES: int

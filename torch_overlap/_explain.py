@@ -19,6 +19,7 @@ _PLAIN = ("auto", "sequential", "chunked")
 _ALGORITHMS = {
     "scaled_all_gather_matmul": (*_PLAIN, "ring", "fused"),
     "scaled_matmul_reduce_scatter": (*_PLAIN, "ring", "fused"),
+    "scaled_matmul_all_reduce": (*_PLAIN, "ring", "fused"),
     "bulk_overlap_matmul": (*_PLAIN, "bulk"),
     "all_to_all_matmul": (*_PLAIN, "ring"),
     "matmul_all_to_all": (*_PLAIN, "ring"),
@@ -53,7 +54,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm" (as
             the one before), "bulk_overlap_matmul", "all_to_all_matmul", "matmul_all_to_all",
-            "scaled_all_gather_matmul" or "scaled_matmul_reduce_scatter".
+            "scaled_all_gather_matmul", "scaled_matmul_reduce_scatter" or "scaled_matmul_all_reduce".
 
     Raises:
         InvalidValueError: `op` is another one, or does not know the algorithm.
@@ -82,11 +83,13 @@ def _rows(x: Tensor) -> int:
 
 def _local(given: dict[str, Any], features: int, weight: Tensor) -> dict[str, Any]:
     """This rank's product, of operators with fused kernels."""
-    x = given["x"]
-    local: dict[str, Any] = {"local_shape": (0, features, x.shape[-1])}
-    if "out_dtype" in given:
-        local["scaled"] = (x.dtype, weight.dtype, int(given["scaling_mode"]), given["use_split_accumulator"])
-    return local
+    return {"local_shape": (0, features, given["x"].shape[-1])} | _scaled(given, weight)
+
+
+def _scaled(given: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+    if "out_dtype" not in given:
+        return {}
+    return {"scaled": (given["x"].dtype, weight.dtype, int(given["scaling_mode"]), given["use_split_accumulator"])}
 
 
 def _gather(given: dict[str, Any]) -> dict[str, Any]:
@@ -112,8 +115,13 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_reduce(given: dict[str, Any]) -> dict[str, Any]:
-    x, features = given["x"], given["weight"].shape[0]
-    return _C._matmul_all_reduce_problem(given["comm"], _rows(x), features, x.shape[-1], x.dtype)
+    x, weight = given["x"], given["weight"]
+    dtype, mode = given.get("out_dtype", x.dtype), given.get("scaling_mode")
+    op = "matmul_all_reduce" if mode is None else "scaled_matmul_all_reduce"
+    problem = _C._summed_product_problem(
+        op, given["comm"], _rows(x), weight.shape[0], x.shape[-1], dtype, None if mode is None else int(mode)
+    )
+    return problem | _scaled(given, weight)
 
 
 def _exchange_in(given: dict[str, Any]) -> dict[str, Any]:
@@ -164,4 +172,5 @@ _EXPLAINED = {
     "matmul_all_to_all": _exchange_out,
     "scaled_all_gather_matmul": _gather,
     "scaled_matmul_reduce_scatter": _scatter,
+    "scaled_matmul_all_reduce": _all_reduce,
 }

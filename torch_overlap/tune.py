@@ -69,13 +69,13 @@ def _reduce(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Calla
     size = comm.get_size()
     k = _part(op, "k", k, size)
     x, w = _operands(comm, (m, k), (n, k), dtype)
-    if op == "matmul_all_reduce":
-        return lambda a: ops.matmul_all_reduce(x, w, comm, algorithm=a)
-    _part(op, "m", m, size)
+    if op.endswith("reduce_scatter"):
+        _part(op, "m", m, size)
+    call = getattr(ops, op)
     if op.startswith("scaled_"):
         (x, s), (w, t) = _quantized(x), _quantized(w)
-        return lambda a: ops.scaled_matmul_reduce_scatter(x, s, w, t, comm, out_dtype=dtype, algorithm=a)
-    return lambda a: ops.matmul_reduce_scatter(x, w, comm, algorithm=a)
+        return lambda a: call(x, s, w, t, comm, out_dtype=dtype, algorithm=a)
+    return lambda a: call(x, w, comm, algorithm=a)
 
 
 def _exchange(op: str, comm: TorchComm, shape: Shape, dtype: torch.dtype) -> Callable[[str], object]:
@@ -105,6 +105,7 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
     "matmul_all_reduce": _reduce,
     "scaled_all_gather_matmul": _gather,
     "scaled_matmul_reduce_scatter": _reduce,
+    "scaled_matmul_all_reduce": _reduce,
     "all_to_all_matmul": _exchange,
     "matmul_all_to_all": _exchange,
 }

@@ -165,7 +165,15 @@ def _gemm_ar(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[st
     problem, made, (xs, ws) = _reduction(case, ranks, libraries, "all_reduce")
     comm, sets = ranks.comm, len(xs)
     if made.is_fp8:
-        problem.missing["ours"] = "no operator of 8-bit floats reduces on all ranks"
+        scaled = (xs[0], made.scale(xs[0]), ws[0], made.scale(ws[0]), comm)
+
+        def ours(i: int, algorithm: str) -> Tensor:
+            x, w = xs[i % sets], ws[i % sets]
+            return to.ops.scaled_matmul_all_reduce(
+                x, made.scale(x), w, made.scale(w), comm, algorithm=algorithm, scaling_mode=made.mode
+            )
+
+        add_ours(problem, "scaled_matmul_all_reduce", scaled, wanted, ours, scaling_mode=made.mode)
     else:
         add_ours(
             problem, "matmul_all_reduce", (xs[0], ws[0], comm), wanted,

@@ -29,18 +29,17 @@ def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, 
 
 
 def require_fused_float8(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:
-    """The same for products of 8-bit floats. `op`: a scaled operator; empty: without sequence parallelism."""
+    """The same for a scaled operator."""
     if group(comm)[1] == 1:
         return
     shape = tuple(x.shape)
-    if not op:
-        taken, why = _SEQUENTIAL, "the sum follows its product without sequence parallelism"
-    elif algorithm == "bulk":  # overlaps the two transfers of a column-parallel layer's backward pass
-        is_column = op == "scaled_all_gather_matmul"
-        taken, why = algorithm if is_column else _SEQUENTIAL, "it hides no transfer of a row-parallel layer"
+    if algorithm == "bulk":
+        hides = op == "scaled_all_gather_matmul"
+        why = "it hides no transfer but those of a column-parallel layer's gradients, under sequence parallelism"
+        taken = algorithm if hides else _SEQUENTIAL
     else:
         taken, why = _explained_float8(op, shape, x.dtype, features, comm, algorithm)
-    _refuse_sequential(who, op or "product of 8-bit floats", shape, features, taken, why)
+    _refuse_sequential(who, op, shape, features, taken, why)
 
 
 def _refuse_sequential(who: str, op: str, shape: Sequence[int], features: int, taken: str, why: str) -> None:

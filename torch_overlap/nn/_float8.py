@@ -1,7 +1,7 @@
 """The products of layers on 8-bit floats. Gradients of the first order only.
 
 What travels is 8-bit where operands are gathered, and has the dtype of the result where partial products are summed.
-With sequence parallelism y and dx are the scaled operators, which overlap; without it the sum follows its product.
+y and dx are the scaled operators, which overlap.
 
 With scales of blocks x and y are matrices here, whose rows are in the order of the ranks, along dimension 0.
 """

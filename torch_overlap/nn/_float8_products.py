@@ -91,9 +91,11 @@ def product_scatter(plan: Plan, x: Scaled, weight: Scaled, bias: Tensor | None, 
                 int(plan.mode),
             )  # fmt: skip
         return part
-    total = product(x, weight, plan.dtype, plan.mode, split_accumulator=split_accumulator)
-    _ops.all_reduce_(total, "sum", plan.comm)
-    return total if bias is None else total + bias
+    with _no_autocast(x[0]):
+        total: Tensor = _ops.scaled_matmul_all_reduce(
+            *x, *weight, bias, plan.comm, plan.size, "sum", plan.dtype, split_accumulator, plan.fused, int(plan.mode)
+        )
+    return total
 
 
 def begin_gather(plan: Plan, x: Tensor, dim: int | None) -> Tensor:

@@ -78,7 +78,7 @@ class _ParallelLinear(nn.Module):
     def _require_fused_float8(self, op: str, x: Tensor, features: int) -> None:
         if self.require_fused:
             name: str = self._get_name()  # type: ignore[no-untyped-call]
-            op = op if self.sequence_parallel else ""
+            op = op if self.sequence_parallel else "scaled_matmul_all_reduce"
             _choice.require_fused_float8(name, op, x, features, self.comm, self.algorithm)
 
     def _describe(self, **values: object) -> str:

@@ -55,6 +55,7 @@ from torch_overlap.ops.fused import (
     matmul_all_to_all,
     matmul_reduce_scatter,
     scaled_all_gather_matmul,
+    scaled_matmul_all_reduce,
     scaled_matmul_reduce_scatter,
 )
 from torch_overlap.ops.gemm import (
@@ -103,6 +104,7 @@ __all__ = [
     "reduce_scatter_async",
     "reshard",
     "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "send",
     "signal",

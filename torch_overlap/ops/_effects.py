@@ -32,6 +32,7 @@ _COMMUNICATING = (
     "_bulk_overlap_matmul_backward",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
     "_gemm_overlapped",
     "all_reduce_async",
     "all_gather_async",

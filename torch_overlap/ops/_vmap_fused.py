@@ -85,6 +85,11 @@ def _register_reductions(ops: Any, rule: Any) -> None:
         )
         return part, 0
 
+    @rule("scaled_matmul_all_reduce")
+    def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
+        _require_batch_of("scaled_matmul_all_reduce", "x", in_dims, (0,))
+        return ops.scaled_matmul_all_reduce(_in_front(x, in_dims[0]), *args), 0
+
     @rule("matmul_all_reduce")
     def _(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Rule:
         _require_batch_of("matmul_all_reduce", "x", in_dims, (0,))

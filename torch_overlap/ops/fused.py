@@ -340,3 +340,45 @@ def scaled_matmul_reduce_scatter(
         algorithm,
         scaling_mode,
     )
+
+
+def scaled_matmul_all_reduce(
+    x: Tensor,
+    x_scale_inv: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor,
+    comm: TorchComm,
+    bias: Tensor | None = None,
+    *,
+    op: ReduceOp | str = "sum",
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_split_accumulator: bool = False,
+    algorithm: str = "auto",
+    scaling_mode: ScalingMode | int = ScalingMode.CURRENT_TENSOR_SCALING,
+) -> Tensor:
+    """`matmul_all_reduce` of 8-bit floats: a value is data * scale_inv. The sum [..., n] is on every rank.
+
+    Args:
+        x, x_scale_inv, weight, weight_scale_inv, out_dtype, op: as for `scaled_matmul_reduce_scatter`.
+        bias: [n] of out_dtype, added once, after the reduction.
+        use_split_accumulator, algorithm, scaling_mode: as for `scaled_all_gather_matmul`. Blocks: the rows of x are a
+            multiple of 8.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: shapes, dtypes or scales do not fit; nothing was sent.
+
+    No gradient: it raises when one is asked. torch.autocast leaves all operands as they are.
+    """
+    return _ops.scaled_matmul_all_reduce(
+        x,
+        x_scale_inv,
+        weight,
+        weight_scale_inv,
+        bias,
+        *group(comm),
+        reduction(op)[0],
+        out_dtype,
+        use_split_accumulator,
+        algorithm,
+        scaling_mode,
+    )

@@ -40,4 +40,7 @@ constexpr int64_t scales_in_row(ScalingMode mode, int64_t k) {
   return (k + block - 1) / block;
 }
 
+// Of products with blocks of 128: n, and m where lhs has 1 x 128, are multiples of it.
+inline constexpr int64_t kBlockScaledMultiple = 8;
+
 }  // namespace torch_overlap

@@ -117,13 +117,12 @@ void check_8_bit_sizes(std::string_view op, const GemmProblem& problem) {
                         " whose rows begin at multiples of ", kAlignment, " bytes, got strides ",
                         data.strides(), " and offset ", data.storage_offset(), "; copy it");
   }
-  constexpr int64_t kBlockMultiple = 8;
   if (problem.lhs.scaling == ScalingMode::BLOCK_1D_SCALING ||
       problem.lhs.scaling == ScalingMode::BLOCK_2D_SCALING) {
     const bool m_fits =
-        problem.lhs.scaling == ScalingMode::BLOCK_2D_SCALING || m % kBlockMultiple == 0;
-    TORCH_OVERLAP_CHECK(m_fits && n % kBlockMultiple == 0, kValue, op,
-                        ": expected m and n to be multiples of ", kBlockMultiple,
+        problem.lhs.scaling == ScalingMode::BLOCK_2D_SCALING || m % kBlockScaledMultiple == 0;
+    TORCH_OVERLAP_CHECK(m_fits && n % kBlockScaledMultiple == 0, kValue, op,
+                        ": expected m and n to be multiples of ", kBlockScaledMultiple,
                         " for block scaling, got ", m, " and ", n, "; pad them with zeros");
   }
 }

@@ -54,8 +54,8 @@ void check_unscaled(std::string_view op, const at::Tensor& x) {
   TORCH_OVERLAP_CHECK(
       !c10::isFloat8Type(x.scalar_type()), kType, op,
       ": expected x of numbers without scales, got ", x.scalar_type(),
-      "; use scaled_all_gather_matmul, scaled_matmul_reduce_scatter or gemm, which take "
-      "scales, or dequantize it first");
+      "; use scaled_all_gather_matmul, scaled_matmul_reduce_scatter, scaled_matmul_all_reduce or "
+      "gemm, which take scales, or dequantize it first");
 }
 
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight) {

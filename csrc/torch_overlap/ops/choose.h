@@ -73,12 +73,6 @@ inline std::string_view forward_algorithm(std::string_view algorithm) {
   return algorithm == "bulk" ? "sequential" : algorithm;
 }
 
-// That of a matmul_all_reduce: [rows, local_k] by [local_k, features] on each rank. Channels hold
-// the largest of its blocks of rows.
-TORCH_OVERLAP_API OverlapProblem matmul_all_reduce_problem(const TorchComm& comm, int64_t rows,
-                                                           int64_t features, int64_t local_k,
-                                                           at::ScalarType dtype);
-
 // Whether products over channels take it, and channels sum it.
 bool is_channel_dtype(at::ScalarType dtype);
 

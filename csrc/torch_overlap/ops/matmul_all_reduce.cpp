@@ -1,116 +1,15 @@
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-
-#include <algorithm>
 
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
-#include "torch_overlap/overlap/execute_parts.h"
+#include "torch_overlap/ops/summed_product.h"
 
 namespace torch_overlap::ops {
 namespace {
 
 constexpr std::string_view kMatmulAllReduce = "matmul_all_reduce";
-
-// Into how many blocks of rows channels cut it: of some waves of tiles each, and few, as a product
-// pays for each block.
-int64_t block_count(int64_t rows, int64_t features) {
-  constexpr int64_t kElements = int64_t{1} << 24;
-  constexpr int64_t kMost = 4;
-  return std::clamp<int64_t>(rows * features / kElements, 1, kMost);
-}
-
-// Of so many rows. Channels, which hold the largest block, are not taken unasked: over them each
-// element moves twice.
-}  // namespace
-
-OverlapProblem matmul_all_reduce_problem(const TorchComm& comm, int64_t rows, int64_t features,
-                                         int64_t local_k, at::ScalarType dtype) {
-  const int64_t blocks = block_count(rows, features);
-  const int64_t block = (rows + blocks - 1) / blocks;
-  return {.op = kMatmulAllReduce,
-          .dtype = dtype,
-          .m = rows,
-          .n = features,
-          .k = local_k * comm.size(),
-          .chunk_rows = rows / kAllReduceChunks,
-          .gather_bytes = std::max<int64_t>(
-              block * features * static_cast<int64_t>(c10::elementSize(dtype)), 1),
-          .scatter_bytes = scatter_bytes(comm, block, features, dtype),
-          .local_n = features,
-          .local_k = local_k,
-          .local_m = block,
-          .prefers_channels = false};
-}
-
-namespace {
-
-// Blocks of rows: the sums of each at their owners, then all of them everywhere beside the products
-// of the next block. Of reductions of 8- and 16-bit floats this is the one that accumulates in
-// fp32, in rank order.
-class BlockwiseAllReduce {
- public:
-  BlockwiseAllReduce(std::shared_ptr<TorchComm> comm, Tensor out, std::optional<Tensor> bias)
-      : comm_(std::move(comm)), out_(std::move(out)), bias_(std::move(bias)) {}
-
-  // out = the sum (or mean) of all ranks' inputs weight^T, plus bias.
-  void run(const Tensor& inputs, const Tensor& weight, bool mean, bool fused) {
-    for (const RowRange& block :
-         row_chunks(out_.size(0), block_count(out_.size(0), out_.size(1)))) {
-      const auto rows = out_.narrow(0, block.begin, block.length);
-      const RowShare share{block.length, comm_->size()};
-      const auto own = rows_of_rank(rows, share, comm_->rank());
-      ring_multiply_scatter(
-          kMatmulAllReduce, comm_,
-          {.inputs = {inputs.narrow(0, block.begin, block.length)},
-           .weights = {weight.t()},
-           .sum = {.start = {}, .bias = {}, .mean = mean, .out = own, .fused = fused}});
-      take();
-      under_way_ = Block{rows, share};
-      gather_.emplace(kMatmulAllReduce, comm_, own, share, /*with_own=*/false);
-    }
-    take();
-  }
-
- private:
-  struct Block {
-    Tensor rows;
-    RowShare share;
-  };
-
-  // What was gathered goes where it belongs.
-  void take() {
-    if (!gather_) return;
-    gather_->finish();
-    const auto& [rows, share] = under_way_;
-    const int rank = comm_->rank();
-    const int64_t begin = share.begin(rank);
-    const int64_t end = begin + share.length(rank);
-    for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, share.rows)}) {
-      if (last > first)
-        put(rows.narrow(0, first, last - first), gather_->rows().narrow(0, first, last - first));
-    }
-    // Every rank adds its own bias, as in the other algorithms: to its rows when all have got them.
-    if (bias_) rows_of_rank(rows, share, rank).add_(*bias_);
-    gather_.reset();
-  }
-
-  void put(Tensor to, const Tensor& from) const {
-    if (bias_) {
-      at::add_out(to, from, *bias_);
-    } else {
-      to.copy_(from);
-    }
-  }
-
-  const std::shared_ptr<TorchComm> comm_;
-  const Tensor out_;  // [rows, features], contiguous
-  const std::optional<Tensor> bias_;
-  Block under_way_;
-  std::optional<ChannelGather> gather_;
-};
 
 // The sum (or mean) of all ranks' x weight^T, plus bias, on every rank.
 Tensor matmul_all_reduce_out(const Tensor& x, const Tensor& weight,
@@ -137,35 +36,26 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   const auto communicator = find_comm(kMatmulAllReduce, comm, group_size);
   const auto inputs = to_rows(x, 0);
   const auto rows = out.flatten(0, -2);
-  const RedOpType reduction = op == "avg" ? RedOpType::AVG : RedOpType::SUM;
   const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
-  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    BlockwiseAllReduce(communicator, rows, bias)
-        .run(inputs, weight, op == "avg", chosen == Algorithm::fused);
-    return out;
-  }
-  if (chosen == Algorithm::sequential) {
-    linear_out(kMatmulAllReduce, rows, inputs, weight, std::nullopt);
-    communicator->all_reduce(rows, reduction, /*async_op=*/false);
-  } else {
-    const auto chunks = row_chunks(inputs.size(0), kAllReduceChunks);
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      const auto [begin, length] = chunks[i];
-      const auto chunk = rows.narrow(0, begin, length);
-      {
-        const Span span("chunk_gemm", i);
-        linear_out(kMatmulAllReduce, chunk, inputs.narrow(0, begin, length), weight, std::nullopt);
-      }
-      const Span span("chunk_comm", i);
-      works.push_back(communicator->all_reduce(chunk, reduction, /*async_op=*/true));
-    }
-    for (size_t i = 0; i < works.size(); ++i) {
-      const Span span("chunk_wait", i);
-      works[i]->wait();
-    }
-  }
-  if (bias) out.add_(*bias);
+  run_summed_product({.op = kMatmulAllReduce,
+                      .comm = communicator,
+                      .out = rows,
+                      .bias = bias.value_or(Tensor()),
+                      .mean = op == "avg",
+                      .multiply =
+                          [&](const RowRange& range, const Tensor& to) {
+                            linear_out(kMatmulAllReduce, to,
+                                       inputs.narrow(0, range.begin, range.length), weight,
+                                       std::nullopt);
+                          },
+                      .arguments =
+                          [&](const RowRange& range) {
+                            GemmArgs args;
+                            args.lhs = operand(inputs.narrow(0, range.begin, range.length));
+                            args.rhs = operand(weight.t());
+                            return args;
+                          }},
+                     chosen);
   return out;
 }
 
@@ -305,8 +195,8 @@ Tensor matmul_all_reduce_autograd(const Tensor& x, const Tensor& weight,
 
 Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm, const Tensor& rows,
                                       int64_t features, std::string_view asked) {
-  const auto problem =
-      matmul_all_reduce_problem(*comm, rows.size(0), features, rows.size(1), rows.scalar_type());
+  const auto problem = summed_product_problem(kMatmulAllReduce, *comm, rows.size(0), features,
+                                              rows.size(1), rows.scalar_type());
   return choose_algorithm(problem, forward_algorithm(asked), comm).algorithm;
 }
 

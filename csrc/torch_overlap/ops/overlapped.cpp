@@ -29,12 +29,14 @@ struct ScatterPlace {
 };
 
 ScatterPlace scatter_place(std::string_view op, const std::shared_ptr<TorchComm>& comm,
-                           int64_t all_rows, const at::Tensor& out) {
-  const RowShare rows{all_rows, comm->size()};
+                           int64_t all_rows, const ScatterSum& sum) {
+  const RowShare rows{all_rows, comm->size(), sum.row_unit};
+  const at::Tensor& out = sum.out;
   const int64_t columns = out.size(1);
   const auto dtype = out.scalar_type();
-  const auto channel = operator_channel(op, comm, OperatorChannel::scatter,
-                                        scatter_bytes(*comm, rows.rows, columns, dtype));
+  const auto channel =
+      operator_channel(op, comm, OperatorChannel::scatter,
+                       scatter_bytes(*comm, all_rows, columns, dtype, sum.row_unit));
   return {.channel = channel,
           .rows = rows,
           .partial = channel->data(0, {rows.rows, columns}, dtype),
@@ -103,9 +105,10 @@ int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Ten
   return std::max<int64_t>(bytes, 1);
 }
 
-int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
+int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
+                      int64_t row_unit) {
   // The products of all rows, and a part of this rank's from each.
-  const RowShare share{rows, comm.size()};
+  const RowShare share{rows, comm.size(), row_unit};
   return std::max<int64_t>((rows + share.size * share.largest()) * columns * element(dtype), 1);
 }
 
@@ -162,7 +165,7 @@ ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchCom
 void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                         std::vector<GemmArgs> gemms, const ScatterSum& sum) {
   const auto all_rows = gemm_shape(gemms.at(0)).m;
-  const ScatterPlace place = scatter_place(op, comm, all_rows, sum.out);
+  const ScatterPlace place = scatter_place(op, comm, all_rows, sum);
   const OverlapChannel::Use use(*place.channel);
   add_up_in(place, sum.start, gemms);
   const bool fused = sum.fused && gemms.size() == 1 && !sum.start.defined() &&
@@ -188,7 +191,7 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside) {
   const ScatterSum& sum = problem.sum;
-  const ScatterPlace place = scatter_place(op, comm, problem.inputs.at(0).size(0), sum.out);
+  const ScatterPlace place = scatter_place(op, comm, problem.inputs.at(0).size(0), sum);
   const OverlapChannel::Use use(*place.channel);
   auto products = products_of(problem);
   add_up_in(place, sum.start, products);

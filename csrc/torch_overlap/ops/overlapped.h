@@ -18,10 +18,6 @@
 // How the fused operators run their products over a channel of their communicator.
 namespace torch_overlap::ops {
 
-// In how many pieces matmul_all_reduce goes when it is chunked: each travels while the next is
-// computed.
-inline constexpr int64_t kAllReduceChunks = 4;
-
 // Blocks of a reduction beside a product.
 inline constexpr int kBulkBlocks = 16;
 
@@ -55,6 +51,8 @@ struct ScatterSum {
   at::Tensor out;
   // By a fused kernel, where there is one product and nothing to start from, and the device has it.
   bool fused = false;
+  // The ranks' rows are multiples of it.
+  int64_t row_unit = 1;
 };
 // Of these products of all rows, whose outs are not looked at.
 void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
@@ -101,6 +99,7 @@ class ChannelGather {
 
 // Bytes of a channel that the two need; never 0, which stands for none.
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
-int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype);
+int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
+                      int64_t row_unit = 1);
 
 }  // namespace torch_overlap::ops

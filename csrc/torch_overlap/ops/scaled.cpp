@@ -10,16 +10,6 @@ namespace {
 
 constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring fused";
 
-// Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
-ScaledModes modes_of(std::string_view op, int64_t scaling_mode) {
-  const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
-  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
-                      ": expected a scaling_mode of 8-bit values, got NO_SCALING; use ",
-                      op.substr(std::string_view("scaled_").size()));
-  return {.x = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
-          .weight = mode};
-}
-
 void check_quantized(std::string_view op, std::string_view what, const at::Tensor& data,
                      const at::Tensor& scale_inv, ScalingMode mode) {
   TORCH_OVERLAP_CHECK(
@@ -40,6 +30,20 @@ void check_quantized(std::string_view op, std::string_view what, const at::Tenso
 
 }  // namespace
 
+// Two operands of 128 x 128 are not multiplied: the mode is that of the weights.
+ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode) {
+  const auto mode = torch_overlap::scaling_mode(op, scaling_mode);
+  TORCH_OVERLAP_CHECK(mode != ScalingMode::NO_SCALING, kValue, op,
+                      ": expected a scaling_mode of 8-bit values, got NO_SCALING; use ",
+                      op.substr(std::string_view("scaled_").size()));
+  return {.x = mode == ScalingMode::BLOCK_2D_SCALING ? ScalingMode::BLOCK_1D_SCALING : mode,
+          .weight = mode};
+}
+
+int64_t row_unit(const ScaledModes& modes) {
+  return modes.x == ScalingMode::BLOCK_1D_SCALING ? kBlockScaledMultiple : 1;
+}
+
 ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::Tensor& x_scale_inv,
                            int64_t group_size, int64_t dim, std::string_view what,
                            at::ScalarType out_dtype, std::string_view algorithm,
@@ -49,7 +53,7 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, op,
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
-  const auto modes = modes_of(op, scaling_mode);
+  const auto modes = scaled_modes(op, scaling_mode);
   check_quantized(op, "x", x, x_scale_inv, modes.x);
   TORCH_OVERLAP_CHECK(
       out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,

@@ -17,6 +17,11 @@ struct ScaledModes {
   ScalingMode weight;
   bool gathers_scales() const { return !is_tensor_scaling(x); }
 };
+// How the product of an operator with such an x and weight is scaled; throws kValue for
+// NO_SCALING.
+TORCH_OVERLAP_API ScaledModes scaled_modes(std::string_view op, int64_t scaling_mode);
+// What the rows of such an x, and of its parts, are a multiple of.
+TORCH_OVERLAP_API int64_t row_unit(const ScaledModes& modes);
 
 // What fused kernels are asked for. Of several weights one stands for all: whatever type each has,
 // there is a kernel for all of them or for none.

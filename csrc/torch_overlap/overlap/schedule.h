@@ -12,10 +12,14 @@ namespace torch_overlap {
 // Rows of a tensor that `size` ranks share: equal parts, rounded up, in rank order. The last ranks
 // that have rows may have fewer, those behind them none (the rule of torch's DTensor).
 struct RowShare {
-  int64_t rows = 0;
+  int64_t rows = 0;  // a multiple of unit
   int size = 1;
+  int64_t unit = 1;  // what a share is a multiple of
 
-  int64_t largest() const { return (rows + size - 1) / size; }
+  int64_t largest() const {
+    const int64_t units = size * unit;
+    return (rows + units - 1) / units * unit;
+  }
   TORCH_OVERLAP_API int64_t begin(int rank) const;
   TORCH_OVERLAP_API int64_t length(int rank) const;
 };

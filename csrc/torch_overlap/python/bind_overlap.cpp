@@ -4,6 +4,8 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/choose.h"
 #include "torch_overlap/ops/exchange.h"
+#include "torch_overlap/ops/scaled.h"
+#include "torch_overlap/ops/summed_product.h"
 #include "torch_overlap/ops/tuning.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/comm_overlap.h"
@@ -402,10 +404,12 @@ void register_overlap(py::module_& m) {
       py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
       py::arg("prefers_channels") = true, py::arg("scaled") = py::none());
   m.def(
-      "_matmul_all_reduce_problem",
-      [](const std::shared_ptr<TorchComm>& comm, int64_t rows, int64_t features, int64_t local_k,
-         at::ScalarType dtype) {
-        const auto problem = ops::matmul_all_reduce_problem(*comm, rows, features, local_k, dtype);
+      "_summed_product_problem",
+      [](const std::string& op, const std::shared_ptr<TorchComm>& comm, int64_t rows,
+         int64_t features, int64_t local_k, at::ScalarType dtype, std::optional<int64_t> scaling) {
+        const int64_t unit = scaling ? ops::row_unit(ops::scaled_modes(op, *scaling)) : 1;
+        const auto problem =
+            ops::summed_product_problem(op, *comm, rows, features, local_k, dtype, unit);
         return py::dict(
             py::arg("dtype") = dtype,
             py::arg("shape") = std::tuple(problem.m, problem.n, problem.k),
@@ -415,8 +419,8 @@ void register_overlap(py::module_& m) {
             py::arg("local_shape") = std::tuple(problem.local_m, problem.local_n, problem.local_k),
             py::arg("prefers_channels") = problem.prefers_channels);
       },
-      py::arg("comm").none(false), py::arg("rows"), py::arg("features"), py::arg("local_k"),
-      py::arg("dtype"));
+      py::arg("op"), py::arg("comm").none(false), py::arg("rows"), py::arg("features"),
+      py::arg("local_k"), py::arg("dtype"), py::arg("scaling_mode") = py::none());
   m.attr("_ROW_PIECES") = ops::kRowPieces;
   m.def("_column_exchange_bytes", &ops::ColumnExchange::channel_bytes, py::arg("bytes"));
   m.def("_algorithms", &ops::algorithm_names);

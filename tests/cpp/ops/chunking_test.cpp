@@ -20,6 +20,20 @@ TEST(RowChunks, CoverAllRowsInOrderNoneEmpty) {
   }
 }
 
+TEST(RowChunks, AreMultiplesOfTheUnit) {
+  for (const int64_t units : {1, 3, 5, 9}) {
+    int64_t next = 0;
+    for (const auto& chunk : row_chunks(units * 8, 4, 8)) {
+      EXPECT_EQ(chunk.begin, next);
+      EXPECT_EQ(chunk.length % 8, 0);
+      EXPECT_GT(chunk.length, 0);
+      EXPECT_LE(chunk.length, (units / 4 + 1) * 8);
+      next += chunk.length;
+    }
+    EXPECT_EQ(next, units * 8);
+  }
+}
+
 TEST(RowChunks, NoRowsAreOneEmptyChunk) {
   const auto chunks = row_chunks(0, 4);
   ASSERT_EQ(chunks.size(), 1U);

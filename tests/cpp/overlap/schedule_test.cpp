@@ -200,6 +200,11 @@ TEST(RowShare, CoversAllRowsInOrderAndRoundsUp) {
       EXPECT_LT(share.largest() * size - rows, size);
     }
   }
+  const RowShare eights{40, 4, 8};  // 16, 16, 8, 0
+  EXPECT_EQ(eights.largest(), 16);
+  EXPECT_EQ(eights.begin(2), 32);
+  EXPECT_EQ(eights.length(2), 8);
+  EXPECT_EQ(eights.length(3), 0);
   const RowShare fewer{5, 4};  // 2, 2, 1, 0
   EXPECT_EQ(fewer.length(2), 1);
   EXPECT_EQ(fewer.length(3), 0);

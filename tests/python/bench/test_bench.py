@@ -108,6 +108,18 @@ def test_classes_of_8_bit_floats_and_by_name(tmp_path: Path, dtype: str) -> None
         assert {row["algorithm"] for row in rows if row["op"] == op} == {"auto", "class ring atomic", "gemm ring"}
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
+def test_an_all_reduce_behind_8_bit_products(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "result.json"
+    done = bench(
+        "gemm_ar", "--set", "tiny", "--dtype", dtype, "--device", "cpu", "--tp", 2, "--rounds", 1, "--json", path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read(path)
+    assert {row["algorithm"] for row in found["rows"]} == {"auto", "sequential", "chunked", "ring"}, found["missing"]
+    assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
+
+
 @pytest.mark.slow
 def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
     path = tmp_path / "result.json"

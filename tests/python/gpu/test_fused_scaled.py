@@ -96,14 +96,20 @@ class Scatter(Scaled):
 
     def run(self, algorithm="fused"):
         return [
-            ops.scaled_matmul_reduce_scatter(
+            self.operator(
                 self.x, self.scales[0], self.weight, self.scales[1], self.comm, self.bias, op=self.op,
                 out_dtype=self.out_dtype, algorithm=algorithm,
             )
         ]  # fmt: skip
 
+    def operator(self, *args, **options):
+        return ops.scaled_matmul_reduce_scatter(*args, **options)
+
+    def mine(self, rows):
+        return rows.chunk(self.size)[self.rank]
+
     def check(self, outs):
-        xs = [x.chunk(self.size)[self.rank] for x in self.values(self.x, self.scales[0])]
+        xs = [self.mine(x) for x in self.values(self.x, self.scales[0])]
         ws = self.values(self.weight, self.scales[1])
         want = sum(x @ w.t() for x, w in zip(xs, ws, strict=True))
         magnitude = sum(x.abs() @ w.abs().t() for x, w in zip(xs, ws, strict=True))
@@ -116,7 +122,15 @@ class Mean(Scatter):
     op = "avg"
 
 
-KINDS = [Gather, Scatter, Mean]
+class AllReduce(Scatter):
+    def operator(self, *args, **options):
+        return ops.scaled_matmul_all_reduce(*args, **options)
+
+    def mine(self, rows):
+        return rows
+
+
+KINDS = [Gather, Scatter, Mean, AllReduce]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 

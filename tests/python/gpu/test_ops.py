@@ -141,7 +141,7 @@ def test_several_async_operators_are_waited_for_in_any_order(comm, captured):
 
 
 class ScaledProblem:
-    """Both products of 8-bit floats: operands on the device, and the results in fp64 of what they stand for."""
+    """The products of 8-bit floats: operands on the device, and the results in fp64 of what they stand for."""
 
     def __init__(self, comm, seed):
         rank, size = comm.get_rank(), comm.get_size()
@@ -156,7 +156,7 @@ class ScaledProblem:
         h, h_value = [list(some) for some in zip(*(quantized(4 * ROWS, IN) for _ in range(size)), strict=True)]
         self.inputs = [x[rank].contiguous(), scale_inv, *w[rank], *h[rank]]
         product_sum = sum(F.linear(a, b) for a, b in zip(h_value, w_value, strict=True))
-        self.outputs = [F.linear(x_value.flatten(0, 1), w_value[rank]), product_sum.chunk(size)[rank]]
+        self.outputs = [F.linear(x_value.flatten(0, 1), w_value[rank]), product_sum.chunk(size)[rank], product_sum]
 
     def check(self, outputs):
         for got, want in zip(outputs, self.outputs, strict=True):
@@ -166,7 +166,8 @@ class ScaledProblem:
 def scaled_products(comm, algorithm, x, x_scale_inv, w, w_scale_inv, h, h_scale_inv):
     options = {"out_dtype": torch.float32, "use_split_accumulator": True, "algorithm": algorithm}
     (y,), *_ = ops.scaled_all_gather_matmul(x, x_scale_inv, [w], [w_scale_inv], comm, **options)
-    return y, ops.scaled_matmul_reduce_scatter(h, h_scale_inv, w, w_scale_inv, comm, **options)
+    part = ops.scaled_matmul_reduce_scatter(h, h_scale_inv, w, w_scale_inv, comm, **options)
+    return y, part, ops.scaled_matmul_all_reduce(h, h_scale_inv, w, w_scale_inv, comm, **options)
 
 
 def check_eager_and_replayed(comm, seed, problem_of, run):

@@ -278,6 +278,7 @@ def test_explain_names_the_reason(make_comm):
         "bulk_overlap_matmul": ((x, w, x, comm), {"collective": "all_gather"}),
         "scaled_all_gather_matmul": ((x8, one, [w8], [one], comm), {}),
         "scaled_matmul_reduce_scatter": ((x8, one, w8, one, comm), {}),
+        "scaled_matmul_all_reduce": ((x8, one, w8, one, comm), {}),
     }
     found, refused = {}, {}
     pretence = to._C._PretendUnreachable()

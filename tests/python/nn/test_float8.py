@@ -316,22 +316,21 @@ def test_require_fused_refuses_a_fallback(sequence_parallel):
         return tnn.ColumnParallelLinear(32, 32, comm, **options), tnn.RowParallelLinear(32, 32, comm, **options)
 
     def refuses(layer, rows, reason):
-        what = "scaled_[a-z_]*" if sequence_parallel else "product of 8-bit floats"
+        what = "scaled_[a-z_]*" if sequence_parallel else "scaled_matmul_all_reduce"
         with pytest.raises(
             to.UnsupportedError, match=f"^{type(layer).__name__}: expected an overlapped {what} .*{reason}"
         ):
             layer(torch.ones(rows, layer.weight.size(1)))
 
     def rank(comm):
-        if not sequence_parallel:
-            for layer in layers(comm, "chunked"):
-                refuses(layer, 4, "the sum follows its product")
-            return
         for algorithm, reason in (("auto", "rows are quicker computed than sent"), ("sequential", "asked for")):
             for layer in layers(comm, algorithm):
                 refuses(layer, 4, reason)
         column, row = layers(comm, "bulk")
-        column(torch.ones(4, 32))
+        if sequence_parallel:
+            column(torch.ones(4, 32))
+        else:
+            refuses(column, 4, "it hides no transfer")
         refuses(row, 4, "it hides no transfer")
         for algorithm, rows in (("chunked", 4), ("ring", 4), ("auto", 2048)):
             column, row = layers(comm, algorithm)

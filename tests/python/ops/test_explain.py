@@ -43,6 +43,7 @@ def calls(comm):
             F.linear(all8, w8.float()),
         ),
         "scaled_matmul_reduce_scatter": ((x8, one, w8, one, comm), wide, "ring", lambda y: y, total8.chunk(size)[me]),
+        "scaled_matmul_all_reduce": ((x8, one, w8, one, comm), wide, "ring", lambda y: y, total8),
     }
 
 

@@ -80,11 +80,36 @@ def test_scaled_matmul_reduce_scatter(size, algorithm, shape, dim, op, out_dtype
     on_ranks(scatter_rank, size, algorithm, seed, shape, dim, op, out_dtype, (E4M3, E4M3))
 
 
+def all_reduce_rank(comm, algorithm, number, shape, op, out_dtype, dtypes):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number, torch.float32)
+    xs = [quantized(data(*shape) * (r + 1), dtypes[0]) for r in range(size)]  # with factors of their own
+    weights = [quantized(data(16, shape[-1]), dtypes[1]) for _ in range(size)]
+    bias = data(16).to(out_dtype)
+    total = sum(F.linear(value(*x), value(*w)) for x, w in zip(xs, weights, strict=True))
+    total = total / size if op == "avg" else total
+    for added in (None, bias):
+        result = ops.scaled_matmul_all_reduce(
+            *xs[me], *weights[me], comm, added, op=op, out_dtype=out_dtype, algorithm=algorithm
+        )
+        check(result, total if added is None else total + bias.double(), out_dtype)
+
+
+# 5 rows in 4 pieces, among more ranks than rows; [7, 1, 32] has rows that no number of ranks divides.
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", [(5, 32), (7, 1, 32), (2, 12, 16)])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scaled_matmul_all_reduce(size, algorithm, shape, op, out_dtype, seed):
+    on_ranks(all_reduce_rank, size, algorithm, seed, shape, op, out_dtype, (E4M3, E4M3))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)])
 def test_two_8_bit_types(algorithm, dtypes, seed):
     on_ranks(gather_rank, 2, algorithm, seed, (3, 16), 0, torch.float32, dtypes)
     on_ranks(scatter_rank, 2, algorithm, seed, (4, 16), 0, "sum", torch.float32, dtypes)
+    on_ranks(all_reduce_rank, 2, algorithm, seed, (3, 16), "sum", torch.float32, dtypes)
 
 
 def test_the_default_is_bfloat16():
@@ -94,6 +119,7 @@ def test_the_default_is_bfloat16():
         assert ops.scaled_matmul_reduce_scatter(x, s, x, s, comm).dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.float16):
             assert ops.scaled_matmul_reduce_scatter(x, s, x, s, comm).dtype == torch.bfloat16
+            assert ops.scaled_matmul_all_reduce(x, s, x, s, comm).dtype == torch.bfloat16
 
     run_ranks(rank, 2, backend="local")
 
@@ -105,6 +131,7 @@ def test_there_is_no_gradient():
         for result in (
             ops.scaled_all_gather_matmul(x, s, [x], [s], comm)[0][0],
             ops.scaled_matmul_reduce_scatter(x, s, x, s, comm),
+            ops.scaled_matmul_all_reduce(x, s, x, s, comm),
         ):
             with pytest.raises(RuntimeError, match=r"scaled_.* is not implemented"):
                 result.sum().backward()
@@ -118,6 +145,10 @@ def gather(comm, x, s, w, biases=(), scales=None, **options):
 
 def scatter(comm, x, s, w, bias=None, **options):
     return ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, bias, **options)
+
+
+def all_reduce(comm, x, s, w, bias=None, **options):
+    return ops.scaled_matmul_all_reduce(x, s, w, s, comm, bias, **options)
 
 
 VALUE_ERRORS = {
@@ -135,7 +166,7 @@ TYPE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("function", [gather, scatter])
+@pytest.mark.parametrize("function", [gather, scatter, all_reduce])
 def test_a_mistake_is_an_error_that_says_what_to_do(function):
     def rank(comm):
         x, s = quantized(torch.randn(16, 16))
@@ -162,6 +193,7 @@ def test_mistakes_of_one_operator():
             "as many bias entries as out_features, 16, got 3": lambda: scatter(comm, x, s, x, torch.ones(3).bfloat16()),
             "a bias .out_features., got shape": lambda: gather(comm, x, s, x, [torch.ones(2, 2).bfloat16()]),
             "op to be one of sum avg, got 'max'": lambda: scatter(comm, x, s, x, op="max"),
+            "all_reduce: expected op to be one of sum avg, got 'min'": lambda: all_reduce(comm, x, s, x, op="min"),
             "divisible by the group size 2, got 3": lambda: scatter(comm, x[:3], s, x),
         }.items():
             with pytest.raises(ValueError, match=message):
@@ -177,7 +209,7 @@ def sizes_rank(comm, algorithm):
     x, s = quantized(torch.randn(16, 16))
     e5m2, _ = quantized(torch.randn(16, 16), E5M2)
     odd, _ = quantized(torch.randn(16, 8))
-    for function in (gather, scatter):
+    for function in (gather, scatter, all_reduce):
         with pytest.raises((ValueError, TypeError), match=r"^scaled_.*: expected .*e5m2"):
             function(comm, e5m2, s, e5m2, algorithm=algorithm)
         with pytest.raises(ValueError, match=r"^scaled_.*: expected k to be a multiple of 16"):
@@ -187,6 +219,7 @@ def sizes_rank(comm, algorithm):
     number, dtypes = 5, (E4M3, E4M3)
     gather_rank(comm, algorithm, number, (3, 16), 0, torch.float32, dtypes)
     scatter_rank(comm, algorithm, number, (4, 16), 0, "sum", torch.float32, dtypes)
+    all_reduce_rank(comm, algorithm, number, (3, 16), "sum", torch.float32, dtypes)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -87,6 +87,26 @@ def test_reduce_scatter_with_scales(algorithm, mode, size, shape, dim, op, seed)
     on_ranks(scatter_rank, size, algorithm, seed, mode, shape, dim, op)
 
 
+def all_reduce_rank(comm, algorithm, number, mode, shape, op):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number, torch.float32)
+    xs = [quantized(rows_of(data, *shape), of_rows(mode)) for _ in range(size)]
+    weights = [quantized(data(16, K), mode) for _ in range(size)]
+    bias = data(16)
+    total = sum(F.linear(value(*x, of_rows(mode)), value(*w, mode)) for x, w in zip(xs, weights, strict=True))
+    result = ops.scaled_matmul_all_reduce(
+        *xs[me], *weights[me], comm, bias, op=op, out_dtype=torch.float32, algorithm=algorithm, scaling_mode=mode
+    )
+    check(result, (total / size if op == "avg" else total) + bias.double(), torch.float32)
+
+
+# Blocks of 128 take rows in eights: 40 are five, which neither pieces nor ranks share evenly; 8 are fewer than ranks.
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mode", BLOCKS, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("size", "shape", "op"), [(2, (40, K), "sum"), (3, (8, K), "avg"), (3, (2, 20, K), "sum")])
+def test_all_reduce_with_scales(algorithm, mode, size, shape, op, seed):
+    on_ranks(all_reduce_rank, size, algorithm, seed, mode, shape, op)
+
+
 def kept_rank(comm, algorithm, number):
     """One factor for the tensor: only data is gathered."""
     data = Data(number, torch.float32)
@@ -126,6 +146,8 @@ def errors_rank(comm):
     part, weight = quantized(torch.randn(4, K), mode), quantized(torch.randn(16, K), mode)
     with pytest.raises(ValueError, match="expected m and n to be multiples of 8 for block scaling, got 4 and 16"):
         ops.scaled_all_gather_matmul(*part, [weight[0]], [weight[1]], comm, scaling_mode=mode)
+    with pytest.raises(ValueError, match="expected m and n to be multiples of 8 for block scaling, got 4 and 16"):
+        ops.scaled_matmul_all_reduce(*part, *weight, comm, scaling_mode=mode, algorithm="ring")
     gather(ops.unswizzle_scales(swizzled, 8, K // 32))
 
 
@@ -162,7 +184,11 @@ def explain_rank(comm):
     one = torch.empty(1, device="meta")
     gather = (meta(512, 32), one, [meta(16, 32)], [one], comm)
     scatter = (meta(1024, 32), one, meta(16, 32), one, comm)
-    for op, given in (("scaled_all_gather_matmul", gather), ("scaled_matmul_reduce_scatter", scatter)):
+    for op, given in (
+        ("scaled_all_gather_matmul", gather),
+        ("scaled_matmul_reduce_scatter", scatter),
+        ("scaled_matmul_all_reduce", scatter),
+    ):
         found = to.explain(op, *given)
         assert (found.algorithm, found.decided_by) == ("chunked", "rule")
         assert str(found) == f"{op}: chunked (a CPU)"

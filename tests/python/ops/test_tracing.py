@@ -234,7 +234,8 @@ def exchanging_layer(x, q, v, o, comm):
 def scaled_layer(x, s, w, comm):
     (y,), *_ = ops.scaled_all_gather_matmul(x, s, [w], [s], comm, out_dtype=torch.float32, algorithm="chunked")
     z = ops.scaled_matmul_reduce_scatter(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
-    return y.sum(0) + z
+    total = ops.scaled_matmul_all_reduce(x, s, w, s, comm, out_dtype=torch.float32, algorithm="chunked")
+    return y.sum(0) + z + total.sum(0)
 
 
 def compile_exchanging_rank(comm, backend, dynamic):

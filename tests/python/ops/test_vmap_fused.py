@@ -82,6 +82,7 @@ def vmap_rank(comm, algorithm, batch_dim):
     compare(lambda x: ops.scaled_all_gather_matmul(x, scale, [weight], [weight_scale], comm, return_gathered=True)[0],
             data, batch_dim)  # fmt: skip
     compare(lambda x: ops.scaled_matmul_reduce_scatter(x, scale, weight, weight_scale, comm), data, batch_dim)
+    compare(lambda x: ops.scaled_matmul_all_reduce(x, scale, weight, weight_scale, comm), data, batch_dim)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -156,6 +156,10 @@ def scaled_calls(size, comm=NOBODY):
             ),
         ),
         "scaled_matmul_reduce_scatter 1": (scatter, lambda: (x(3, 4, 16), s(), x(8, 16), s(), None, comm, size, 1)),
+        "scaled_matmul_all_reduce": (
+            raw.scaled_matmul_all_reduce,
+            lambda: (x(3, 4, 16), s(), x(8, 16), s(), torch.ones(8), comm, size, "avg", torch.float32, True, "chunked"),
+        ),
     }
 
 
@@ -186,4 +190,5 @@ EXPECTED = {
     "scaled_all_gather_matmul 2": [(16, 8), (16, 64), (16, 2)],
     "scaled_matmul_reduce_scatter": [(2, 8)],
     "scaled_matmul_reduce_scatter 1": [(3, 2, 8)],
+    "scaled_matmul_all_reduce": [(3, 4, 8)],
 }
