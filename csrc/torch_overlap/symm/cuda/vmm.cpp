@@ -208,4 +208,15 @@ std::shared_ptr<VirtualMapping> VirtualMapping::import(c10::DeviceIndex device,
   return std::shared_ptr<VirtualMapping>(new VirtualMapping(device, handle.get(), bytes));
 }
 
+bool is_shareable(const void* pointer) {
+  const RelaxedCapture relaxed;
+  const Driver& driver = Driver::loaded();
+  CUmemGenericAllocationHandle found = 0;
+  if (driver.handle_of(&found, const_cast<void*>(pointer)) != CUDA_SUCCESS) return false;
+  const MemoryHandle handle(found);
+  CUmemAllocationProp made{};
+  driver.check(driver.properties_of(&made, handle.get()), "cuMemGetAllocationPropertiesFromHandle");
+  return made.requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE;
+}
+
 }  // namespace torch_overlap::cuda

@@ -59,4 +59,7 @@ class MemoryHandle {
   const CUmemGenericAllocationHandle handle_;
 };
 
+// Whether the memory at `pointer` was made for other processes to map.
+bool is_shareable(const void* pointer);
+
 }  // namespace torch_overlap::cuda

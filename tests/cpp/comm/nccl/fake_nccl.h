@@ -11,6 +11,8 @@ namespace torch_overlap::testing {
 // process: tests call reset() first.
 struct FakeNccl {
   std::vector<std::string> log;
+  std::vector<const void*> sent;  // what the n-th send reads, and the n-th receive writes
+  std::vector<void*> received;
   int depth = 0;     // of open groups
   int fail_at = -1;  // the number of the call that fails; -1: none
   ncclResult_t failure = ncclInternalError;
@@ -43,10 +45,13 @@ struct FakeNccl {
       --instance().depth;
       return instance().note("end");
     };
-    api.send = [](const void*, size_t count, ncclDataType_t, int peer, ncclComm_t, cudaStream_t) {
+    api.send = [](const void* data, size_t count, ncclDataType_t, int peer, ncclComm_t,
+                  cudaStream_t) {
+      instance().sent.push_back(data);
       return instance().note(concat("send ", count, " to ", peer));
     };
-    api.recv = [](void*, size_t count, ncclDataType_t, int peer, ncclComm_t, cudaStream_t) {
+    api.recv = [](void* data, size_t count, ncclDataType_t, int peer, ncclComm_t, cudaStream_t) {
+      instance().received.push_back(data);
       return instance().note(concat("recv ", count, " from ", peer));
     };
     api.broadcast = [](const void*, void*, size_t count, ncclDataType_t, int root, ncclComm_t,

@@ -3,6 +3,10 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
+#include <set>
+
 #include "comm/nccl/fake_nccl.h"
 
 namespace torch_overlap {
@@ -186,6 +190,101 @@ TEST_F(NcclPrimitivesTest, WhatNcclLacksIsComposedOfDataMovement) {
   FakeNccl::reset();
   nccl_.all_reduce(zeros(4, at::kInt), RedOpType::BXOR);
   EXPECT_EQ(log(), (Log{"all_gather 16"}));
+}
+
+// A capture, in which NCCL maps some memory into the peer by itself. Each message is 8 bytes, and
+// the n-th receive of a group gets what its n-th send has.
+class NcclPrimitivesCaptureTest : public NcclPrimitivesTest {
+ protected:
+  void SetUp() override {
+    NcclPrimitivesTest::SetUp();
+    mapped().clear();
+    api_.group_end = [] {
+      auto& fake = FakeNccl::instance();
+      --fake.depth;
+      for (size_t i = 0; i < std::min(fake.sent.size(), fake.received.size()); ++i) {
+        std::memcpy(fake.received[i], fake.sent[i], kBytes);
+      }
+      return fake.note("end");
+    };
+  }
+  static constexpr size_t kBytes = 8;
+  static std::set<const void*>& mapped() {
+    static std::set<const void*> addresses;
+    return addresses;
+  }
+  static bool is_mapped(const void* data) { return mapped().contains(data); }
+  static at::Tensor fresh(int64_t count, bool is_mapped) {
+    const auto tensor = at::rand({count});
+    if (is_mapped) mapped().insert(tensor.const_data_ptr());
+    return tensor;
+  }
+  static bool is_used(const at::Tensor& tensor) {
+    const auto& fake = FakeNccl::instance();
+    const void* const data = tensor.const_data_ptr();
+    return std::count(fake.sent.begin(), fake.sent.end(), data) +
+               std::count(fake.received.begin(), fake.received.end(), data) !=
+           0;
+  }
+
+  NcclApi api_ = FakeNccl::api();
+  NcclPrimitives captured_{api_, nullptr, 1, 3, nullptr, nullptr, nullptr, {}, is_mapped};
+  NcclPrimitives eager_{api_, nullptr, 1, 3, nullptr, nullptr};
+};
+
+TEST_F(NcclPrimitivesCaptureTest, SendsAndReceivesGoThroughMemoryThatIsNotMapped) {
+  for (const bool gives : {false, true}) {
+    for (const bool gets : {false, true}) {
+      mapped().clear();
+      const auto give = fresh(2, gives);
+      const auto get = fresh(2, gets);
+      const std::vector<P2POp> ops{{P2POp::Type::SEND, give, 0}, {P2POp::Type::RECV, get, 2}};
+      FakeNccl::reset();
+      captured_.p2p(ops);
+      EXPECT_TRUE(at::equal(get, give));
+      EXPECT_EQ(is_used(give), !gives);
+      EXPECT_EQ(is_used(get), !gets);
+      FakeNccl::reset();
+      eager_.p2p(ops);
+      EXPECT_TRUE(is_used(give) && is_used(get));
+    }
+  }
+}
+
+TEST_F(NcclPrimitivesCaptureTest, OperationsOfSendsAndReceivesDoSoToo) {
+  const auto in = fresh(6, true);
+  const auto out = fresh(6, true);
+  captured_.all_to_all({out, {}}, {in, {}});
+  EXPECT_TRUE(at::equal(out, in));
+  EXPECT_FALSE(is_used(in) || is_used(out));
+
+  FakeNccl::reset();
+  const std::vector<at::Tensor> parts{fresh(2, false), fresh(2, true), fresh(2, false)};
+  captured_.all_to_all({{}, parts}, {in, {}});
+  EXPECT_TRUE(at::equal(at::cat(parts), in));
+  EXPECT_TRUE(is_used(parts[0]) && is_used(parts[2]));
+  EXPECT_FALSE(is_used(in) || is_used(parts[1]));
+
+  FakeNccl::reset();
+  const auto one = fresh(2, true);
+  captured_.scatter(one, {in, {}}, /*root=*/1);
+  EXPECT_TRUE(at::equal(one, in.narrow(0, 0, 2)));
+  EXPECT_FALSE(is_used(in) || is_used(one));
+
+  FakeNccl::reset();
+  captured_.gather({out.zero_(), {}}, one, /*root=*/1);
+  EXPECT_TRUE(at::equal(out.narrow(0, 0, 2), one));
+  EXPECT_FALSE(is_used(out) || is_used(one));
+}
+
+TEST_F(NcclPrimitivesCaptureTest, WhereAllMemoryIsMappedItIsUsedAsItIs) {
+  NcclPrimitives all{
+      api_, nullptr, 1, 3, nullptr, nullptr, nullptr, {}, [](const void*) { return true; }};
+  const auto give = fresh(2, true);
+  const auto get = fresh(2, true);
+  all.p2p({{P2POp::Type::SEND, give, 0}, {P2POp::Type::RECV, get, 2}});
+  EXPECT_TRUE(at::equal(get, give));
+  EXPECT_TRUE(is_used(give) && is_used(get));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/symm/cuda/vmm.h"
 
 namespace torch_overlap {
 namespace {
@@ -263,7 +264,8 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   const c10::cuda::CUDAStreamGuard on_stream(stream);
   const PlainDispatch plain;
   NcclPrimitives primitives(handle_->api(), handle_->comm(), context_.rank, context_.size,
-                            workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout);
+                            workspace_.data_ptr(), stream.stream(), runtime_.get(), call.timeout,
+                            is_capturing ? cuda::is_shareable : nullptr);
   bool has_begun = false;
   try {
     // Mapping memory, at the first call, may wait for what the device still has to do.

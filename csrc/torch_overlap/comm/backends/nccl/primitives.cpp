@@ -31,8 +31,40 @@ NcclPrimitives::Piece NcclPrimitives::target(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.nbytes()};
 }
 
-NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks,
-                                              Piece (*of)(const at::Tensor&)) const {
+// Where torch's own memory is mapped too (expandable segments), all of it is, on all ranks.
+at::Tensor NcclPrimitives::room_for(const at::Tensor& tensor) const {
+  if (is_mapped_ == nullptr || tensor.numel() == 0 || !is_mapped_(tensor.const_data_ptr())) {
+    return {};
+  }
+  auto room = at::empty(tensor.sizes(), tensor.options());
+  return is_mapped_(room.const_data_ptr()) ? at::Tensor() : room;
+}
+
+NcclPrimitives::Piece NcclPrimitives::sent(const at::Tensor& tensor) {
+  const auto copy = room_for(tensor);
+  if (!copy.defined()) return source(tensor);
+  copy.copy_(tensor);
+  copies_.push_back(copy);
+  return source(copy);
+}
+
+NcclPrimitives::Piece NcclPrimitives::received(const at::Tensor& tensor) {
+  const auto room = room_for(tensor);
+  if (!room.defined()) return target(tensor);
+  arrivals_.push_back({tensor, room});
+  return target(room);
+}
+
+void NcclPrimitives::submit(NcclGroup& group) {
+  group.end();
+  begun_ = true;
+  for (const auto& [tensor, room] : arrivals_) tensor.copy_(room);
+  arrivals_.clear();
+  copies_.clear();
+}
+
+template <typename Of>
+NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks, const Of& of) const {
   Pieces pieces;
   for (const auto& part : blocks.parts) pieces.push_back(of(part));
   if (blocks.is_uniform_flat()) {
@@ -43,6 +75,14 @@ NcclPrimitives::Pieces NcclPrimitives::pieces(const Blocks& blocks,
     }
   }
   return pieces;
+}
+
+NcclPrimitives::Pieces NcclPrimitives::all_sent(const Blocks& blocks) {
+  return pieces(blocks, [this](const at::Tensor& tensor) { return sent(tensor); });
+}
+
+NcclPrimitives::Pieces NcclPrimitives::all_received(const Blocks& blocks) {
+  return pieces(blocks, [this](const at::Tensor& tensor) { return received(tensor); });
 }
 
 void NcclPrimitives::send(Piece piece, int peer) {
@@ -58,7 +98,7 @@ void NcclPrimitives::recv(Piece piece, int peer) {
 void NcclPrimitives::p2p(const std::vector<P2POp>& ops) {
   Pieces pieces;
   for (const P2POp& op : ops) {
-    pieces.push_back(op.type == P2POp::Type::SEND ? source(op.tensor) : target(op.tensor));
+    pieces.push_back(op.type == P2POp::Type::SEND ? sent(op.tensor) : received(op.tensor));
   }
   NcclGroup group(api_);
   for (size_t i = 0; i < ops.size(); ++i) {
@@ -100,7 +140,7 @@ void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int ro
 void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
   const Piece mine = source(tensor);
   if (!has_equal_parts(out)) {
-    const Pieces to = targets(out);
+    const Pieces to = pieces(out, target);
     NcclGroup group(api_);
     for (int r = 0; r < size(); ++r) {
       const void* from = r == rank() ? mine.data : to[r].data;
@@ -125,7 +165,7 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* result = target(tensor).data;
   if (!has_equal_parts(in)) {
-    const Pieces from = sources(in);
+    const Pieces from = pieces(in, source);
     NcclGroup group(api_);
     for (int r = 0; r < size(); ++r) {
       // NCCL writes to the second pointer at the root only.
@@ -151,8 +191,8 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
 }
 
 void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
-  const Pieces to = targets(out);
-  const Pieces from = sources(in);
+  const Pieces to = all_received(out);
+  const Pieces from = all_sent(in);
   NcclGroup group(api_);
   for (int r = 0; r < size(); ++r) {
     send(from[r], r);
@@ -167,8 +207,8 @@ void NcclPrimitives::barrier() {
 }
 
 void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int root) {
-  const Piece to = target(tensor);
-  const Pieces from = rank() == root ? sources(in) : Pieces{};
+  const Piece to = received(tensor);
+  const Pieces from = rank() == root ? all_sent(in) : Pieces{};
   NcclGroup group(api_);
   for (size_t r = 0; r < from.size(); ++r) send(from[r], static_cast<int>(r));
   recv(to, root);
@@ -176,8 +216,8 @@ void NcclPrimitives::scatter(const at::Tensor& tensor, const Blocks& in, int roo
 }
 
 void NcclPrimitives::gather(const Blocks& out, const at::Tensor& tensor, int root) {
-  const Piece from = source(tensor);
-  const Pieces to = rank() == root ? targets(out) : Pieces{};
+  const Piece from = sent(tensor);
+  const Pieces to = rank() == root ? all_received(out) : Pieces{};
   NcclGroup group(api_);
   send(from, root);
   for (size_t r = 0; r < to.size(); ++r) recv(to[r], static_cast<int>(r));

@@ -3,6 +3,8 @@
 #include <c10/util/SmallVector.h>
 #include <nccl.h>
 
+#include <vector>
+
 #include "torch_overlap/comm/backends/nccl/api.h"
 #include "torch_overlap/comm/backends/nccl/runtime.h"
 #include "torch_overlap/comm/primitives.h"
@@ -22,19 +24,29 @@ namespace torch_overlap {
 //   all_to_all, gather, scatter  a group of sends and receives. ncclAlltoAll, ncclGather and
 //                                ncclScatter (2.28) are that same group inside, and need a flat
 //                                buffer on every rank.
+//
+// Captures. There NCCL maps the memory of a send or a receive into the peer by itself, where it can
+// be mapped, and asks nobody whether the other side's can: a send from such memory to a receive
+// into other memory waits forever, the reverse delivers nothing. That begins where messages are too
+// large for its protocol LL: over NVLink up to 512 KB in 2.28, 16 KB in 2.29. So in a capture sends
+// and receives go through memory that it leaves alone.
 class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
  public:
   // `one_byte`: device memory for barrier().
-  // `runtime`, `timeout`: for windows.
+  // `runtime`, `timeout`: for windows. `is_mapped`: whether NCCL maps such memory by itself; null
+  // outside of captures.
+  using IsMapped = bool (*)(const void* data);
   NcclPrimitives(const NcclApi& api, ncclComm_t comm, int rank, int size, void* one_byte,
-                 cudaStream_t stream, CommRuntime* runtime = nullptr, Milliseconds timeout = {})
+                 cudaStream_t stream, CommRuntime* runtime = nullptr, Milliseconds timeout = {},
+                 IsMapped is_mapped = nullptr)
       : Primitives(rank, size),
         api_(api),
         comm_(comm),
         one_byte_(one_byte),
         stream_(stream),
         runtime_(runtime),
-        timeout_(timeout) {}
+        timeout_(timeout),
+        is_mapped_(is_mapped) {}
 
   void p2p(const std::vector<P2POp>& ops) override;
   void broadcast(const at::Tensor& tensor, int root) override;
@@ -64,20 +76,22 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   // To read from, and to write to: asking to write makes a lazy clone real. Ask outside of groups.
   static Piece source(const at::Tensor& tensor);
   static Piece target(const at::Tensor& tensor);
+  // Of sends and receives: in a capture perhaps a copy, or room for what is copied by submit().
+  Piece sent(const at::Tensor& tensor);
+  Piece received(const at::Tensor& tensor);
+  at::Tensor room_for(const at::Tensor& tensor) const;
   // One for each rank.
-  Pieces sources(const Blocks& blocks) const { return pieces(blocks, source); }
-  Pieces targets(const Blocks& blocks) const { return pieces(blocks, target); }
-  Pieces pieces(const Blocks& blocks, Piece (*of)(const at::Tensor&)) const;
+  template <typename Of>
+  Pieces pieces(const Blocks& blocks, const Of& of) const;
+  Pieces all_sent(const Blocks& blocks);
+  Pieces all_received(const Blocks& blocks);
 
   // Of a call outside of groups, and of a whole group: what NCCL has taken is on its way.
   void submitted(ncclResult_t result, std::string_view what) {
     nccl_check(api_, result, what);
     begun_ = true;
   }
-  void submit(NcclGroup& group) {
-    group.end();
-    begun_ = true;
-  }
+  void submit(NcclGroup& group);
 
   // Inside a group. Nothing is sent for a piece of no bytes; the peer's has none either.
   void send(Piece piece, int peer);
@@ -89,6 +103,14 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   cudaStream_t stream_;
   CommRuntime* runtime_;
   Milliseconds timeout_;
+  IsMapped is_mapped_;
+  // Of the next group.
+  struct Arrival {
+    at::Tensor tensor;
+    at::Tensor room;
+  };
+  std::vector<Arrival> arrivals_;
+  std::vector<at::Tensor> copies_;
   bool begun_ = false;
 };
 

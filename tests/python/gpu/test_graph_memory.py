@@ -1,0 +1,57 @@
+"""Captured sends and receives between memory that other processes can map and memory that they cannot.
+
+NCCL maps the former into the peer by itself, in captures, and does not ask whether the other side is of the same kind.
+"""
+
+import pytest
+import torch
+
+import torch_overlap as to
+
+pytestmark = pytest.mark.gpu(2)
+
+
+def memory(comm, kind, count):
+    if kind == "shared":
+        return to.symmetric_empty(count, torch.float32, comm)
+    return torch.empty(count, device="cuda")
+
+
+def ring(comm, x, y):
+    batch = comm.batch_op_create()
+    batch.send(x, (comm.get_rank() + 1) % comm.get_size())
+    batch.recv(y, (comm.get_rank() - 1) % comm.get_size())
+    return batch.issue(async_op=True)
+
+
+def all_to_all(comm, x, y):
+    return comm.all_to_all_single(y, x, async_op=True)
+
+
+def expected(op, xs, rank):
+    if op is ring:
+        return xs[rank - 1]
+    return torch.cat([x.chunk(len(xs))[rank] for x in xs])
+
+
+@pytest.mark.parametrize("mebibytes", [1 / 16, 8])  # on both sides of where NCCL begins with it
+@pytest.mark.parametrize(("gives", "gets"), [("shared", "plain"), ("plain", "shared"), ("shared", "shared")])
+@pytest.mark.parametrize("op", [ring, all_to_all], ids=lambda op: op.__name__)
+def test_replays_between_kinds_of_memory(nccl_comm, seed, op, gives, gets, mebibytes):
+    size = nccl_comm.get_size()
+    count = int(mebibytes * 2**20) // 4 * size
+    x, y = memory(nccl_comm, gives, count), memory(nccl_comm, gets, count)
+    op(nccl_comm, x.zero_(), y).wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(nccl_comm, x, y).wait()
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        xs = torch.randn(size, count, generator=gen, device="cuda")
+        x.copy_(xs[nccl_comm.get_rank()])
+        y.fill_(float("nan"))
+        graph.replay()
+        wrong += (y != expected(op, xs, nccl_comm.get_rank())).sum()
+    nccl_comm.all_reduce(wrong, to.ReduceOp.SUM, async_op=False)
+    assert wrong.item() == 0
