@@ -192,9 +192,9 @@ TEST_F(NcclPrimitivesTest, WhatNcclLacksIsComposedOfDataMovement) {
   EXPECT_EQ(log(), (Log{"all_gather 16"}));
 }
 
-// A capture, in which NCCL maps some memory into the peer by itself. Each message is 8 bytes, and
-// the n-th receive of a group gets what its n-th send has.
-class NcclPrimitivesCaptureTest : public NcclPrimitivesTest {
+// NCCL may map some memory into the peer. Each message is 8 bytes, and the n-th receive of a group
+// gets what its n-th send has.
+class NcclPrimitivesMappingTest : public NcclPrimitivesTest {
  protected:
   void SetUp() override {
     NcclPrimitivesTest::SetUp();
@@ -228,11 +228,14 @@ class NcclPrimitivesCaptureTest : public NcclPrimitivesTest {
   }
 
   NcclApi api_ = FakeNccl::api();
-  NcclPrimitives captured_{api_, nullptr, 1, 3, nullptr, nullptr, nullptr, {}, is_mapped};
-  NcclPrimitives eager_{api_, nullptr, 1, 3, nullptr, nullptr};
+  NcclPrimitives make(NcclMapping mapping) const {
+    return {api_, nullptr, 1, 3, nullptr, nullptr, nullptr, {}, mapping};
+  }
+  NcclPrimitives captured_ = make({is_mapped, /*is_capture=*/true});
+  NcclPrimitives eager_ = make({is_mapped, /*is_capture=*/false});
 };
 
-TEST_F(NcclPrimitivesCaptureTest, SendsAndReceivesGoThroughMemoryThatIsNotMapped) {
+TEST_F(NcclPrimitivesMappingTest, SendsAndReceivesGoThroughMemoryThatIsNotMapped) {
   for (const bool gives : {false, true}) {
     for (const bool gets : {false, true}) {
       mapped().clear();
@@ -251,7 +254,7 @@ TEST_F(NcclPrimitivesCaptureTest, SendsAndReceivesGoThroughMemoryThatIsNotMapped
   }
 }
 
-TEST_F(NcclPrimitivesCaptureTest, OperationsOfSendsAndReceivesDoSoToo) {
+TEST_F(NcclPrimitivesMappingTest, OperationsOfSendsAndReceivesDoSoToo) {
   const auto in = fresh(6, true);
   const auto out = fresh(6, true);
   captured_.all_to_all({out, {}}, {in, {}});
@@ -277,9 +280,36 @@ TEST_F(NcclPrimitivesCaptureTest, OperationsOfSendsAndReceivesDoSoToo) {
   EXPECT_FALSE(is_used(out) || is_used(one));
 }
 
-TEST_F(NcclPrimitivesCaptureTest, WhereAllMemoryIsMappedItIsUsedAsItIs) {
-  NcclPrimitives all{
-      api_, nullptr, 1, 3, nullptr, nullptr, nullptr, {}, [](const void*) { return true; }};
+TEST_F(NcclPrimitivesMappingTest, OutsideOfCapturesAnAllToAllOfBothKindsDoesSo) {
+  for (const bool gives : {false, true}) {
+    for (const bool gets : {false, true}) {
+      mapped().clear();
+      const auto in = fresh(6, gives);
+      const auto out = fresh(6, gets);
+      FakeNccl::reset();
+      make({is_mapped, /*is_capture=*/false}).all_to_all({out, {}}, {in, {}});
+      EXPECT_TRUE(at::equal(out, in));
+      EXPECT_EQ(is_used(in), !gives || gets);
+      EXPECT_EQ(is_used(out), !gets || gives);
+    }
+  }
+}
+
+TEST_F(NcclPrimitivesMappingTest, ComposedReductionsDoSo) {
+  const auto tensor = at::ones({2}, at::kInt);
+  mapped().insert(tensor.const_data_ptr());
+  eager_.reduce(tensor, RedOpType::BXOR, /*root=*/0);
+  EXPECT_EQ(log(), (Log{"start", "send 8 to 0", "end"}));
+  EXPECT_FALSE(is_used(tensor));
+  FakeNccl::reset();
+  make({is_mapped, /*is_capture=*/false})
+      .reduce_scatter(at::zeros({2}, at::kInt), {{}, {tensor, tensor, tensor}}, RedOpType::BXOR);
+  EXPECT_EQ(log().size(), 8);
+  EXPECT_FALSE(is_used(tensor));
+}
+
+TEST_F(NcclPrimitivesMappingTest, WhereAllMemoryIsMappedItIsUsedAsItIs) {
+  auto all = make({[](const void*) { return true; }, /*is_capture=*/true});
   const auto give = fresh(2, true);
   const auto get = fresh(2, true);
   all.p2p({{P2POp::Type::SEND, give, 0}, {P2POp::Type::RECV, get, 2}});

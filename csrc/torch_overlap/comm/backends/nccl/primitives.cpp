@@ -33,11 +33,15 @@ NcclPrimitives::Piece NcclPrimitives::target(const at::Tensor& tensor) {
 
 // Where torch's own memory is mapped too (expandable segments), all of it is, on all ranks.
 at::Tensor NcclPrimitives::room_for(const at::Tensor& tensor) const {
-  if (is_mapped_ == nullptr || tensor.numel() == 0 || !is_mapped_(tensor.const_data_ptr())) {
-    return {};
-  }
+  if (!goes_apart_ || !is_mapped(tensor)) return {};
   auto room = at::empty(tensor.sizes(), tensor.options());
-  return is_mapped_(room.const_data_ptr()) ? at::Tensor() : room;
+  return is_mapped(room) ? at::Tensor() : room;
+}
+
+bool NcclPrimitives::any_mapped(const Blocks& blocks) const {
+  if (blocks.is_uniform_flat()) return is_mapped(blocks.flat);
+  return std::any_of(blocks.parts.begin(), blocks.parts.end(),
+                     [this](const at::Tensor& part) { return is_mapped(part); });
 }
 
 NcclPrimitives::Piece NcclPrimitives::sent(const at::Tensor& tensor) {
@@ -119,7 +123,10 @@ void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
 
 void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
   const auto native = native_reduction(tensor.scalar_type(), op);
-  if (!native) return composed_all_reduce(*this, tensor, op);
+  if (!native) {
+    goes_apart_ = true;  // to and from memory of ours
+    return composed_all_reduce(*this, tensor, op);
+  }
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;
   submitted(api_.all_reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
@@ -129,7 +136,10 @@ void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
 
 void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
   const auto native = native_reduction(tensor.scalar_type(), op);
-  if (!native) return composed_reduce(*this, tensor, op, root);
+  if (!native) {
+    goes_apart_ = true;  // to and from memory of ours
+    return composed_reduce(*this, tensor, op, root);
+  }
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* data = target(tensor).data;  // NCCL writes to it at the root only
   submitted(api_.reduce(data, data, tensor.numel() * native->elements_per_item, native->dtype,
@@ -161,7 +171,10 @@ void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
 void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
                                     const ReduceOp& op) {
   const auto native = native_reduction(tensor.scalar_type(), op);
-  if (!native) return composed_reduce_scatter(*this, tensor, in, op);
+  if (!native) {
+    goes_apart_ = true;  // to and from memory of ours
+    return composed_reduce_scatter(*this, tensor, in, op);
+  }
   const NcclRedOp red_op(api_, comm_, *native, op);
   void* result = target(tensor).data;
   if (!has_equal_parts(in)) {
@@ -191,6 +204,8 @@ void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
 }
 
 void NcclPrimitives::all_to_all(const Blocks& out, const Blocks& in) {
+  // One that is in place comes with a copy of what is sent.
+  goes_apart_ = goes_apart_ || any_mapped(out) != any_mapped(in);
   const Pieces to = all_received(out);
   const Pieces from = all_sent(in);
   NcclGroup group(api_);

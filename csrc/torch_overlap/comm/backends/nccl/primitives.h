@@ -11,6 +11,12 @@
 
 namespace torch_overlap {
 
+// Which memory NCCL may map into the peers.
+struct NcclMapping {
+  bool (*is_mapped)(const void* data) = nullptr;  // whether it can be; null: NCCL maps nothing
+  bool is_capture = false;
+};
+
 // What each operation is in NCCL calls, on one stream, which is also torch's current one: memory
 // for staging and composed reductions comes from its pool. Lives for one launch, under the launch
 // lock.
@@ -25,20 +31,19 @@ namespace torch_overlap {
 //                                ncclScatter (2.28) are that same group inside, and need a flat
 //                                buffer on every rank.
 //
-// Captures. There NCCL maps the memory of a send or a receive into the peer by itself, where it can
-// be mapped, and asks nobody whether the other side's can: a send from such memory to a receive
-// into other memory waits forever, the reverse delivers nothing. That begins where messages are too
-// large for its protocol LL: over NVLink up to 512 KB in 2.28, 16 KB in 2.29. So in a capture sends
-// and receives go through memory that it leaves alone.
+// Mapped memory. NCCL maps the memory of a send or a receive into the peer where it can be mapped:
+// in a capture by itself, else if it was registered. It asks nobody whether the other side's is: a
+// send from such memory to a receive into other memory waits forever, the reverse delivers nothing.
+// That begins where messages are too large for its protocol LL: over NVLink up to 512 KB in 2.28,
+// 16 KB in 2.29. So in a capture sends and receives go through memory that it leaves alone; else
+// they do where one side is memory of ours. What the caller registers is so on both sides.
 class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
  public:
   // `one_byte`: device memory for barrier().
-  // `runtime`, `timeout`: for windows. `is_mapped`: whether NCCL maps such memory by itself; null
-  // outside of captures.
-  using IsMapped = bool (*)(const void* data);
+  // `runtime`, `timeout`: for windows.
   NcclPrimitives(const NcclApi& api, ncclComm_t comm, int rank, int size, void* one_byte,
                  cudaStream_t stream, CommRuntime* runtime = nullptr, Milliseconds timeout = {},
-                 IsMapped is_mapped = nullptr)
+                 NcclMapping mapping = {})
       : Primitives(rank, size),
         api_(api),
         comm_(comm),
@@ -46,7 +51,8 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
         stream_(stream),
         runtime_(runtime),
         timeout_(timeout),
-        is_mapped_(is_mapped) {}
+        is_mapped_(mapping.is_mapped),
+        goes_apart_(mapping.is_capture) {}
 
   void p2p(const std::vector<P2POp>& ops) override;
   void broadcast(const at::Tensor& tensor, int root) override;
@@ -76,10 +82,14 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   // To read from, and to write to: asking to write makes a lazy clone real. Ask outside of groups.
   static Piece source(const at::Tensor& tensor);
   static Piece target(const at::Tensor& tensor);
-  // Of sends and receives: in a capture perhaps a copy, or room for what is copied by submit().
+  // Of sends and receives: perhaps a copy, or room for what is copied by submit().
   Piece sent(const at::Tensor& tensor);
   Piece received(const at::Tensor& tensor);
   at::Tensor room_for(const at::Tensor& tensor) const;
+  bool is_mapped(const at::Tensor& tensor) const {
+    return is_mapped_ != nullptr && tensor.numel() > 0 && is_mapped_(tensor.const_data_ptr());
+  }
+  bool any_mapped(const Blocks& blocks) const;
   // One for each rank.
   template <typename Of>
   Pieces pieces(const Blocks& blocks, const Of& of) const;
@@ -103,7 +113,8 @@ class TORCH_OVERLAP_API NcclPrimitives final : public Primitives {
   cudaStream_t stream_;
   CommRuntime* runtime_;
   Milliseconds timeout_;
-  IsMapped is_mapped_;
+  bool (*const is_mapped_)(const void* data);
+  bool goes_apart_;  // what is mapped
   // Of the next group.
   struct Arrival {
     at::Tensor tensor;

@@ -1,6 +1,6 @@
-"""Captured sends and receives between memory that other processes can map and memory that they cannot.
+"""Sends and receives between memory that other processes can map and memory that they cannot.
 
-NCCL maps the former into the peer by itself, in captures, and does not ask whether the other side is of the same kind.
+NCCL maps the former into the peer, in captures by itself, and does not ask whether the other side is of the same kind.
 """
 
 import pytest
@@ -55,3 +55,38 @@ def test_replays_between_kinds_of_memory(nccl_comm, seed, op, gives, gets, mebib
         wrong += (y != expected(op, xs, nccl_comm.get_rank())).sum()
     nccl_comm.all_reduce(wrong, to.ReduceOp.SUM, async_op=False)
     assert wrong.item() == 0
+
+
+@pytest.fixture
+def registered(nccl_comm):
+    """Makes a tensor of 8 MiB a rank, registered until the test is over."""
+    made = []
+
+    def make(dtype):
+        made.append(to.symmetric_empty(nccl_comm.get_size() * 2**23 // dtype.itemsize, dtype, nccl_comm))
+        nccl_comm.tensor_register(made[-1])
+        return made[-1]
+
+    yield make
+    for tensor in made:
+        nccl_comm.tensor_deregister(tensor)
+
+
+def integers(seed, rank, like):
+    gen = torch.Generator(device="cuda").manual_seed(seed + rank)
+    return torch.randint(-100, 100, like.shape, generator=gen, device="cuda").to(like.dtype)
+
+
+def test_a_composed_reduction_of_registered_memory(nccl_comm, registered, seed):
+    x = registered(torch.int16)  # NCCL has no sum of these
+    x.copy_(integers(seed, nccl_comm.get_rank(), x))
+    nccl_comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    assert torch.equal(x, sum(integers(seed, r, x) for r in range(nccl_comm.get_size())))
+
+
+def test_an_all_to_all_in_place_of_registered_memory(nccl_comm, registered, seed):
+    x = registered(torch.int32)
+    rank, size = nccl_comm.get_rank(), nccl_comm.get_size()
+    x.copy_(integers(seed, rank, x))
+    nccl_comm.all_to_all_single(x, x, async_op=False)
+    assert torch.equal(x, torch.cat([integers(seed, r, x).chunk(size)[rank] for r in range(size)]))
