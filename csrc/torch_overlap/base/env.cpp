@@ -165,6 +165,7 @@ Env Env::read() {
     env.graph_timeouts = parse_bool(*value, "TORCHCOMM_NCCLX_GRAPH_TIMEOUT_MONITORING");
   }
   env.may_nvls = text("NCCL_NVLS_ENABLE").value_or("") != "0";
+  env.maps_in_captures = text("NCCL_GRAPH_REGISTER").value_or("") != "0";
   env.direct_collectives =
       text("TORCH_OVERLAP_DIRECT_COLLECTIVES").value_or(env.direct_collectives);
   env.gloo_hostname = text("TORCHCOMM_GLOO_HOSTNAME");

@@ -61,6 +61,9 @@ struct TORCH_OVERLAP_API Env {
   // NCCL_NVLS_ENABLE, NCCL's own: "0" keeps it from making NVLink multicast objects. Read once, at
   // the first NCCL communicator, as NCCL does.
   bool may_nvls = true;
+  // NCCL_GRAPH_REGISTER, NCCL's own: "0" keeps it from mapping memory into the peers by itself, as
+  // it does in captures. Read with the one before.
+  bool maps_in_captures = true;
   // TORCH_OVERLAP_DIRECT_COLLECTIVES: the default of the hint direct_collectives
   // (comm/options.h). Default auto. Equal on all ranks.
   std::string direct_collectives = "auto";

@@ -25,7 +25,10 @@ class OneSidedSupport : public ::testing::Test {
                          unsigned int, ncclComm_t, cudaStream_t) { return ncclSuccess; };
     api_.may_nvls = true;
   }
-  void TearDown() override { unsetenv("NCCL_NVLS_ENABLE"); }
+  void TearDown() override {
+    unsetenv("NCCL_NVLS_ENABLE");
+    unsetenv("NCCL_GRAPH_REGISTER");
+  }
   NcclApi api_ = FakeNccl::api();
 };
 
@@ -63,6 +66,11 @@ TEST_F(OneSidedSupport, TakesTheEnvironmentWhenNcclDoes) {
   setenv("NCCL_NVLS_ENABLE", "0", 1);
   EXPECT_FALSE(NcclApi().may_nvls);
   EXPECT_TRUE(before.may_nvls);
+
+  unsetenv("NCCL_GRAPH_REGISTER");
+  EXPECT_TRUE(NcclApi().maps_in_captures);
+  setenv("NCCL_GRAPH_REGISTER", "0", 1);
+  EXPECT_FALSE(NcclApi().maps_in_captures);
 }
 
 TEST(NcclErrors, SayWhetherNcclRefusesOrBroke) {

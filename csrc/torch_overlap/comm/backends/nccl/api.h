@@ -50,9 +50,10 @@ struct TORCH_OVERLAP_API NcclApi {
   decltype(&ncclCommShrink) comm_shrink;
   decltype(&ncclCommWindowRegister) comm_window_register;
   NcclPutSignal put_signal;
-  // Whether it may make NVLink multicast objects. Read with the table, before the first
+  // Whether it may make NVLink multicast objects. These are read with the table, before the first
   // communicator: NCCL does not look at its environment again.
   bool may_nvls;
+  bool maps_in_captures;  // memory into the peers, by itself
 
   NcclApi();
   static const NcclApi& loaded();

@@ -263,11 +263,12 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   const Call& call = work.call();
   const c10::cuda::CUDAStreamGuard on_stream(stream);
   const PlainDispatch plain;
-  const bool maps = is_capturing || !registered_.empty();
+  const bool is_capture = is_capturing && handle_->api().maps_in_captures;
+  const bool maps = is_capture || !registered_.empty();
   NcclPrimitives primitives(
       handle_->api(), handle_->comm(), context_.rank, context_.size, workspace_.data_ptr(),
       stream.stream(), runtime_.get(), call.timeout,
-      {.is_mapped = maps ? cuda::is_shareable : nullptr, .is_capture = is_capturing});
+      {.is_mapped = maps ? cuda::is_shareable : nullptr, .is_capture = is_capture});
   bool has_begun = false;
   try {
     // Mapping memory, at the first call, may wait for what the device still has to do.

@@ -1,6 +1,7 @@
 #include "torch_overlap/comm/backends/nccl/primitives.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -9,6 +10,8 @@
 
 namespace torch_overlap {
 namespace {
+
+constexpr int kMapsSegmentsSince = 22900;  // memory of several allocations
 
 bool has_equal_parts(const Blocks& blocks) {
   return std::all_of(blocks.parts.begin(), blocks.parts.end(), [&](const at::Tensor& part) {
@@ -31,11 +34,19 @@ NcclPrimitives::Piece NcclPrimitives::target(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.nbytes()};
 }
 
-// Where torch's own memory is mapped too (expandable segments), all of it is, on all ranks.
+// Where torch's own memory can be mapped too (expandable segments), nothing is gained by a copy.
 at::Tensor NcclPrimitives::room_for(const at::Tensor& tensor) const {
   if (!goes_apart_ || !is_mapped(tensor)) return {};
   auto room = at::empty(tensor.sizes(), tensor.options());
-  return is_mapped(room) ? at::Tensor() : room;
+  if (!is_mapped(room)) return room;
+  if (api_.version() < kMapsSegmentsSince) {
+    TORCH_WARN_ONCE(
+        "captured sends and receives: expected torch's allocator to give memory that NCCL does not "
+        "map into the peer, got some that it does (expandable segments?); NCCL before 2.29 waits "
+        "forever where one side lies in one segment and the other in two: set "
+        "NCCL_GRAPH_REGISTER=0 before the first communicator");
+  }
+  return {};
 }
 
 bool NcclPrimitives::any_mapped(const Blocks& blocks) const {
