@@ -25,15 +25,16 @@ import torch
 from cutlass_kernels import SETTINGS, CutlassKernels, Setting
 
 from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
-from torch_overlap.bench.cases import GATHERS, SCATTERS
+from torch_overlap.bench.cases import GATHERS, SCATTERS, Case
+from torch_overlap.bench.ranks import LEAD_CYCLES
 from torch_overlap.bench.result import result, write
 from torch_overlap.bench.timing import Samples, Stopwatch, in_graph, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, set_gemm_tuning
 
 BASELINE = "cublaslt"
 CUTLASS = "cutlass:"
-CALLS = 6
-SETS = 2
+OWN = "own "
+CALLS = 6  # of a sample, at least
 TRIALS = 3
 
 Call = Callable[[GemmArgs], object]
@@ -46,6 +47,7 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
 
 
 def products_of(shape: tuple[int, int, int], dtype: str) -> list[GemmArgs]:
+    """As many as do not fit into the L2 cache together, and two at least."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
@@ -58,7 +60,8 @@ def products_of(shape: tuple[int, int, int], dtype: str) -> list[GemmArgs]:
             data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=factor
         )
 
-    return [GemmArgs(random(m, False), random(n, True), out) for _ in range(SETS)]
+    sets = Case("gemm", shape, dtype).sets(1)
+    return [GemmArgs(random(m, False), random(n, True), out) for _ in range(sets)]
 
 
 def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
@@ -67,8 +70,9 @@ def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
             call(product)
 
     all_sets()  # plans are made and kernels loaded
-    watch = Stopwatch(torch.device("cuda"), meet=lambda: None)
-    return watch.sampler(in_graph(all_sets, CALLS // SETS), calls=CALLS)
+    turns = -(-CALLS // len(products))
+    watch = Stopwatch(torch.device("cuda"), meet=lambda: None, lead_cycles=LEAD_CYCLES)
+    return watch.sampler(in_graph(all_sets, turns), calls=turns * len(products))
 
 
 def check(call: Call, product: GemmArgs, expected: torch.Tensor) -> None:
@@ -152,8 +156,17 @@ def main() -> None:
         for kernel, values in samples.items():
             us, iqr = spread_of(values)
             ratios[kernel] = ratio_of(samples, kernel, BASELINE).median
-            row = {"op": "gemm", "name": name, "shape": list(shape), "dtype": args.dtype, "algorithm": kernel}
-            row |= {"us": us, "iqr_us": iqr, "ratio_gemm": ratios[kernel], "peers": {}}
+            is_own = kernel != BASELINE and not kernel.startswith(CUTLASS)
+            row = {
+                "op": "gemm",
+                "name": name,
+                "shape": list(shape),
+                "dtype": args.dtype,
+                "tp": args.tp,
+                "mode": "graph",
+            }
+            row |= {"algorithm": OWN * is_own + kernel, "us": us, "iqr_us": iqr}
+            row |= {"gemm_us": spread_of(samples[BASELINE]).median, "ratio_gemm": ratios[kernel], "peers": {}}
             setting = settings.get(kernel.removeprefix(CUTLASS))
             rows.append(row | (setting._asdict() if setting else {}))
         del ratios[BASELINE]

@@ -170,8 +170,8 @@ LAYERS = {
     "gemm_ar_norm": {},  # for decoding alone
     # One rank's products of the layers above at tp 4.
     "gemm": {
-        **{name: (m, n // 4, k) for name, (m, n, k) in GATHERS.items() if name != "small"},
-        **{name: (m, n, k // 4) for name, (m, n, k) in SCATTERS.items()},
+        **{f"{name} ag": (m, n // 4, k) for name, (m, n, k) in GATHERS.items()},
+        **{f"{name} rs": (m, n, k // 4) for name, (m, n, k) in SCATTERS.items()},
     },
 }
 TINY = {**dict.fromkeys((*CLASS_OPS, *EXCHANGE_OPS), (64, 96, 64)),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_overlap as to
+from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.bench.cases import Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.bench.problem import Call, Operands, Problem, add_ours, add_torch_all_reduces, call_named, having
@@ -224,6 +225,7 @@ def gemm_ar_norm(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequenc
 
 
 def gemm_alone(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
+    """cuBLASLt's best ("auto": what the operators multiply by), and each of our own kernels beside it."""
     problem, made = Problem(case), Operands(case.dtype, ranks.device)
     (m, n, k), sets = case.shape, case.sets(ranks.size)
     xs = [made.random(m, k) for _ in range(sets)]
@@ -231,5 +233,15 @@ def gemm_alone(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     out = made.empty(m, n)
     problem.add("gemm", "gemm", lambda i: made.multiply(xs[i % sets], ws[i % sets], out))
     problem.add("auto", "ours", lambda i: made.multiply(xs[i % sets], ws[i % sets], out), chosen="cublaslt")
+
+    def own(i: int, kernel: str) -> Tensor:
+        run_own_gemm_kernel(made.arguments(xs[i % sets], ws[i % sets], out), kernel)
+        return out
+
+    kernels = own_gemm_kernels(made.arguments(xs[0], ws[0], out))
+    for kernel in kernels:
+        problem.add(f"own {kernel}", "ours", partial(call_named, own, kernel))
+    if not kernels:
+        problem.missing["own"] = "no kernel of ours takes this product here"
     problem.add("torch.mm", "peer", lambda i: made.torch_mm(xs[i % sets], ws[i % sets], out))
     return problem

@@ -97,8 +97,11 @@ class Operands:
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         """out = x weight^T"""
-        gemm(GemmArgs(self._operand(x), self._operand(weight, True), out))
+        gemm(self.arguments(x, weight, out))
         return out
+
+    def arguments(self, x: Tensor, weight: Tensor, out: Tensor) -> GemmArgs:
+        return GemmArgs(self._operand(x), self._operand(weight, True), out)
 
     def torch_mm(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         if not self.is_fp8:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from torch_overlap.bench import gemms
 from torch_overlap.bench.cases import Case, Visit, expected_seconds
 from torch_overlap.bench.floor import Rates
 from torch_overlap.bench.measure import summary
@@ -82,3 +85,17 @@ def test_a_pace_learns() -> None:
         pace.took(visit, 1500 * expected)
     assert not pace.fits(visit)
     assert not Pace(Options("x", [], [], budget=budget, began=began - budget), 2).fits(visit)
+
+
+def test_our_own_kernels_are_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(gemms, "own_gemm_kernels", lambda args: ["64x256", "128x128"])
+    monkeypatch.setattr(gemms, "run_own_gemm_kernel", lambda args, kernel: ran.append((kernel, args.out.shape)))
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), size=4)
+    libraries: Any = None
+    problem = gemms.gemm_alone(Case("gemm", (16, 32, 8)), ranks, libraries, ())
+    own = [variant for variant in problem.variants if variant.name.startswith("own ")]
+    assert [(variant.name, variant.role) for variant in own] == [("own 64x256", "ours"), ("own 128x128", "ours")]
+    for variant in own:
+        variant.call(3)
+    assert ran == [("64x256", (16, 32)), ("128x128", (16, 32))]
