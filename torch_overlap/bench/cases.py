@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 GEMM_OPS = ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm", "gemm")
 ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything twice
@@ -226,6 +227,12 @@ class Visit:
 
     def __str__(self) -> str:
         return f"{self.case.op} {self.case.label}, {self.mode}"
+
+    def row(self, tp: int) -> dict[str, Any]:
+        """What its rows have in common."""
+        op, shape = self.case.op, list(self.case.shape) if self.case.is_gemm else self.case.shape[0]
+        return {"op": op, "name": self.case.label, "shape": shape, "dtype": self.case.dtype, "tp": tp,
+                "mode": self.mode}  # fmt: skip
 
 
 def in_order(cases: Iterable[Case], modes: Sequence[str]) -> list[Visit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,13 @@ class Outcome:
     peers: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     timelines: list[dict[str, Any]] = field(default_factory=list)
+
+    def lacks(self, wanted: Sequence[str] = ()) -> str:
+        """Why there is no row of "auto", or of what else was asked for; empty where there is one, or cannot be."""
+        name = "auto" if not wanted or "auto" in wanted else wanted[0]
+        if "ours" in self.missing or any(row["algorithm"] == name for row in self.rows):
+            return ""
+        return self.missing.get(name) or self.missing.get("all") or f"no row of {name}"
 
 
 def try_out(problem: Problem, ranks: Ranks) -> None:
@@ -145,11 +152,8 @@ def summary(visit: Visit, problem: Problem, samples: Samples, tp: int, rates: Ra
     least = floor_us(case, tp, gemm.median if gemm else None, rates) if gemm or not case.is_gemm else None
     for variant in (v for v in problem.variants if v.role == "ours"):
         spread = spread_of(samples[variant.name])
-        row: dict[str, Any] = {
-            "op": case.op, "name": case.label, "shape": list(case.shape) if case.is_gemm else case.shape[0],
-            "dtype": case.dtype, "tp": tp, "mode": visit.mode, "algorithm": variant.name,
-            "us": spread.median, "iqr_us": spread.iqr,
-        }  # fmt: skip
+        row: dict[str, Any] = visit.row(tp) | {"algorithm": variant.name, "us": spread.median, "iqr_us": spread.iqr}
+        row["rounds"] = len(samples[variant.name])
         if variant.chosen:
             row["chosen"] = variant.chosen
         if gemm is not None:

@@ -21,11 +21,14 @@ from torch_overlap.bench.ranks import ENVIRONMENT, Ranks
 from torch_overlap.bench.rates import measure_rates
 from torch_overlap.gemm import set_gemm_tuning
 
+FEW_ROUNDS = 8
+
 
 @dataclass
 class Options:
     """What was asked for.
 
+    rounds: at most; fewer where that fits more into `budget`.
     began: when the command was given, in seconds since the epoch; `budget` counts from there.
     json, out: the file, and the folder, that the result goes into.
     """
@@ -55,12 +58,14 @@ def run(options: Options) -> None:
     modes = [mode for mode in options.modes if mode == "eager" or ranks.device.type == "cuda"]
     if len(modes) < len(options.modes):
         ranks.say("not run: graph: needs CUDA")
-    record = Record(options, rates, ranks.size) if ranks.rank == 0 else None
+    visits = in_order(options.cases, modes)
+    record = Record(options, rates, ranks.size, visits) if ranks.rank == 0 else None
     pace = Pace(options, ranks.size)
     left_out = []
     drawn: set[str] = set()
-    for visit in in_order(options.cases, modes):
-        if not ranks.first_says(pace.fits(visit)):
+    for index, visit in enumerate(visits):
+        rounds = ranks.first_says(pace.rounds(visit, visits[index + 1 :]))
+        if rounds == 0:
             left_out.append(visit)
             continue
         case = visit.case
@@ -68,8 +73,8 @@ def run(options: Options) -> None:
         drawn.add(case.op)
         start = time.time()
         making = partial(build, case, ranks, libraries, options.algorithms)
-        outcome = measure(visit, making, ranks, rates, options.rounds, with_timeline)
-        pace.took(visit, time.time() - start)
+        outcome = measure(visit, making, ranks, rates, rounds, with_timeline)
+        pace.took(visit, rounds, time.time() - start)
         ranks.say(report.block(outcome))
         if record is not None:
             record.add(outcome)
@@ -84,32 +89,38 @@ def run(options: Options) -> None:
 
 
 class Pace:
-    """Whether a visit fits into what is left of the budget, as far as the ones before tell."""
+    """How many rounds of a visit fit into what is left of the budget, as far as the ones before tell."""
 
     def __init__(self, options: Options, tp: int) -> None:
         self._options = options
         self._tp = tp
         self._slowness = 1.0
 
-    def _expected(self, visit: Visit) -> float:
-        return expected_seconds(visit, self._tp, self._options.rounds)
+    def _expected(self, visits: Sequence[Visit], rounds: int) -> float:
+        return self._slowness * sum(expected_seconds(visit, self._tp, rounds) for visit in visits)
 
-    def fits(self, visit: Visit) -> bool:
+    def rounds(self, visit: Visit, later: Sequence[Visit] = ()) -> int:
+        """As many as leave time for what comes later, but not below FEW_ROUNDS; 0: not even these fit."""
+        most = self._options.rounds
         if self._options.budget is None:
-            return True
-        elapsed = time.time() - self._options.began
-        return elapsed + self._expected(visit) * self._slowness <= self._options.budget
+            return most
+        seconds = self._options.budget - (time.time() - self._options.began)
+        none = self._expected([visit, *later], 0)
+        each = (self._expected([visit, *later], most) - none) / most
+        fit = max(min(most, FEW_ROUNDS), min(most, int((seconds - none) / each)))
+        return fit if self._expected([visit], fit) <= seconds else 0
 
-    def took(self, visit: Visit, seconds: float) -> None:
-        self._slowness = 0.7 * self._slowness + 0.3 * seconds / self._expected(visit)
+    def took(self, visit: Visit, rounds: int, seconds: float) -> None:
+        self._slowness = 0.7 * self._slowness + 0.3 * seconds / expected_seconds(visit, self._tp, rounds)
 
 
 class Record:
-    """The result so far, written after each visit: a run that is stopped keeps what it has."""
+    """The result so far, written after each visit: a run that is stopped keeps what it has, and says what it lacks."""
 
-    def __init__(self, options: Options, rates: Rates, tp: int) -> None:
+    def __init__(self, options: Options, rates: Rates, tp: int, visits: Sequence[Visit]) -> None:
         self._options = options
         self._tp = tp
+        self._left_out = dict.fromkeys(visits, "the run was stopped")
         self._missing: dict[str, dict[str, str]] = {}
         self._rows: list[dict[str, Any]] = []
         self._timelines: list[dict[str, Any]] = []
@@ -118,7 +129,7 @@ class Record:
             "rounds": options.rounds,
             "gpu_state": result.gpu_state(),
             "environment": {name: os.environ.get(name, "") for name in ENVIRONMENT},
-            "left_out": [],
+            "left_out": [],  # cases that were asked for, and why there is no row of them
             "missing": self._missing,
             "timelines": self._timelines,
         }
@@ -129,13 +140,17 @@ class Record:
         self._timelines += outcome.timelines
         if outcome.missing:
             self._missing[str(outcome.visit)] = outcome.missing
+        del self._left_out[outcome.visit]
+        if why := outcome.lacks(self._options.algorithms):
+            self._left_out[outcome.visit] = why
         self._write()
 
     def finish(self, left_out: Sequence[Visit]) -> list[Path]:
-        self._content["left_out"] = [str(visit) for visit in left_out]
+        self._left_out |= dict.fromkeys(left_out, "for want of time")
         return self._write()
 
     def _write(self) -> list[Path]:
+        self._content["left_out"] = [visit.row(self._tp) | {"why": why} for visit, why in self._left_out.items()]
         paths = []
         if self._options.json is not None:
             self._options.json.write_text(json.dumps(self._content, indent=1) + "\n")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +14,15 @@ import pytest
 import torch
 
 from torch_overlap.bench import gemms
-from torch_overlap.bench.cases import Case, Visit, expected_seconds
+from torch_overlap.bench.cases import MODES, Case, Visit, expected_seconds, in_order
+from torch_overlap.bench.cli import chosen_cases
 from torch_overlap.bench.floor import Rates
-from torch_overlap.bench.measure import summary
+from torch_overlap.bench.measure import Outcome, summary
 from torch_overlap.bench.problem import Problem
 from torch_overlap.bench.report import block
-from torch_overlap.bench.run import Options, Pace
+from torch_overlap.bench.run import FEW_ROUNDS, Options, Pace, Record
 
+ROOT = Path(__file__).resolve().parents[3]
 H200 = Rates(link=386e9, memory=3.9e12)
 
 
@@ -77,14 +82,64 @@ def test_a_pace_learns() -> None:
     visit = Visit(Case("ag_gemm", (8192, 10240, 8192)), "graph")
     expected = expected_seconds(visit, 2, 30)
     began = time.time()
-    assert Pace(Options("x", [], [], began=began), 2).fits(visit)
+    assert Pace(Options("x", [], [], began=began), 2).rounds(visit) == 30
     budget = 1000 * expected  # what this test itself takes does not count
     pace = Pace(Options("x", [], [], budget=budget, began=began), 2)
-    assert pace.fits(visit)
+    assert pace.rounds(visit) == 30
     for _ in range(20):
-        pace.took(visit, 1500 * expected)
-    assert not pace.fits(visit)
-    assert not Pace(Options("x", [], [], budget=budget, began=began - budget), 2).fits(visit)
+        pace.took(visit, 30, 1500 * expected)
+    assert 8 <= pace.rounds(visit) < 30
+    for _ in range(20):
+        pace.took(visit, 30, 15000 * expected)
+    assert pace.rounds(visit) == 0
+    assert Pace(Options("x", [], [], budget=budget, began=began - budget), 2).rounds(visit) == 0
+
+
+def test_rounds_are_fewer_where_more_fits_then() -> None:
+    visits = in_order(chosen_cases(["all"], [], "bf16", None), MODES)
+    at_most, at_least = (sum(expected_seconds(visit, 4, rounds) for visit in visits) for rounds in (30, 8))
+
+    def rounds(budget: float) -> int:
+        return Pace(Options("x", [], [], budget=budget, began=time.time()), 4).rounds(visits[0], visits[1:])
+
+    assert rounds(2 * at_most) == 30
+    assert 8 < rounds((at_most + at_least) / 2) < 30
+    assert rounds(at_least / 2) == 8
+
+
+def test_all_of_bf16_fits_into_what_make_bench_has() -> None:
+    """On 4 GPUs in under four minutes, eager calls too, with fewer rounds."""
+    (budget,) = re.findall(r"^BUDGET \?= (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert int(budget) < 240
+    visits = in_order(chosen_cases(["all"], [], "bf16", None), MODES)
+    assert sum(expected_seconds(visit, 4, FEW_ROUNDS) for visit in visits) < int(budget)
+
+
+def outcome_of(*algorithms: str, **missing: str) -> Outcome:
+    visit = Visit(Case("ag_gemm", (64, 64, 64)), "graph")
+    rows = [visit.row(2) | {"algorithm": name} for name in algorithms]
+    return Outcome(visit, 2, rows=rows, missing=missing)
+
+
+def test_what_a_visit_lacks() -> None:
+    assert outcome_of("auto", ring="no memory").lacks() == ""
+    assert outcome_of("ring", auto="wrong: differs").lacks() == "wrong: differs"
+    assert outcome_of("ring").lacks() == "no row of auto"
+    assert outcome_of("ring").lacks(["ring"]) == ""
+    assert outcome_of(all="no room").lacks() == "no room"
+    assert outcome_of(ours="there is no such operator").lacks() == ""
+
+
+def test_a_record_says_what_is_not_there_yet(tmp_path: Path) -> None:
+    done, failed, later = (Visit(Case("ag_gemm", (64, 64, 64), name=name), "graph") for name in "abc")
+    path = tmp_path / "result.json"
+    record = Record(Options("x", [], [], json=path), H200, 2, [done, failed, later])
+    record.add(Outcome(done, 2, rows=[done.row(2) | {"algorithm": "auto"}]))
+    record.add(Outcome(failed, 2, missing={"all": "no room"}))
+    left_out = json.loads(path.read_text())["left_out"]  # as a run leaves it that is stopped here
+    assert left_out == [later.row(2) | {"why": "the run was stopped"}, failed.row(2) | {"why": "no room"}]
+    record.finish([later])
+    assert json.loads(path.read_text())["left_out"][0]["why"] == "for want of time"
 
 
 def test_our_own_kernels_are_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
