@@ -17,10 +17,38 @@ from torch_overlap.bench.ranks import Ranks
 
 # Which of TorchComm's own kernels a call takes; "off" is NCCL. Other algorithms that are asked for are values of it.
 HINT = "direct_collectives"
+# Behind the name: from and into memory that other ranks can map and that the communicator knows, as peers have it.
+REGISTERED = " registered"
+
+
+# Inputs, outputs, and what makes the inputs anew.
+_Buffers = tuple[Tensor, Tensor, Callable[[], object] | None]
+
+
+class Registered:
+    """Tensors of `symmetric_empty` that the communicator is told of, until the end of a problem."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.buffers: list[_Buffers] = []
+        self._comm = ranks.comm
+        self._tensors: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = to.symmetric_empty(shape, dtype, self._comm)
+        self._comm.tensor_register(tensor)
+        self._tensors.append(tensor)
+        return tensor
+
+    def close(self) -> None:
+        self.buffers.clear()
+        for tensor in self._tensors:
+            self._comm.tensor_deregister(tensor)
+        self._tensors.clear()
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """all_reduce in place; the others from one tensor into another."""
+    """all_reduce in place; the others from one tensor into another. Ours from plain tensors, and from registered ones,
+    as the peers that want these have them."""
     problem, comm, tp, op = Problem(case), ranks.comm, ranks.size, case.op
     dtype = torch.uint8 if case.dtype in FP8 else DTYPES[case.dtype]
     count, sets = case.shape[0] // dtype.itemsize, min(case.sets(tp), case.calls(tp))
@@ -28,16 +56,15 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     outputs = {"all_gather": count, "reduce_scatter": count // tp, "all_to_all": count, "all_reduce": 0}[op]
     fresh = torch.randn(sets, inputs, dtype=torch.float32, device=ranks.device).to(dtype)
 
-    def buffers(memory: Any) -> tuple[Tensor, Tensor, Callable[[], object] | None]:
+    def buffers(memory: Any) -> _Buffers:
         x = memory.empty((sets, inputs), dtype).copy_(fresh)
         out = memory.empty((sets, outputs), dtype) if outputs else x
         return x, out, (lambda: x.copy_(fresh)) if op == "all_reduce" else None
 
-    # Ours are measured on plain tensors.
-    plain_x, plain_out, before = buffers(libraries.plain)
+    plain = buffers(libraries.plain)
 
-    def ours(i: int, hints: dict[str, str] | None) -> Tensor:
-        x, out = plain_x[i % sets], plain_out[i % sets]
+    def ours(i: int, own: _Buffers, hints: dict[str, str] | None) -> Tensor:
+        x, out = own[0][i % sets], own[1][i % sets]
         if op == "all_reduce":
             comm.all_reduce(x, to.ReduceOp.SUM, async_op=False, hints=hints)
         elif op == "all_gather":
@@ -48,12 +75,24 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
             comm.all_to_all_single(out, x, async_op=False, hints=hints)
         return out
 
-    for name in wanted or ("auto", "plain"):
-        hints = None if name == "auto" else {HINT: "off" if name == "plain" else name}
-        problem.add(name, "ours", partial(ours, hints=hints), before)
+    names = list(wanted or ("auto", "plain", "auto" + REGISTERED, "plain" + REGISTERED))
+    registered = None
+    if any(name.endswith(REGISTERED) for name in names):
+        memory = Registered(ranks)
+        problem.ends.append(memory.close)
+        if reason := ranks.attempt(lambda: memory.buffers.append(buffers(memory))):
+            problem.missing |= {name: reason for name in names if name.endswith(REGISTERED)}
+        else:
+            registered = memory.buffers[0]
+    for name in names:
+        own = registered if name.endswith(REGISTERED) else plain
+        how = name.removesuffix(REGISTERED)
+        hints = None if how == "auto" else {HINT: "off" if how == "plain" else how}
+        if own is not None:
+            problem.add(name, "ours", partial(ours, own=own, hints=hints), own[2])
 
     for library in having(problem, libraries, op):
-        x, out, again = (plain_x, plain_out, before) if library is libraries.plain else buffers(library)
+        x, out, again = plain if library is libraries.plain else buffers(library)
         problem.add(library.name, "peer", partial(_library_call, library, op, x, out, sets), again)
 
     def source(arena: Arena) -> tuple[Call, Callable[[], object] | None]:

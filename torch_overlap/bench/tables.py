@@ -139,15 +139,17 @@ def _over(us: float | None, gemm_us: float) -> str:
 
 def _collective_table(groups: Sequence[Group]) -> str:
     peers = peers_of(groups)
-    head = ["size", "ours, us", "ours by NCCL", "floor", *peers]
+    has_registered = any("auto registered" in group.rows[group.mode] for group in groups)
+    more = ["ours, registered"] if has_registered else []
+    head = ["size", "ours, us", "ours by NCCL", *more, "floor", *peers]
     lines = [head, ["---"] * len(head)]
     for group in groups:
         row = group.ours(group.mode)
         assert row is not None
-        plain = group.rows[group.mode].get("plain")
+        others = [group.rows[group.mode].get(name) for name in ("plain", "auto registered")[: 1 + len(more)]]
         lines.append(
             [
-                group.label, f"{row['us']:.1f}", f"{plain['us']:.1f}" if plain else "-",
+                group.label, f"{row['us']:.1f}", *[f"{other['us']:.1f}" if other else "-" for other in others],
                 f"{row['floor_us']:.1f}" if "floor_us" in row else "-",
                 *[f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "-" for peer in peers],
             ]

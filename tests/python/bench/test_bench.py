@@ -19,8 +19,9 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.__main__ import main
 from torch_overlap.bench import result
-from torch_overlap.bench.cases import CLASS_OPS, EXCHANGE_OPS, KNOWN_OPS, Case
-from torch_overlap.bench.libraries import NO_CUDA, Arena
+from torch_overlap.bench.build import build
+from torch_overlap.bench.cases import CLASS_OPS, COLLECTIVES, EXCHANGE_OPS, KNOWN_OPS, Case
+from torch_overlap.bench.libraries import NO_CUDA, Arena, Libraries
 from torch_overlap.bench.measure import try_out
 from torch_overlap.bench.problem import Problem, algorithms
 from torch_overlap.bench.ranks import Ranks
@@ -142,7 +143,9 @@ def test_everything_else(tmp_path: Path) -> None:
     found = result.read(path)
     result.check_rows(found)
     assert {row["op"] for row in found["rows"]} == set(ops)
-    assert {row["algorithm"] for row in found["rows"] if row["op"] == "all_reduce"} == {"auto", "plain"}
+    for op in COLLECTIVES:
+        ways = {row["algorithm"] for row in found["rows"] if row["op"] == op}
+        assert ways == {"auto", "plain", "auto registered", "plain registered"}, found["missing"]
     assert all(row["peers"] for row in found["rows"])
     assert {line["op"] for line in found["timelines"]} == {"gemm_rs", "gemm_ar", "gemm"}
     assert all(span["us"] >= 0 for line in found["timelines"] for span in line["spans"])
@@ -201,6 +204,28 @@ def test_mistakes(
         main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def run_registered(rank: int, size: int, store: Any) -> None:
+    ranks = make_ranks(rank, size, store)
+    libraries = Libraries.open(ranks, [])
+    problem = build(Case("all_gather", (4096,)), ranks, libraries, ["auto registered"])
+    try_out(problem, ranks)
+    ours = next(variant for variant in problem.variants if variant.role == "ours")
+    assert (ours.name, problem.missing.get("auto registered")) == ("auto registered", None)
+    tensors = ours.call.keywords["own"][:2]  # type: ignore[attr-defined]
+    for tensor in tensors:
+        with pytest.raises(to.StateError, match="expected memory that is not registered"):
+            ranks.comm.tensor_register(tensor)
+    for end in problem.ends:
+        end()
+    for tensor in tensors:
+        ranks.comm.tensor_register(tensor)
+    ranks.stop()
+
+
+def test_ours_from_and_into_registered_tensors() -> None:
+    run_ranks(run_registered, 2, comm=False)
 
 
 def make_ranks(rank: int, size: int, store: Any) -> Ranks:

@@ -98,6 +98,9 @@ def test_tables() -> None:
     assert lines[2] == "| one 64, 64, 64 | 100 | 1.250 (ring), fused 1.125 | 1.375 | 1.010 | 1.500 |"
     assert lines[3] == "| two 64, 64, 128 | 100 | 1.500 (auto) | - | 1.010 | 1.500 |"
     assert table(groups[2:]).splitlines()[2] == "| 1 KiB | 3.2 | 8.8 | 2.5 | 9.0 |"
+    lines = table(groups_of([*ROWS, size_row(1024, "auto registered", 3.125)])[2:]).splitlines()
+    assert lines[0] == "| size | ours, us | ours by NCCL | ours, registered | floor | nccl |"
+    assert lines[2:] == ["| 1 KiB | 3.2 | 8.8 | 3.1 | 2.5 | 9.0 |", "| 1 MiB | 12.5 | - | - | 2.5 | 9.0 |"]
 
 
 def layer_row(name: str, algorithm: str, us: float, peers: dict[str, float]) -> dict[str, Any]:
