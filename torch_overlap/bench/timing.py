@@ -17,6 +17,7 @@ import torch
 import torch_overlap as to
 
 Samples = dict[str, list[float]]
+MOST_LEAD = 32
 
 
 class Spread(NamedTuple):
@@ -45,8 +46,9 @@ class Stopwatch:
 
     device: where the work runs; that of a CPU is timed by the host's clock.
     meet: makes the current stream wait until those of all ranks are there; on a CPU, the host.
-    lead_cycles: for how long a GPU idles before it meets, so that the host has enqueued what is timed by then. 0 times
-        the host too where it is slower than the device.
+    lead_cycles: for how long a GPU idles before it meets, so that the host has enqueued what is timed by then; work for
+        which that was not long enough gets twice as long next time, up to MOST_LEAD times. 0 times the host too where
+        it is slower than the device.
     """
 
     device: torch.device
@@ -65,17 +67,21 @@ class Stopwatch:
         if self.device.type == "cpu":
             return self._host_sampler(work, calls * repeats, repeats, before)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        lead = self.lead_cycles
 
         def sample() -> float:
+            nonlocal lead
             if before is not None:
                 before()
-            if self.lead_cycles:
-                torch.cuda._sleep(self.lead_cycles)
+            if lead:
+                torch.cuda._sleep(lead)
             self.meet()
             start.record()
             for _ in range(repeats):
                 work()
             end.record()
+            if start.query():  # the device did not wait for the host
+                lead = min(2 * lead, MOST_LEAD * self.lead_cycles)
             end.synchronize()
             return float(start.elapsed_time(end)) * 1000 / (calls * repeats)
 
@@ -121,17 +127,20 @@ def in_graph(call: Callable[[], object], count: int = 1) -> Callable[[], object]
     return graph.replay
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: the first of one is the last of the next."""
-    shift = turn % len(names) if names else 0
-    return [*names[shift:], *names[:shift]]
+def order_of(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round. In as many rounds as there are names (of an odd number: twice as many) each has every place
+    as often, and comes as often behind each other one: what a variant leaves behind, heat or data, is in all alike."""
+    count = len(names)
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [names[(step + turn) % count] for step in zigzag]
+    return order[::-1] if count % 2 and turn // count % 2 else order
 
 
 def interleave(samplers: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> Samples:
-    """Calls every sampler once a round, in an order that rotates; the first `warmup` rounds do not count."""
+    """Calls every sampler once a round, in an order that changes; the first `warmup` rounds do not count."""
     samples: Samples = {name: [] for name in samplers}
     for turn in range(rounds + warmup):
-        for name in rotated(list(samplers), turn):
+        for name in order_of(list(samplers), turn):
             sample = samplers[name]()
             if turn >= warmup:
                 samples[name].append(sample)
