@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_overlap import _C, objcol, ops
-from torch_overlap._C import InvalidValueError, ReduceOp, TorchComm, UnsupportedError
+from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
 
 __all__ = ["OPERATORS", "entries_of_results", "load", "measure", "read", "write"]
 
@@ -41,6 +42,7 @@ _FORMAT = 2
 _MODES = ("eager", "graph")
 # A forward pass has nothing for "bulk" to hide.
 _NOT_MEASURED = ("bulk",)
+_CACHE_BYTES = 128 << 20  # more than the L2 cache of any GPU so far
 # What the simplest of the quick algorithms may lose.
 _LOSS = 0.01
 
@@ -158,17 +160,48 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, in place of older ones of the same key and library. It is replaced at once."""
+    """Adds entries to a file, in place of older ones of the same key and library. It is replaced at once; of several
+    processes that write, each finds what the others have added."""
     path = Path(path)
-    kept = {(_key(e), e.get("library")): e for e in (read(path) if path.exists() else [])}
-    kept |= {(_key(e), e.get("library")): e for e in entries}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump({"format": _FORMAT, "entries": list(kept.values())}, file, indent=1)
-    os.replace(name, path)
+    with _alone_in(path.parent):
+        kept = {(_key(e), e.get("library")): e for e in (read(path) if path.exists() else [])}
+        kept |= {(_key(e), e.get("library")): e for e in entries}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"format": _FORMAT, "entries": list(kept.values())}, file, indent=1)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Among the processes that write entries there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_cache(path: str) -> None:
+    """Raises ValueError where entries could not be added to it, before anything is measured for it."""
+    try:
+        if Path(path).exists():
+            read(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=Path(path).parent).close()
+    except OSError as error:
+        raise ValueError(f"tune: expected a file that can be written in --cache, got {path}: {error}") from None
+
+
+# Behind the line of a case.
+_SHIPPED = "; the table that is shipped has it, and comes first"
 # What the operators are called in result files of `python -m torch_overlap bench`.
 _BENCHED = {"ag_gemm": "all_gather_matmul", "gemm_rs": "matmul_reduce_scatter", "gemm_ar": "matmul_all_reduce",
             "a2a_gemm": "all_to_all_matmul", "gemm_a2a": "matmul_all_to_all"}  # fmt: skip
@@ -176,7 +209,11 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
-    """What the rows of a result file of `bench` say: an entry for each case and mode."""
+    """What the rows of a result file of `bench` say: an entry for each case and mode.
+
+    None where only some algorithms were asked for, which "sequential", that runs everywhere, is not among: of those
+    nobody knows whether they are quick.
+    """
     content = json.loads(Path(path).read_text())
     times: dict[tuple[str, Shape, str, int, str], dict[str, float]] = {}
     for row in content["rows"]:
@@ -188,7 +225,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
     return [
         {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
          "library": _library(content["torch"]), "algorithm": _quickest(op, mode, found), "us": found}
-        for (op, shape, dtype, tp, mode), found in times.items()
+        for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
 
 
@@ -196,15 +233,16 @@ def _chosen(entries: Iterable[Entry]) -> dict[str, str]:
     return {_key(entry): entry["algorithm"] for entry in entries}
 
 
+def _shipped() -> list[Entry]:
+    return [entry for path in sorted(_TABLES.glob("*.json")) for entry in read(path)]
+
+
 def load() -> None:
     """Reads the table and the cache again. A file that cannot be read is left out, with a warning.
 
     Communicators whose ranks have agreed on a cache already, at their first "auto", keep it.
     """
-    table: list[Entry] = []
-    for path in sorted(_TABLES.glob("*.json")):
-        table += read(path)
-    _C._set_tuning("table", _chosen(table))
+    _C._set_tuning("table", _chosen(_shipped()))
     cache = _C._read_env()["tune_cache"]
     entries: list[Entry] = []
     if cache and Path(cache).exists():
@@ -218,31 +256,28 @@ def load() -> None:
 # --- Measuring --------------------------------------------------------------------------------------------------------
 
 
-def _repeated(call: Callable[[str], object], algorithm: str, repeats: int, mode: str) -> Callable[[], object]:
-    def calls() -> None:
-        for _ in range(repeats):
-            call(algorithm)
+def _repeated(
+    calls: Sequence[Callable[[str], object]], algorithm: str, repeats: int, mode: str
+) -> Callable[[], object]:
+    """`repeats` calls, in turns."""
+
+    def repeated() -> None:
+        for turn in range(repeats):
+            calls[turn % len(calls)](algorithm)
 
     if mode == "eager":
-        return calls
+        return repeated
+    repeated()  # memory and plans of all inputs are there
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        calls()
+        repeated()
     return graph.replay
 
 
-def _microseconds(call: Callable[[], object], comm: TorchComm) -> float:
-    comm.barrier(False)
-    if comm.get_device().type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1000
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
+def _sets(shape: Shape, dtype: torch.dtype, size: int, repeats: int) -> int:
+    """How many inputs take turns, so that none is in the L2 cache when its turn comes."""
+    m, n, k = shape
+    return min(repeats, -(-_CACHE_BYTES // max(1, (m + n) * k * dtype.itemsize // size)))
 
 
 def measure(
@@ -257,8 +292,8 @@ def measure(
     Args:
         dtype: of x, the weight and the result; for scaled operators of the result.
         mode: "eager" calls, or those of a CUDA "graph".
-        repeats: calls of a sample; by default 3, and 30 where they are eager on CUDA, so that the host's time for the
-            first, when the device has nothing to do yet, counts for little.
+        repeats: calls of a sample, on inputs that take turns; by default 3, on CUDA 10, and 30 where they are eager, so
+            that the host's time for the first, when the device has nothing to do yet, counts for little.
 
     Raises:
         InvalidValueError: the operator is not measured, or sizes do not divide by the number of ranks.
@@ -267,25 +302,26 @@ def measure(
         raise InvalidValueError(f"tune: expected op to be one of {', '.join(OPERATORS)}, got {op!r}")
     if mode not in _MODES or (mode == "graph" and comm.get_device().type != "cuda"):
         raise InvalidValueError(f"tune: expected mode to be eager, or graph on CUDA, got {mode!r}")
-    call = OPERATORS[op](op, comm, shape, dtype)
+    # Imports torch_overlap.
+    from torch_overlap.bench.ranks import LEAD_CYCLES
+    from torch_overlap.bench.timing import Stopwatch, interleave, slowest_rank
+
+    if repeats is None:
+        repeats = (30 if mode == "eager" else 10) if comm.get_device().type == "cuda" else 3
+    sets = _sets(shape, dtype, comm.get_size(), repeats)
+    calls = [OPERATORS[op](op, comm, shape, dtype) for _ in range(sets)]
     names: list[str] = []
     for name in _C._algorithms():
         # One that cannot run is refused alike on all ranks, before anything is sent; the first can, or nothing can.
         with contextlib.suppress(*(() if not names else (UnsupportedError, InvalidValueError))):
             if name not in _NOT_MEASURED:
-                call(name)
+                calls[0](name)
                 names.append(name)
-    if repeats is None:
-        repeats = 30 if mode == "eager" and comm.get_device().type == "cuda" else 3
-    calls = [_repeated(call, name, repeats, mode) for name in names]
-    samples = torch.empty(rounds, len(names), dtype=torch.float64)
-    for turn in range(rounds):
-        for i in range(len(names)):
-            which = (turn + i) % len(names)
-            samples[turn, which] = _microseconds(calls[which], comm) / repeats
-    slowest = samples.to(comm.get_device())
-    comm.all_reduce(slowest, ReduceOp.MAX, False)
-    times = {name: statistics.median(column) for name, column in zip(names, slowest.t().tolist(), strict=True)}
+    # A graph is launched while the ranks have yet to meet.
+    watch = Stopwatch(comm.get_device(), partial(comm.barrier, False), LEAD_CYCLES if mode == "graph" else 0)
+    samplers = {name: watch.sampler(_repeated(calls, name, repeats, mode), repeats) for name in names}
+    samples = slowest_rank(interleave(samplers, rounds, warmup=1), comm)
+    times = {name: statistics.median(samples[name]) for name in names}
     found = [
         {
             "op": op,
@@ -345,6 +381,7 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.shapes) == bool(args.results):
         got = "both" if args.shapes else "none"
         raise ValueError(f"tune: expected --shapes to measure, or --results to read, got {got}")
+    _check_cache(cache)
     if args.results:
         write(cache, itertools.chain.from_iterable(map(entries_of_results, args.results)))
         return 0
@@ -361,11 +398,12 @@ def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
     if comm.get_size() < 2:
         raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
     entries: list[Entry] = []
+    shipped = _chosen(_shipped())
     modes = _MODES if comm.get_device().type == "cuda" else _MODES[:1]
     for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
         entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
         if comm.get_rank() == 0:
-            print(_line(entries[-1]), flush=True)
+            print(_line(entries[-1]) + (_SHIPPED if _key(entries[-1]) in shipped else ""), flush=True)
     if comm.get_rank() == 0:
         write(cache, entries)
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -221,6 +222,42 @@ def test_files(tmp_path):
             tune.read(path)
 
 
+def write_many(path, first):
+    for i in range(first, first + 20):
+        tune.write(path, [entry("all_gather_matmul", (2**i, 8, 8), "ring")])
+
+
+def test_writers_at_the_same_time_keep_each_others_entries(tmp_path):
+    path = tmp_path / "cache.json"
+    with ThreadPoolExecutor() as writers:
+        list(writers.map(write_many, [path] * 3, (0, 20, 40)))
+    assert sorted(e["shape"][0] for e in tune.read(path)) == [2**i for i in range(60)]
+    assert os.listdir(tmp_path) == ["cache.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "cache.json"
+    tune.write(path, entries_for("ring"))
+    before = path.read_text()
+
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="no space left"):
+        tune.write(path, entries_for("chunked"))
+    assert os.listdir(tmp_path) == ["cache.json"]
+    assert path.read_text() == before
+
+
+def test_inputs_take_turns_beyond_the_cache():
+    assert tune._sets((2048, 4096, 4096), torch.bfloat16, 4, 10) == 10
+    assert tune._sets((8192, 10240, 8192), torch.bfloat16, 4, 10) == 2
+    assert tune._sets((8192, 57344, 8192), torch.bfloat16, 4, 10) == 1
+    assert tune._sets((64, 64, 64), torch.bfloat16, 4, 3) == 3
+
+
 def test_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "cache.json"
     path.write_text("{}")
@@ -247,16 +284,21 @@ def test_the_table_that_is_shipped():
 def test_entries_of_results(tmp_path):
     """Cases and modes of a result file; the simpler algorithm unless the other is quicker by 1 %."""
     rows = [
-        {"op": op, "shape": [64, 64, 64], "dtype": dtype, "tp": 2, "mode": mode, "algorithm": algorithm, "us": us}
-        for op, dtype, mode, times in (
+        {"op": op, "shape": shape[0] if shape else [64, 64, 64], "dtype": dtype, "tp": 2, "mode": mode,
+         "algorithm": algorithm, "us": us}
+        for op, dtype, mode, times, *shape in (
             ("gemm_rs", "bf16", "graph", {"auto": 1.0, "sequential": 20.0, "ring": 10.0, "fused": 9.0}),
             ("gemm_rs", "bf16", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 5.0}),
             ("ag_gemm", "fp8", "eager", {"sequential": 20.0, "ring": 10.0, "fused": 9.95}),
             ("gemm_ar", "bf16", "graph", {"sequential": 10.0, "ring": 9.95}),
             ("all_reduce", "bf16", "graph", {"auto": 1.0}),
+            # Of some algorithms alone.
+            ("a2a_gemm", "bf16", "graph", {"auto": 1.0, "ring": 1.0}),
+            ("gemm_rs", "bf16", "eager", {"fused": 1.0}, [1, 2, 3]),
+            ("gemm_a2a", "bf16", "graph", {"sequential": 1.0}),
         )
         for algorithm, us in times.items()
-    ]
+    ]  # fmt: skip
     path, cache = tmp_path / "result.json", tmp_path / "cache.json"
     path.write_text(json.dumps({"gpu": "some GPU", "torch": "9.9", "rows": rows}))
     found = {(e["op"], e["mode"]): e["algorithm"] for e in tune.entries_of_results(path)}
@@ -287,6 +329,18 @@ def test_the_command(tmp_path):
     assert done.stdout.count(" us") >= 8
     assert len(tune.read(path)) == 4
     assert all(e["library"] == tune._library() and e["tp"] == 2 for e in tune.read(path))
+
+
+def test_nothing_is_measured_for_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "other.json").write_text("{}")
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody is there
+    for name, message in (("file/cache.json", "expected a file that can be written in --cache"),
+                          ("other.json", "expected measured algorithms of format 2")):  # fmt: skip
+        done = run_command("-m", "torch_overlap", "tune", "--shapes", "8x8x8", "--cache", str(tmp_path / name),
+                           env={"CUDA_VISIBLE_DEVICES": "", **torchrun})  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
 
 
 def test_mistakes_of_the_command(tmp_path):
