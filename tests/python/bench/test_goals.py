@@ -178,9 +178,9 @@ def test_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_goals_are_about_what_is_measured(name: str) -> None:
     measured = [
         row(case.op, case.shape if case.is_gemm else case.shape[0], mode, name=case.label, dtype=case.dtype, tp=tp,
-            gemm_us=1e4, algorithm="own 128x128" if case.op == "gemm" else "auto")
+            gemm_us=1e4, algorithm=algorithm)
         for op in KNOWN_OPS for kind in ("bf16", "fp8", "fp8_rows", "decode") for case in cases_of(op, kind)
-        for mode in MODES for tp in (2, 4, 8)
+        for algorithm in ("auto", "auto registered", "own 128x128") for mode in MODES for tp in (2, 4, 8)
     ]  # fmt: skip
     _, unmeasured = goals.compare(goals.read_goals(ROOT / "benchmarks" / name), measured)
     assert unmeasured == []

@@ -182,6 +182,44 @@ def test_unequal_parts(comm, seed, mode):
         out.check()
 
 
+@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
+def test_registered_tensors(comm, seed, who):
+    """From and into memory that the communicator was told of, also where others have plain tensors; in graphs too."""
+    rank, size = comm.get_rank(), comm.get_size()
+    is_registered = who == "all ranks" or rank == 0
+    for count in (1001, 400_003):
+        parts = draw_all(comm, seed + count, torch.bfloat16, count)
+        room = count * (size + 2)
+        memory = torch.empty(room, dtype=torch.bfloat16, device="cuda")
+        if is_registered:
+            memory = to.symmetric_empty(room, torch.bfloat16, comm)
+            comm.tensor_register(memory)
+        x, part, whole = memory.split([count, count, count * size])
+        for mode in MODES:
+            options = {"async_op": False, "hints": {"direct_collectives": mode}}
+
+            def calls(x=x, part=part, whole=whole, options=options):
+                comm.all_gather_single(whole, x, **options)
+                comm.reduce_scatter_single(part, whole, ReduceOp.MAX, **options)
+                comm.all_reduce(x, ReduceOp.SUM, **options)
+
+            graph = torch.cuda.CUDAGraph()
+            x.copy_(parts[rank])
+            calls()
+            with torch.cuda.graph(graph):
+                calls()
+            for run in (calls, graph.replay):
+                memory.fill_(float("nan"))
+                x.copy_(parts[rank])
+                run()
+                check_reduced(x, ReduceOp.SUM, parts, mode != "auto" or x.nbytes <= 128 * KI)
+                assert torch.equal(whole, torch.cat(parts))
+                assert torch.equal(part, parts[rank])
+            del graph
+        if is_registered:
+            comm.tensor_deregister(memory)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_all_ranks_have_the_same_bits(comm, always, seed, dtype):
     size = comm.get_size()
