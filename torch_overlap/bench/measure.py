@@ -88,32 +88,64 @@ def sample_all(problem: Problem, ranks: Ranks, mode: str, rounds: int) -> Sample
     samplers: dict[str, Callable[[], float]] = {}
     kept = []
     for variant in problem.variants:
-        steps = partial(_steps, variant.call, calls)
         if mode == "eager":
             variant.ask()
+            steps = partial(_steps, variant, calls)
             samplers[variant.name] = ranks.eager.sampler(steps, calls, repeats, variant.before)
         else:
-            captured: list[Callable[[], object]] = []
+            graph = _Captured(variant, calls, TOLERANCE[problem.case.dtype])
             # Once outside: memory and plans of all inputs are there.
-            calls_in_graph = partial(_ask_and_do, variant, steps)
-            reason = ranks.attempt(steps) or ranks.attempt(lambda c=captured, s=calls_in_graph: c.append(in_graph(s)))  # type: ignore[misc]
+            reason = ranks.attempt(graph.do) or ranks.attempt(graph.capture) or ranks.attempt(graph.check)
             if reason:
                 problem.missing[variant.name] = f"in a graph: {reason}"
                 continue
-            samplers[variant.name] = ranks.captured.sampler(captured[0], calls, before=variant.before)
+            samplers[variant.name] = ranks.captured.sampler(graph.replay, calls, before=variant.before)
         kept.append(variant)
     problem.variants = kept
     return slowest_rank(interleave(samplers, rounds), ranks.comm)
 
 
-def _ask_and_do(variant: Variant, steps: Callable[[], object]) -> None:
-    variant.ask()
-    steps()
+class _Captured:
+    """The calls of a variant in a graph, whose last result is that of the same calls outside of one."""
+
+    def __init__(self, variant: Variant, calls: int, tolerance: float) -> None:
+        self._variant = variant
+        self._calls = calls
+        self._tolerance = tolerance
+        self._results: list[Tensor] = []  # expected; what the graph makes
+
+    def _prepare(self) -> None:
+        if self._variant.before is not None:
+            self._variant.before()
+
+    def do(self) -> None:
+        self._prepare()
+        self._results.append(_steps(self._variant, self._calls).clone())
+
+    def capture(self) -> None:
+        def calls() -> None:
+            self._variant.ask()
+            self._results.append(_steps(self._variant, self._calls))
+
+        self.replay = in_graph(calls)
+
+    def check(self) -> None:
+        expected, made = self._results
+        self._results.clear()
+        made.view(torch.uint8).fill_(255)  # NaN
+        self._prepare()
+        self.replay()
+        error = distance(made, expected)
+        # Sums in place, again and again, may be beyond what their type has.
+        if error > self._tolerance and expected.double().isfinite().all():
+            raise RuntimeError(f"wrong: differs from a call outside by {error:.1e}")
 
 
-def _steps(call: Callable[[int], object], calls: int) -> None:
+def _steps(variant: Variant, calls: int) -> Tensor:
+    """The result of the last."""
     for i in range(calls):
-        call(i)
+        made = variant.call(i)
+    return made
 
 
 def measure(visit: Visit, build: Callable[[], Problem], ranks: Ranks, rates: Rates, rounds: int,

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.__main__ import main
-from torch_overlap.bench import result
+from torch_overlap.bench import measure, result
 from torch_overlap.bench.build import build
 from torch_overlap.bench.cases import CLASS_OPS, COLLECTIVES, EXCHANGE_OPS, KNOWN_OPS, Case
 from torch_overlap.bench.libraries import NO_CUDA, Arena, Libraries
-from torch_overlap.bench.measure import try_out
+from torch_overlap.bench.measure import sample_all, try_out
 from torch_overlap.bench.problem import Problem, algorithms
 from torch_overlap.bench.ranks import Ranks
 from torch_overlap.bench.timing import Stopwatch
@@ -270,6 +270,46 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
 
 def test_what_fails_or_is_wrong_is_not_timed() -> None:
     run_ranks(run_try_out, 2, comm=False)
+
+
+def run_captured(rank: int, size: int, store: Any) -> None:
+    ranks = make_ranks(rank, size, store)
+    problem = Problem(Case("gemm_rs", (64, 64, 64)))
+    inputs = [torch.randn(64) for _ in range(2)]
+    out, own, sums = torch.empty(64), torch.empty(64), torch.randn(64)
+    replaying: list[bool] = []
+
+    def in_graph(call: Any) -> Any:
+        def replay() -> None:
+            replaying.append(True)
+            call()
+            replaying.clear()
+
+        call()
+        return replay
+
+    def stale_on_one(i: int) -> Tensor:
+        return own.copy_(inputs[0 if replaying and rank == 1 else i % 2])
+
+    def in_place(i: int) -> Tensor:
+        return sums.mul_(2)
+
+    problem.add("right", "ours", lambda i: out.copy_(inputs[i % 2]))
+    problem.add("in place", "ours", in_place, before=lambda: sums.fill_(rank + 1))
+    problem.add("beyond its type", "comm", lambda i: out.fill_(float("inf")))
+    problem.add("stale in a graph", "ours", stale_on_one)
+    problem.add("writes nothing in a graph", "ours", lambda i: own if replaying else own.fill_(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "in_graph", in_graph)
+        samples = sample_all(problem, ranks, "graph", 2)
+    assert set(samples) == {"right", "in place", "beyond its type"} == {variant.name for variant in problem.variants}
+    for name in ("stale in a graph", "writes nothing in a graph"):
+        assert "in a graph: wrong: differs from a call outside by" in problem.missing[name]
+    ranks.stop()
+
+
+def test_what_is_wrong_in_a_graph_is_not_timed() -> None:
+    run_ranks(run_captured, 2, comm=False)
 
 
 def run_algorithms(comm: to.TorchComm) -> list[str]:
