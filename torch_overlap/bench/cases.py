@@ -161,6 +161,11 @@ HEADS = {"a2a_gemm": {"70b-o": (8192, 8192, 8192), "8b-o": (8192, 4096, 4096), "
          "gemm_a2a": {"70b-qkv": (8192, 10240, 8192), "8b-qkv": (8192, 6144, 4096),
                       "70b-qkv-32k": (32768, 10240, 8192)}}  # fmt: skip
 DECODE = {f"70b-{layer} M={m}": (m, 8192, k) for m in (64, 16, 256) for layer, k in (("o", 8192), ("down", 28672))}
+DECODE_GATHERS = {
+    f"70b-{layer} M={m}": (m, n, 8192) for m in (64, 16, 256) for layer, n in (("qkv", 10240), ("up", 57344))
+}
+# Few tokens: what "decode" stands for.
+FEW_TOKENS = {"ag_gemm": DECODE_GATHERS, **dict.fromkeys(("gemm_rs", "gemm_ar", "gemm_ar_norm"), DECODE)}
 SIZES = (64 * KIB, MIB, 16 * MIB, KIB, 256 * KIB, 4 * MIB, 128 * MIB)
 
 LAYERS = {
@@ -193,7 +198,7 @@ def cases_of(op: str, name: str, dtype: str | None = None) -> list[Case]:
     if name == "tiny":
         return [Case(op, TINY[op], kind, "tiny")]
     if name == "decode":
-        return [Case(op, shape, kind, layer) for layer, shape in DECODE.items()] if op in ALL_REDUCED else []
+        return [Case(op, shape, kind, layer) for layer, shape in FEW_TOKENS.get(op, {}).items()]
     return [Case(op, shape, kind, layer) for layer, shape in LAYERS[op].items()]
 
 
@@ -209,13 +214,14 @@ def parse_shape(op: str, text: str, dtype: str) -> Case:
         if digits.isdecimal():
             return Case(op, (int(digits) * scale,), dtype)
         raise ValueError(f"bench: expected --shape of {op} as bytes (65536, 64K, 16M), got {text!r}")
-    if text in LAYERS[op]:
-        return Case(op, LAYERS[op][text], dtype, text)
+    layers = LAYERS[op] | FEW_TOKENS.get(op, {})
+    if text in layers:
+        return Case(op, layers[text], dtype, text)
     parts = text.split(",")
     if len(parts) == 3 and all(part.isdecimal() for part in parts):
         shape = (int(parts[0]), int(parts[1]), int(parts[2]))
-        return Case(op, shape, dtype, next((name for name, own in LAYERS[op].items() if own == shape), ""))
-    raise ValueError(f"bench: expected --shape of {op} as M,N,K or one of {', '.join(LAYERS[op])}, got {text!r}")
+        return Case(op, shape, dtype, next((name for name, own in layers.items() if own == shape), ""))
+    raise ValueError(f"bench: expected --shape of {op} as M,N,K or one of {', '.join(layers)}, got {text!r}")
 
 
 @dataclass(frozen=True)

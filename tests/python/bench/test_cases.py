@@ -28,6 +28,7 @@ def test_shapes_of_a_command_line() -> None:
     assert parse_shape("ag_gemm", "64,96,32", "fp16") == Case("ag_gemm", (64, 96, 32), "fp16")
     assert parse_shape("ag_gemm", "8192,10240,8192", "bf16").name == "70b-qkv"
     assert parse_shape("gemm_rs", "70b-o", "bf16").shape == (8192, 8192, 8192)
+    assert parse_shape("gemm_ar_norm", "70b-o M=16", "bf16") == parse_shape("gemm_ar_norm", "16,8192,8192", "bf16")
     assert [parse_shape("all_reduce", text, "bf16").shape[0] for text in ("10", "64K", "2m")] == [10, 65536, 2 * MIB]
 
 
@@ -113,6 +114,14 @@ def test_what_a_rank_sends() -> None:
     # dx [m, k] = dy w, dw [n, k] = dy^T x: of a rank's n, with all rows of x or dx beside them
     for op, local in (("bulk_ag", (m, k, n // 4)), ("bulk_rs", (n // 4, k, m))):
         assert (Case(op, (m, n, k)).local(tp), Case(op, (m, n, k)).moved(tp)) == (local, 3 * m * k * 2 // 4)
+
+
+def test_few_tokens_have_every_operator_of_a_layer() -> None:
+    found = chosen_cases(["all"], [], "decode", None)
+    assert {case.op for case in found} == {"ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm"}
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar_norm"):
+        assert {case.shape[0] for case in found if case.op == op} == {16, 64, 256}
+    assert Case("ag_gemm", (16, 57344, 8192), name="70b-up M=16") in found
 
 
 def test_all_stands_for_the_operators() -> None:
