@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -89,7 +90,8 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
         how = name.removesuffix(REGISTERED)
         hints = None if how == "auto" else {HINT: "off" if how == "plain" else how}
         if own is not None:
-            problem.add(name, "ours", partial(ours, own=own, hints=hints), own[2])
+            call = partial(ours, own=own, hints=hints)
+            problem.add(name, "ours", call, own[2], chosen=way_of(call) if how == "auto" else "")
 
     for library in having(problem, libraries, op):
         x, out, again = plain if library is libraries.plain else buffers(library)
@@ -102,6 +104,14 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     if op == "all_reduce":
         add_torch_all_reduces(problem, libraries, case.shape[0], source)
     return problem
+
+
+def way_of(call: Call) -> str:
+    """Who does it, as the flight recorder says: "nccl", or one of our protocols. Empty where there is nobody to choose
+    from."""
+    call(0)
+    entries = json.loads(to.flight_recorder.dump_json())["entries"]
+    return str(entries[-1].get("algorithm") or "") if entries else ""
 
 
 def _library_call(library: Library, op: str, x: Tensor, out: Tensor, sets: int, i: int) -> Tensor:

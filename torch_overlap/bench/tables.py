@@ -146,10 +146,12 @@ def _collective_table(groups: Sequence[Group]) -> str:
     for group in groups:
         row = group.ours(group.mode)
         assert row is not None
+        way = str(row.get("chosen", "")).removeprefix("direct_")
         others = [group.rows[group.mode].get(name) for name in ("plain", "auto registered")[: 1 + len(more)]]
         lines.append(
             [
-                group.label, f"{row['us']:.1f}", *[f"{other['us']:.1f}" if other else "-" for other in others],
+                group.label, f"{row['us']:.1f}" + f" ({way})" * bool(way),
+                *[f"{other['us']:.1f}" if other else "-" for other in others],
                 f"{row['floor_us']:.1f}" if "floor_us" in row else "-",
                 *[f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "-" for peer in peers],
             ]

@@ -101,6 +101,8 @@ def test_tables() -> None:
     lines = table(groups_of([*ROWS, size_row(1024, "auto registered", 3.125)])[2:]).splitlines()
     assert lines[0] == "| size | ours, us | ours by NCCL | ours, registered | floor | nccl |"
     assert lines[2:] == ["| 1 KiB | 3.2 | 8.8 | 3.1 | 2.5 | 9.0 |", "| 1 MiB | 12.5 | - | - | 2.5 | 9.0 |"]
+    by_lines = size_row(1024, "auto", 3.25) | {"chosen": "direct_ll"}
+    assert table(groups_of([by_lines])).splitlines()[2] == "| 1 KiB | 3.2 (ll) | - | 2.5 | 9.0 |"
 
 
 def layer_row(name: str, algorithm: str, us: float, peers: dict[str, float]) -> dict[str, Any]:
