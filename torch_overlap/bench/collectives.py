@@ -30,7 +30,6 @@ class Registered:
     """Tensors of `symmetric_empty` that the communicator is told of, until the end of a problem."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.buffers: list[_Buffers] = []
         self._comm = ranks.comm
         self._tensors: list[Tensor] = []
 
@@ -41,7 +40,6 @@ class Registered:
         return tensor
 
     def close(self) -> None:
-        self.buffers.clear()
         for tensor in self._tensors:
             self._comm.tensor_deregister(tensor)
         self._tensors.clear()
@@ -81,17 +79,17 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     if any(name.endswith(REGISTERED) for name in names):
         memory = Registered(ranks)
         problem.ends.append(memory.close)
-        if reason := ranks.attempt(lambda: memory.buffers.append(buffers(memory))):
-            problem.missing |= {name: reason for name in names if name.endswith(REGISTERED)}
-        else:
-            registered = memory.buffers[0]
+        try:
+            registered = buffers(memory)
+        except to.Error as error:  # on all ranks
+            problem.missing |= {name: str(error) for name in names if name.endswith(REGISTERED)}
     for name in names:
         own = registered if name.endswith(REGISTERED) else plain
         how = name.removesuffix(REGISTERED)
         hints = None if how == "auto" else {HINT: "off" if how == "plain" else how}
         if own is not None:
-            call = partial(ours, own=own, hints=hints)
-            problem.add(name, "ours", call, own[2], chosen=way_of(call) if how == "auto" else "")
+            tell = way_taken if how == "auto" else None
+            problem.add(name, "ours", partial(ours, own=own, hints=hints), own[2], tell=tell)
 
     for library in having(problem, libraries, op):
         x, out, again = plain if library is libraries.plain else buffers(library)
@@ -106,10 +104,9 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
     return problem
 
 
-def way_of(call: Call) -> str:
-    """Who does it, as the flight recorder says: "nccl", or one of our protocols. Empty where there is nobody to choose
-    from."""
-    call(0)
+def way_taken() -> str:
+    """Who did the last call, as the flight recorder says: "nccl", or one of our protocols. Empty where there is nobody
+    to choose from."""
     entries = json.loads(to.flight_recorder.dump_json())["entries"]
     return str(entries[-1].get("algorithm") or "") if entries else ""
 

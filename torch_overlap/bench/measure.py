@@ -53,6 +53,8 @@ def try_out(problem: Problem, ranks: Ranks) -> None:
             if variant.before is not None:
                 variant.before()
             made = variant.call(0)
+            if variant.tell is not None:
+                variant.chosen = variant.tell()
             results[variant.name] = made.clone()
             # NaN, so that nobody finds this result in memory and leaves it there as its own.
             made.view(torch.uint8).fill_(255)

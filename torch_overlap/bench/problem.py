@@ -27,7 +27,7 @@ class Variant:
     """One way to do it. `call(i)` works on the i-th inputs, modulo their number, and returns what it made.
 
     before: makes the inputs anew where a call destroys them; not timed.
-    chosen: what "auto" stands for here, which ask() finds out by `choose`.
+    chosen: what "auto" stands for here, which ask() finds out by `choose`, or `tell` knows after a call.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Variant:
     before: Callable[[], object] | None = None
     chosen: str = ""
     choose: Callable[[], str] | None = None
+    tell: Callable[[], str] | None = None
 
     def ask(self) -> None:
         """What is chosen may be another algorithm in a capture."""
@@ -56,8 +57,9 @@ class Problem:
     ends: list[Callable[[], object]] = field(default_factory=list)
 
     def add(self, name: str, role: Role, call: Call, before: Callable[[], object] | None = None,
-            chosen: str = "", choose: Callable[[], str] | None = None) -> None:  # fmt: skip
-        self.variants.append(Variant(name, role, call, before, chosen, choose))
+            chosen: str = "", choose: Callable[[], str] | None = None,
+            tell: Callable[[], str] | None = None) -> None:  # fmt: skip
+        self.variants.append(Variant(name, role, call, before, chosen, choose, tell))
 
 
 class Operands:

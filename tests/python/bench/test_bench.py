@@ -248,7 +248,10 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
         return truth.clone()
 
     problem.add("reference", "peer", lambda i: truth.clone())
-    problem.add("right", "ours", lambda i: truth * (1 + 1e-3), before=lambda: calls.append("before"))
+    problem.add(
+        "right", "ours", lambda i: truth * (1 + 1e-3), before=lambda: calls.append("before"),
+        tell=lambda: calls.append("asked") or "it",  # type: ignore[func-returns-value]
+    )  # fmt: skip
     problem.add("wrong on one rank", "ours", lambda i: truth * (1.5 if rank == 0 else 1.0))
     shared = truth.clone()
     problem.add("writes", "peer", lambda i: shared.copy_(truth))
@@ -262,7 +265,8 @@ def run_try_out(rank: int, size: int, store: Any) -> None:
     assert problem.missing["wrong on one rank"] == "wrong: differs from reference by 5.0e-01"
     for name in ("not a number", "finds what another wrote"):
         assert problem.missing[name] == "wrong: differs from reference by inf"
-    assert calls == ["before"]
+    assert calls == ["before", "asked"]
+    assert [variant.chosen for variant in problem.variants] == ["", "it", "", ""]
     assert truth.isfinite().all()
     assert ranks.first_says(rank + 5) == 5
     ranks.stop()

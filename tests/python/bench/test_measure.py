@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import torch_overlap as to
 from torch_overlap.bench import gemms
 from torch_overlap.bench.cases import MODES, Case, Visit, expected_seconds, in_order
 from torch_overlap.bench.cli import chosen_cases
-from torch_overlap.bench.collectives import way_of
+from torch_overlap.bench.collectives import way_taken
 from torch_overlap.bench.floor import Rates
 from torch_overlap.bench.measure import Outcome, summary
 from torch_overlap.bench.problem import Problem
@@ -146,18 +145,13 @@ def test_a_record_says_what_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_the_way_that_a_collective_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries: list[dict[str, Any]] = [{"algorithm": "direct_ll"}]
+    entries: list[dict[str, Any]] = []
     monkeypatch.setattr(to.flight_recorder, "dump_json", lambda: json.dumps({"entries": entries}))
-
-    def call(i: int) -> Tensor:
-        entries.append({"algorithm": "direct_push", "index": i})
-        return torch.empty(0)
-
-    assert way_of(call) == "direct_push"
-    assert entries[1:] == [{"algorithm": "direct_push", "index": 0}]
-    assert way_of(lambda i: entries.append({}) or torch.empty(0)) == ""  # type: ignore[func-returns-value]
-    entries.clear()
-    assert way_of(lambda i: torch.empty(0)) == ""
+    assert way_taken() == ""
+    entries += [{"algorithm": "direct_ll"}, {"algorithm": "direct_push"}]
+    assert way_taken() == "direct_push"
+    entries.append({"op": "all_reduce"})
+    assert way_taken() == ""
 
 
 def test_our_own_kernels_are_beside_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
