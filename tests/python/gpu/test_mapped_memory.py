@@ -57,6 +57,34 @@ def test_replays_between_kinds_of_memory(nccl_comm, seed, op, gives, gets, mebib
     assert wrong.item() == 0
 
 
+def test_a_graph_keeps_memory_that_is_mapped(nccl_comm):
+    """NCCL finds the peers' mappings of a graph by address: other memory there would go to what was freed."""
+
+    def fresh():
+        return to.symmetric_empty(2**22, torch.float32, nccl_comm)
+
+    x = fresh()
+    address = x.data_ptr()
+    nccl_comm.all_reduce(x.zero_(), to.ReduceOp.SUM, async_op=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        nccl_comm.all_reduce(x, to.ReduceOp.SUM, async_op=False)
+    del x
+    torch.cuda.synchronize()
+    y = fresh()
+    assert y.data_ptr() != address
+    other = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other):
+        nccl_comm.all_reduce(y, to.ReduceOp.SUM, async_op=False)
+    for step in range(3):
+        y.fill_(nccl_comm.get_rank() + step)
+        graph.replay()
+        other.replay()
+        size = nccl_comm.get_size()
+        assert (y == size * (size - 1) // 2 + size * step).all()
+    del graph, other
+
+
 @pytest.fixture
 def registered(nccl_comm):
     """Makes a tensor of 8 MiB a rank, registered until the test is over."""

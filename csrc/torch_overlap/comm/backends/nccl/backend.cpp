@@ -281,6 +281,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
       direct_.launch(call, plan, is_capturing, stream.stream());
       has_begun = true;
     } else {
+      if (is_capture) keep_mapped(call);
       primitives.run(call);
     }
     if (call.norm && plan.row_blocks == 0) launch_rms_norm(call, stream.stream());
@@ -291,6 +292,14 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     fail_launch(call, has_begun || primitives.has_begun());
   }
   launching_since_.store(0, std::memory_order_release);
+}
+
+void NcclBackend::keep_mapped(const Call& call) {
+  for (const at::Tensor& tensor : call.tensors()) {
+    if (tensor.numel() > 0 && cuda::is_shareable(tensor.const_data_ptr())) {
+      hold_->keep_mapped(tensor);
+    }
+  }
 }
 
 void NcclBackend::enter_capture(const cuda::Capture& capture) {

@@ -109,6 +109,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing);
   [[noreturn]] void fail_launch(const Call& call, bool begun);
   void enter_capture(const cuda::Capture& capture);
+  void keep_mapped(const Call& call);
   // Takes all operations that have ended from the queue. `Sink` has push_back.
   template <typename Sink>
   void reap(Sink& ended);
