@@ -30,12 +30,17 @@ TORCH_HEADER = re.compile(r"(ATen|torch)/")
 CUDA_HEADER = re.compile(
     r"cuda|nccl|cublas|cute/|cutlass/|(c10|ATen|torch/csrc)/cuda/|torch/csrc/distributed/c10d/(NCCL|ProcessGroupNCCL|cuda/)"
 )
-NAMESPACE = re.compile(r"^(?:namespace ([\w:]+) \{|\}  // namespace ([\w:]+))$")
-CLASS = re.compile(r"^(?:class|struct)(?: TORCH_OVERLAP_API)? (\w+)(?! *;)[^;]*$")
+# What is no code, kept apart by what it begins with; then names, and each other sign by itself.
+NOT_CODE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|R"([^\s()\\]*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<!\w)\'(?:\\.|[^\'\\\n])+\'', re.S
+)
+DIRECTIVE = re.compile(r"^[ \t]*#(?:\\\n|[^\n])*", re.M)
+TOKEN = re.compile(r"\w+|::|\[\[|\]\]|\S")
+CLOSERS = {"{": "}", "(": ")", "[[": "]]", "<": ">"}
 
 
-def problems(path: Path):
-    parts = path.relative_to(ROOT).parts
+def problems(path: Path, root: Path):
+    parts = path.relative_to(root).parts
     layer = parts[0]
     if layer not in ARROWS:
         yield 0, f"{layer}/ is no layer: add it to ARROWS"
@@ -66,33 +71,94 @@ def problems(path: Path):
         yield 0, "device code belongs in a folder cuda/, nccl/, cublaslt/ or sm90/"
 
 
-def classes(path: Path):
-    """Those that a header defines outside others, with their namespaces."""
+def tokens(text: str) -> list[tuple[int, str]]:
+    """With their lines; no comments, literals and directives."""
+    for pattern in (NOT_CODE, DIRECTIVE):
+        text = pattern.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
+    lines = enumerate(text.split("\n"), 1)
+    return [(number, token) for number, line in lines for token in TOKEN.findall(line)]
+
+
+def past(code: list[str], at: int) -> int:
+    """Behind the bracket that closes the one at `at`."""
+    opener, closer, depth = code[at], CLOSERS[code[at]], 0
+    while at < len(code):
+        depth += (code[at] == opener) - (code[at] == closer)
+        at += 1
+        if depth == 0:
+            break
+    return at
+
+
+def class_head(code: list[str], at: int) -> tuple[str, int]:
+    """The name of the class or enum that begins at `at` (empty: only declared, or none), and where its head ends."""
+    name = ""
+    named = False
+    while at < len(code) and code[at] not in ("{", ";", "=", ")", ">", ","):
+        token = code[at]
+        if token == "(":  # of alignas or a macro, or the parameters of a function that returns a class
+            name, at = name if named else "", past(code, at)
+        elif token == "[[":
+            at = past(code, at)
+        elif token == "<":  # of a specialization, or of a base
+            end = past(code, at)
+            name += "" if named else "".join(code[at:end])
+            at = end
+        else:
+            named |= token in (":", "final")
+            if not named and token not in ("class", "struct"):
+                name = name + token if token == "::" or name.endswith("::") else token
+            at += 1
+    return (name if at < len(code) and code[at] == "{" else ""), at
+
+
+def classes(text: str):
+    """The classes and enums that a file defines outside others, with their namespaces; none of unnamed namespaces."""
+    found = tokens(text)
+    code = [token for _, token in found]
     inside: list[str] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if match := NAMESPACE.match(line):
-            inside = [*inside, match[1]] if match[1] else inside[:-1]
-        elif match := CLASS.match(line):
-            yield number, "::".join([*inside, match[1]])
+    at = 0
+    while at < len(code):
+        if code[at] == "namespace":
+            end = next((i for i in range(at, len(code)) if code[i] in "{;="), len(code))
+            if code[end : end + 1] == ["{"]:
+                inside.append("".join(code[at + 1 : end]).replace("::inline", "::"))
+            at = end + 1
+        elif code[at] == "extern" and code[at + 1 : at + 2] == ["{"]:  # the literal "C" is gone
+            inside.append("extern")
+            at += 2
+        elif code[at] == "template" and code[at + 1 : at + 2] == ["<"]:
+            at = past(code, at + 1)
+        elif code[at] in ("class", "struct", "union", "enum"):
+            name, end = class_head(code, at + 1)
+            if name and "" not in inside:
+                yield found[at][0], "::".join([*(space for space in inside if space != "extern"), name])
+            at = max(end, at + 1)
+        elif code[at] == "{":
+            at = past(code, at)
+        else:
+            if code[at] == "}" and inside:
+                inside.pop()
+            at += 1
 
 
-def repeated(headers: list[Path]):
+def repeated(files: list[Path], root: Path):
     """The linker takes one of two inline functions of a name, destructors among them, for both."""
     first: dict[str, Path] = {}
-    for path in headers:
-        for number, name in classes(path):
+    for path in files:
+        for number, name in classes(path.read_text()):
             if first.setdefault(name, path) != path:
-                yield path, number, f"{name} is defined in {first[name].relative_to(ROOT)} too"
+                yield path, number, f"{name} is defined in {first[name].relative_to(root)} too"
 
 
-def main() -> int:
-    files = sorted(path for path in ROOT.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
-    found = [f"{p.relative_to(ROOT.parent.parent)}:{n}: {what}" for p in files for n, what in problems(p)]
-    twice = repeated([path for path in files if path.suffix in (".h", ".cuh")])
-    found += [f"{p.relative_to(ROOT.parent.parent)}:{n}: {what}" for p, n, what in twice]
-    print("\n".join(found) or f"check_layers: {len(files)} files, every include is allowed")
+def main(root: Path = ROOT) -> int:
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+    found = [(path, *problem) for path in files for problem in problems(path, root)]
+    found += repeated(files, root)
+    lines = [f"{path.relative_to(root.parent.parent)}:{number}: {what}" for path, number, what in found]
+    print("\n".join(lines) or f"check_layers: {len(files)} files, every include is allowed")
     return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(Path, sys.argv[1:])))
