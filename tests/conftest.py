@@ -2,11 +2,17 @@
 
 import os
 import secrets
+import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from torch_overlap.testing import gpu_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # launcher
+from launcher import Launcher
 
 # torch asks for the name of whoever connects to a TCPStore. Where the name server lets a query drop, that is 5 s each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -29,3 +35,10 @@ def seed() -> int:
     value = int(os.environ.get("TEST_SEED") or secrets.randbelow(2**31))
     print(f"TEST_SEED={value}")
     return value
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.kill_all()

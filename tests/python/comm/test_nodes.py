@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from launcher import Launcher
 
 from torch_overlap import _C
 
@@ -75,49 +77,54 @@ print(f"rank {rank} is {local} of node {node}", flush=True)
 """
 
 
-def run_nodes(path: Path, of_node: int, kind: str) -> None:
-    """torchrun on each of two nodes; on GPUs each node sees GPUs of its own."""
-    path.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    agents = []
-    for node in range(2):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "KIND": kind}
-        if kind == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(node * of_node + gpu) for gpu in range(of_node))
-        place = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={of_node}"]
-        command += [*place, str(path)]
-        agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        printed = [agent.communicate(timeout=240)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)
-    for rank in range(2 * of_node):
-        node, local = divmod(rank, of_node)
-        assert f"rank {rank} is {local} of node {node}" in printed[node]
+def run_nodes(launcher: Launcher, path: Path, of_node: int, kind: str) -> None:
+    """torchrun on each of two nodes; on GPUs each node sees GPUs of its own. They meet at a store of this process."""
+    script = path / "nodes.py"
+    script.write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{store.port}", "--rdzv_conf=is_host=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={of_node}"]
+    command += [*meet, "--rdzv_id=nodes", "--local_addr=127.0.0.1", str(script)]
+    agents, outputs = [], [path / f"agent{agent}" for agent in range(2)]
+    for agent, output in enumerate(outputs):
+        gpus = ",".join(str(agent * of_node + gpu) for gpu in range(of_node)) if kind == "cuda" else ""
+        agents.append(launcher.start(command, gpu=True, output=output, KIND=kind, CUDA_VISIBLE_DEVICES=gpus))
+    wait_until_over(agents, 240)
+    printed = [output.read_text() for output in outputs]
+    assert [agent.poll() for agent in agents] == [0, 0], "\n".join(printed)
+    nodes = [sorted(re.findall(r"^rank \d+ is \d+ of node \d+$", text, re.MULTILINE)) for text in printed]
+    assert sorted(nodes) == [
+        [f"rank {node * of_node + local} is {local} of node {node}" for local in range(of_node)] for node in range(2)
+    ]
+
+
+def wait_until_over(agents: list[subprocess.Popen[str]], seconds: float) -> None:
+    """Until all have ended, or one has failed, or it is late: then those that still run have no exit status."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes = [agent.poll() for agent in agents]
+        if None not in codes or any(codes):
+            return
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
-    run_nodes(tmp_path / "nodes.py", 2, "cpu")
+def test_two_nodes_of_two_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    run_nodes(launcher, tmp_path, 2, "cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.gpu(2)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="each node has GPUs of its own")
-def test_two_nodes_of_one_gpu(tmp_path: Path) -> None:
-    run_nodes(tmp_path / "nodes.py", 1, "cuda")
+def test_two_nodes_of_one_gpu(launcher: Launcher, tmp_path: Path) -> None:
+    run_nodes(launcher, tmp_path, 1, "cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.gpu(4)
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="each node has GPUs of its own")
-def test_two_nodes_of_two_gpus(tmp_path: Path) -> None:
-    run_nodes(tmp_path / "nodes.py", 2, "cuda")
+def test_two_nodes_of_two_gpus(launcher: Launcher, tmp_path: Path) -> None:
+    run_nodes(launcher, tmp_path, 2, "cuda")
 
 
 # The first rank of the second of two nodes of two.

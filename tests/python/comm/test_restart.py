@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launcher import free_port
 
 from torch_overlap.testing import run_ranks
 
@@ -90,9 +91,4 @@ ALL_NAMES = {name for names in LAUNCHERS.values() for name in names} | {"MASTER_
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_rank_and_size_come_from_the_launchers_variables(launcher: str) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_ranks(run_from_environment, 2, LAUNCHERS[launcher], port, comm=False, env=dict.fromkeys(ALL_NAMES))
+    run_ranks(run_from_environment, 2, LAUNCHERS[launcher], free_port(), comm=False, env=dict.fromkeys(ALL_NAMES))

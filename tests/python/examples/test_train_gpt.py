@@ -2,13 +2,13 @@
 
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from launcher import free_port
 
 from torch_overlap.testing import run_ranks
 
@@ -208,9 +208,7 @@ def test_ctrl_c_ends_torchrun_and_all_ranks(launcher, tmp_path, after):
 
 
 def start_two_ranks(launcher, out: Path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         launcher.start(
             [sys.executable, str(TRAIN_GPT), *map(str, SMALL), "--steps", "100000", "--out", str(out)],

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import Launcher
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
@@ -225,17 +226,15 @@ JOB = textwrap.dedent(
 )
 
 
-def test_two_jobs_with_the_same_names_do_not_meet() -> None:
+def test_two_jobs_with_the_same_names_do_not_meet(launcher: Launcher, tmp_path: Path) -> None:
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", JOB, str(rank), str(store.port), str(1000 * job + 1), "5"],
-                         env=env, stderr=subprocess.PIPE, text=True)
+        launcher.start([sys.executable, "-c", JOB, str(rank), str(store.port), str(1000 * job + 1), "5"],
+                       output=tmp_path / f"{job}.{rank}")
         for job, store in enumerate(stores) for rank in range(2)
     ]  # fmt: skip
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    codes = [process.wait(120) for process in ranks]
+    assert codes == [0] * 4, "\n".join(path.read_text() for path in sorted(tmp_path.iterdir()))
 
 
 def test_two_jobs_of_threads_with_the_same_names_do_not_meet() -> None:
