@@ -49,7 +49,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """What `torch_overlap.ops.<op>(*args, **kwargs)` would do: its algorithm, and why that one.
 
     Local: nothing is computed or sent, and tensors on the meta device will do. Until the first call has tried, ranks
-    are taken to reach each other's memory, and to have the same cache of measured algorithms.
+    are taken to reach each other's memory, to have a GPU each, and to have the same cache of measured algorithms.
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm" (as

@@ -62,8 +62,9 @@ struct Choice {
 // kUnsupported where what was asked for cannot be.
 TORCH_OVERLAP_API Choice choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
                                           const std::shared_ptr<TorchComm>& comm);
-// The same without communication: on the assumption that ranks reach each other's memory where
-// nobody has tried yet, and that all have this rank's cache.
+// The same without communication: on the assumption that ranks reach each other's memory and have a
+// GPU each where nobody has tried yet (they tell their devices when they share memory, not
+// before), and that all have this rank's cache.
 TORCH_OVERLAP_API Choice explain_algorithm(const OverlapProblem& problem,
                                            std::string_view algorithm,
                                            const std::shared_ptr<TorchComm>& comm);
