@@ -8,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/comm/validate.h"
+#include "torch_overlap/common/shared_memory.h"
 
 namespace torch_overlap {
 namespace {
@@ -58,24 +59,25 @@ void check_splits(const Checker& check, const at::Tensor& tensor,
 // with what is read, except that the own part may be the tensor itself ("in place").
 void check_in_place_or_apart(const Checker& check, const at::Tensor& tensor, const Blocks& blocks,
                              std::string_view what) {
-  if (blocks.flat.defined() && !blocks.flat.is_alias_of(tensor)) return;
+  if (blocks.flat.defined() && !share_memory(blocks.flat, tensor)) return;
   for (int r = 0; r < check.size; ++r) {
     check.apart(tensor, blocks.part(r, check.size), r == check.rank, what);
   }
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
-  const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
-  return a_begin < b_begin + b.nbytes() && b_begin < a_begin + a.nbytes();
+// Listed outputs also share no memory among themselves.
+void check_outputs(const Checker& check, const at::Tensor& input, const Blocks& outputs,
+                   std::string_view what) {
+  if (!outputs.flat.defined()) check.outputs_apart(outputs.parts, what);
+  check_in_place_or_apart(check, input, outputs, what);
 }
 
 bool overlap(const Blocks& a, const Blocks& b, int size) {
-  if (a.flat.defined() && b.flat.defined()) return overlap(a.flat, b.flat);
+  if (a.flat.defined() && b.flat.defined()) return share_memory(a.flat, b.flat);
   const auto others = b.all(size);
   for (const auto& one : a.all(size)) {
     for (const auto& other : others) {
-      if (overlap(one, other)) return true;
+      if (share_memory(one, other)) return true;
     }
   }
   return false;
@@ -226,7 +228,7 @@ WorkPtr TorchComm::all_gather(const Tensors& outputs, const Tensor& input, bool 
   check_equal_parts(check, outputs, input.numel(), "tensor_list");
   Call call = make_call(OpName::all_gather, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
-  check_in_place_or_apart(check, input, call.out, "tensor_list");
+  check_outputs(check, input, call.out, "tensor_list");
   return issue(check, std::move(call), async_op, options);
 }
 
@@ -251,7 +253,7 @@ WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, boo
               concat("tensor, as tensor_list[", check.rank, "],"));
   Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
-  check_in_place_or_apart(check, input, call.out, "tensor_list");
+  check_outputs(check, input, call.out, "tensor_list");
   return issue(check, std::move(call), async_op, options);
 }
 
@@ -266,6 +268,7 @@ WorkPtr TorchComm::gather(const Tensors& outputs, const Tensor& input, int root,
     check.list(outputs, input, "output_tensor_list");
     check_equal_parts(check, outputs, input.numel(), "output_tensor_list");
     call.out = blocks_of(outputs);
+    check_outputs(check, input, call.out, "output_tensor_list");
   }
   return issue(check, std::move(call), async_op, options);
 }
@@ -281,6 +284,7 @@ WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int 
     check.tensor_like(output, input, "output");
     check.numel(output, input.numel() * check.size, "output");
     call.out.flat = output;
+    check_in_place_or_apart(check, input, call.out, "an output");
   }
   return issue(check, std::move(call), async_op, options);
 }
@@ -342,6 +346,7 @@ WorkPtr TorchComm::scatter(const Tensor& output, const Tensors& inputs, int root
     check.list(inputs, output, "input_tensor_list");
     check_equal_parts(check, inputs, output.numel(), "input_tensor_list");
     call.in = blocks_of(inputs);
+    check_in_place_or_apart(check, output, call.in, "an output");
   }
   return issue(check, std::move(call), async_op, options);
 }
@@ -361,6 +366,7 @@ WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, boo
   Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
   call.in = blocks_of(inputs);
   call.out = blocks_of(outputs);
+  if (!call.out.flat.defined()) check.outputs_apart(call.out.parts, "output_tensor_list");
   copy_if_in_place(call.in, call.out, check.size);
   return issue(check, std::move(call), async_op, options);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/shared_memory.h"
 
 namespace torch_overlap {
 namespace {
@@ -62,41 +63,45 @@ void Checker::rank_in_range(int rank, std::string_view what) const {
 
 void Checker::apart(const at::Tensor& read, const at::Tensor& written, bool same_is_fine,
                     std::string_view what) const {
-  const auto* a = static_cast<const char*>(read.const_data_ptr());
-  const auto* b = static_cast<const char*>(written.const_data_ptr());
-  if (a >= b + written.nbytes() || b >= a + read.nbytes() || (same_is_fine && a == b)) return;
+  const MemoryRange a = memory_range(read);
+  const MemoryRange b = memory_range(written);
+  if (!a.meets(b) || (same_is_fine && a.begin == b.begin)) return;
   fail(ErrorKind::kValue, op, ": expected ", what,
        same_is_fine ? " that shares no memory with the input, but for this rank's own part"
                     : " that shares no memory with the input",
        ", got overlapping ones");
 }
 
-void Checker::received_apart(const std::vector<P2POp>& ops) const {
-  if (!moves_data) return;
-  struct Range {
-    uintptr_t begin;
-    uintptr_t end;
-    bool is_received;
-  };
-  std::vector<Range> ranges;
-  for (const P2POp& one : ops) {
-    if (one.tensor.numel() == 0) continue;
-    const auto begin = reinterpret_cast<uintptr_t>(one.tensor.const_data_ptr());
-    ranges.push_back({begin, begin + one.tensor.nbytes(), one.type == P2POp::Type::RECV});
+void Checker::written_apart(const std::vector<Use>& uses, std::string_view what) const {
+  std::vector<std::pair<MemoryRange, bool>> ranges;
+  for (const Use& use : uses) {
+    const MemoryRange range = memory_range(use.tensor);
+    if (!range.empty()) ranges.emplace_back(range, use.is_written);
   }
   std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+            [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
   uintptr_t end = 0;
-  uintptr_t received_end = 0;
-  for (const Range& range : ranges) {
-    const bool is_apart = range.begin >= (range.is_received ? end : received_end);
-    TORCH_OVERLAP_CHECK(
-        is_apart, kValue, op,
-        ": expected tensors to receive into that share no memory with others of the "
-        "batch, got overlapping ones");
+  uintptr_t written_end = 0;
+  for (const auto& [range, is_written] : ranges) {
+    TORCH_OVERLAP_CHECK(range.begin >= (is_written ? end : written_end), kValue, op, ": expected ",
+                        what, ", got overlapping ones");
     end = std::max(end, range.end);
-    if (range.is_received) received_end = std::max(received_end, range.end);
+    if (is_written) written_end = std::max(written_end, range.end);
   }
+}
+
+void Checker::received_apart(const std::vector<P2POp>& ops) const {
+  if (!moves_data) return;
+  std::vector<Use> uses;
+  for (const P2POp& one : ops) uses.push_back({one.tensor, one.type == P2POp::Type::RECV});
+  written_apart(uses, "tensors to receive into that share no memory with others of the batch");
+}
+
+void Checker::outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const {
+  if (!moves_data) return;
+  std::vector<Use> uses;
+  for (const at::Tensor& one : outputs) uses.push_back({one, true});
+  written_apart(uses, concat("tensors of ", what, " that share no memory with each other"));
 }
 
 void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const {
@@ -155,6 +160,9 @@ void Checker::reduction(const at::Tensor& tensor, const ReduceOp& reduce_op) con
     TORCH_OVERLAP_CHECK(factor->scalar_type() == expected, kType, op,
                         ": expected a PREMUL_SUM factor of dtype ", expected, ", got ",
                         factor->scalar_type());
+    TORCH_OVERLAP_CHECK(!share_memory(*factor, tensor), kValue, op,
+                        ": expected a PREMUL_SUM factor that shares no memory with what is "
+                        "written, got overlapping ones; clone it");
   }
 }
 

@@ -35,9 +35,18 @@ struct Checker {
              std::string_view what) const;
   // What is received shares no memory with anything else of the batch.
   void received_apart(const std::vector<P2POp>& ops) const;
+  // No two outputs share memory.
+  void outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const;
   void numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const;
-  // check_reduction(), and a factor that is a tensor fits.
+  // check_reduction(), and a factor that is a tensor fits. `tensor` is written.
   void reduction(const at::Tensor& tensor, const ReduceOp& op) const;
+
+ private:
+  struct Use {
+    const at::Tensor& tensor;
+    bool is_written;
+  };
+  void written_apart(const std::vector<Use>& uses, std::string_view what) const;
 };
 
 // The (dtype, op) pair means something. `op` names the operation.

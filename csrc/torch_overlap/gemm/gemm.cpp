@@ -9,6 +9,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
+#include "torch_overlap/gemm/apart.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/grouped.h"
@@ -26,18 +27,6 @@ bool finish_empty(const GemmProblem& problem) {
   compose_bias_grad(problem);
   compose_epilogue(problem, at::zeros({m, n}, problem.args.out.options().dtype(type)));
   return true;
-}
-
-// Products of a group run side by side.
-void check_outputs_apart(std::string_view op, const std::vector<GemmArgs>& group) {
-  std::vector<const void*> outs;
-  for (const auto& args : group) {
-    if (args.out.numel() > 0) outs.push_back(args.out.const_data_ptr());
-  }
-  std::sort(outs.begin(), outs.end());
-  TORCH_OVERLAP_CHECK(std::adjacent_find(outs.begin(), outs.end()) == outs.end(), kValue, op,
-                      ": expected an out of its own for each product of the group, got one tensor "
-                      "twice");
 }
 
 }  // namespace
@@ -96,7 +85,7 @@ void grouped_gemm(std::string_view op, const std::vector<GemmArgs>& group) {
                         ": expected one device for the group, got ", group[0].out.device(), " and ",
                         args.out.device(), "; make a group of each device");
   }
-  check_outputs_apart(op, group);
+  check_group_apart(op, problems);
   const auto device = group[0].out.device();
   GemmBackend& backend = gemm_backend(op, device.type());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

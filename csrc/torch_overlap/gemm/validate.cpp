@@ -1,8 +1,7 @@
 #include "torch_overlap/gemm/validate.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/apart.h"
 
 namespace torch_overlap {
 namespace {
@@ -35,18 +34,6 @@ void check_devices(std::string_view op, const GemmArgs& args) {
   check_device(op, "out_scale", args.out_scale, device);
   check_device(op, "out_amax", args.out_amax, device);
   check_device(op, "workspace", args.workspace, device);
-}
-
-// A product writes while it still reads.
-void check_apart(std::string_view op, std::string_view name, const at::Tensor& operand,
-                 const at::Tensor& out) {
-  if (!operand.is_alias_of(out) || operand.numel() == 0 || out.numel() == 0) return;
-  const auto status = at::get_overlap_status(operand, out);
-  TORCH_OVERLAP_CHECK(status != at::MemOverlapStatus::Full &&
-                          status != at::MemOverlapStatus::Partial &&
-                          operand.const_data_ptr() != out.const_data_ptr(),
-                      kValue, op, ": expected out to be apart from ", name,
-                      ", got memory of both in one place; write to another tensor");
 }
 
 void check_pair(std::string_view op, const GemmProblem& problem) {
@@ -183,27 +170,6 @@ void check_epilogue(std::string_view op, const GemmProblem& problem) {
   check_extra(op, "bias_grad", epilogue.bias_grad, {dgelu ? n : m}, operands);
 }
 
-// Whether two views [m, n] of one dtype may have elements in common: exact where their rows are as
-// far apart, else by where they begin and end.
-bool rows_overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0 || a.is_meta()) return false;
-  const auto address = [](const at::Tensor& x) {
-    return reinterpret_cast<intptr_t>(x.const_data_ptr()) / static_cast<intptr_t>(x.element_size());
-  };
-  const auto end = [&](const at::Tensor& x) {
-    return address(x) + (x.size(0) - 1) * x.stride(0) + x.size(1);
-  };
-  if (end(a) <= address(b) || end(b) <= address(a)) return false;
-  const int64_t stride = a.stride(0);
-  if (stride != b.stride(0) || a.size(0) < 2) return true;
-  const int64_t distance = std::abs(address(a) - address(b));
-  const int64_t rows = distance / stride;  // that the one begins behind the other
-  const int64_t columns = distance % stride;
-  const int64_t n = a.size(1);
-  return (columns < n && rows < a.size(0)) || (stride - columns < n && rows + 1 < a.size(0));
-}
-
-// Read at the place that is written: as the sum's own memory, or apart from it.
 void check_residual(std::string_view op, const GemmProblem& problem) {
   const GemmArgs& args = problem.args;
   const at::Tensor& residual = args.epilogue.residual;
@@ -218,13 +184,6 @@ void check_residual(std::string_view op, const GemmProblem& problem) {
                       ": expected residual of the dtype of out, ", args.out.scalar_type(), ", got ",
                       residual.scalar_type(), "; convert it");
   check_extra(op, "residual", residual, {m, n}, problem.lhs.data.scalar_type());
-  const bool in_place = residual.const_data_ptr() == args.out.const_data_ptr() &&
-                        (m <= 1 || residual.stride(0) == args.out.stride(0));
-  if (in_place) return;
-  check_apart(op, "residual", residual, args.out);
-  TORCH_OVERLAP_CHECK(!rows_overlap(residual, args.out), kValue, op,
-                      ": expected out to be apart from residual, got rows of both that overlap; "
-                      "write to another tensor");
 }
 
 }  // namespace
@@ -246,14 +205,13 @@ GemmProblem checked_problem(std::string_view op, const GemmArgs& args) {
   check_devices(op, args);
   check_pair(op, problem);
   check_out(op, problem);
-  check_apart(op, "lhs", args.lhs.data, args.out);
-  check_apart(op, "rhs", args.rhs.data, args.out);
   check_8_bit_out(op, args);
   if (problem.lhs.scaled() && problem.shape.m > 0 && problem.shape.n > 0) {
     check_8_bit_sizes(op, problem);
   }
   check_epilogue(op, problem);
   check_residual(op, problem);
+  check_apart(problem);
   TORCH_OVERLAP_CHECK(args.sm_target >= 0, kValue, op, ": expected sm_target >= 0, got ",
                       args.sm_target, "; 0 is for all SMs");
   TORCH_OVERLAP_CHECK(!args.workspace.defined() || args.workspace.is_contiguous(), kValue, op,

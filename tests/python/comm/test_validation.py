@@ -216,6 +216,67 @@ def test_what_a_batch_receives_shares_no_memory(backend: str, size: int, device:
     run_ranks(run_overlapping, size, backend=backend, device=device)
 
 
+def elsewhere(x: Tensor) -> Tensor:
+    """The same memory as another storage."""
+    return torch.from_dlpack(x)
+
+
+def run_shared_memory(comm: TorchComm) -> None:
+    size, rank, device = comm.get_size(), comm.get_rank(), comm.get_device()
+    whole = torch.arange(4.0 * size, device=device)
+    before = whole.clone()
+    mine, parts = whole.view(size, 4)[rank], list(whole.view(size, 4))
+    next_part = elsewhere(parts[(rank + 1) % size])
+    twice = [torch.zeros(4, device=device)] * size
+    crossing = [elsewhere(torch.zeros(7, device=device))[3 * (r == 1) :][:4] for r in range(size)]
+    memory = torch.zeros(7, device=device)
+    crossing[:2] = [memory[:4], elsewhere(memory)[3:]]
+    factor = ReduceOp.PREMUL_SUM(elsewhere(mine)[0])
+    x = torch.ones(4, device=device)
+    for call in (
+        lambda: comm.all_gather_single(whole, next_part, False),
+        lambda: comm.all_gather(parts, next_part, False),
+        lambda: comm.all_gather_v(parts, next_part, False),
+        lambda: comm.gather(parts if rank == 0 else [], next_part, 0, False) if rank == 0 else _overlap(),
+        lambda: comm.gather_single(whole, next_part, 0, False) if rank == 0 else _overlap(),
+        lambda: comm.reduce_scatter_single(next_part, whole, SUM, False),
+        lambda: comm.reduce_scatter(next_part, parts, SUM, False),
+        lambda: comm.reduce_scatter_v(next_part, parts, SUM, False),
+        lambda: comm.scatter(next_part, parts, 0, False) if rank == 0 else _overlap(),
+        lambda: comm.all_gather(twice, x, False),
+        lambda: comm.all_gather_v(crossing, x, False),
+        lambda: comm.gather(crossing, x, 0, False) if rank == 0 else _overlap(),
+        lambda: comm.all_to_all(twice, parts, False),
+        lambda: comm.all_reduce(mine, factor, False),
+        lambda: comm.reduce_scatter_single(mine, before, factor, False),
+    ):
+        with pytest.raises(InvalidValueError, match=r"shares? no memory"):
+            call()
+    assert torch.equal(whole, before)
+    # In place, also through another storage; and inputs that are one tensor.
+    comm.all_gather_single(whole, elsewhere(mine), False)
+    assert torch.equal(whole, before)
+    comm.gather(parts if rank == 0 else [], elsewhere(mine), 0, False)
+    comm.scatter(elsewhere(mine), parts if rank == 0 else [], 0, False)
+    assert torch.equal(whole, before)
+    comm.reduce_scatter_single(elsewhere(mine), whole, SUM, False)
+    assert torch.equal(mine, before.view(size, 4)[rank] * size)
+    comm.all_to_all([torch.empty_like(x) for _ in range(size)], [x] * size, False)
+    moved = torch.arange(4.0 * size, device=device) + 100 * rank
+    comm.all_to_all_single(elsewhere(moved), moved, False)
+    want = torch.cat([4.0 * rank + torch.arange(4.0) + 100 * r for r in range(size)])
+    assert torch.equal(moved.cpu(), want)
+
+
+def _overlap() -> None:
+    raise InvalidValueError("a root alone sees that it shares no memory")
+
+
+@pytest.mark.sizes(2, 3)
+def test_what_a_collective_writes_shares_no_memory(backend: str, size: int, device: str) -> None:
+    run_ranks(run_shared_memory, size, backend=backend, device=device)
+
+
 def run_another_device(comm: TorchComm) -> None:
     other = torch.device("cuda", (comm.get_device().index + 1) % torch.cuda.device_count())
     others = [torch.ones(2)] + [torch.ones(2, device=other)] * (other != comm.get_device())  # one GPU for all: no other

@@ -79,6 +79,59 @@ def test_out_apart_from_the_operands():
     gemm(changed(args, lhs__data=wide[:, :32], out=wide[:, 32:]))  # side by side
 
 
+def elsewhere(x):
+    """The same memory as another storage."""
+    return torch.from_dlpack(x)
+
+
+def test_what_is_written_is_apart_from_all_else():
+    args = make_case(32, 32, 32).args
+    memory = zeros(48, 32)
+    for place in (lambda x: x, elsewhere):
+        refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=place(memory)[:32], out=memory[16:]))
+        refuses(VALUE, "out to be apart from rhs", changed(args, rhs__data=place(memory)[16:], out=memory[:32]))
+        wide = zeros(40, 64)
+        crossing = changed(args, lhs__data=place(wide)[:32, :32], out=wide[8:, 16:48])
+        refuses(VALUE, "out to be apart from lhs", crossing)
+        refuses(VALUE, "out to be apart from bias", changed(args, bias=place(args.out)[3]))
+        gelu = zeros(64, 32)
+        refuses(VALUE, "out to be apart from pre_gelu_out",
+                changed(args, out=gelu[:32], gelu=True, pre_gelu_out=place(gelu)[31:63]))  # fmt: skip
+        refuses(VALUE, "pre_gelu_out to be apart from rhs",
+                changed(args, rhs__data=gelu[:32], gelu=True, pre_gelu_out=place(gelu)[31:63]))  # fmt: skip
+        refuses(VALUE, "out to be apart from gelu_input", changed(args, gelu_input=place(args.out)))
+        refuses(VALUE, "bias_grad to be apart from lhs", changed(args, bias_grad=place(args.lhs.data)[0]))
+        work = zeros(4096, dtype=torch.uint8)
+        refuses(VALUE, "out to be apart from workspace",
+                changed(args, out=work.view(torch.float32).view(32, 32), workspace=place(work)))  # fmt: skip
+    eight = make_case(16, 32, 64, dtype=E4M3, scaling="current", out_dtype=E4M3).args
+    refuses(VALUE, "out_amax to be apart from out_scale", changed(eight, out_amax=elsewhere(eight.out_scale)))
+    refuses(VALUE, "out_amax to be apart from scale_inv of lhs", changed(eight, out_amax=eight.lhs.scale_inv))
+
+
+@pytest.mark.parametrize("strides", [(64, 64), (64, 96)])
+def test_rows_that_interleave_are_found_exactly(seed, strides):
+    """Every placing of out and lhs [4, 8] of these row strides in one memory: refused if they have an element in
+    common."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.zeros(600)
+    args = make_case(4, 8, 8).args
+    refused = taken = 0
+    for _ in range(400):
+        at = torch.randint(0, 200, (2,), generator=generator).tolist()
+        lhs, out = (memory.as_strided((4, 8), (stride, 1), begin) for stride, begin in zip(strides, at, strict=True))
+        used = [{begin + row * stride + column for row in range(4) for column in range(8)}
+                for stride, begin in zip(strides, at, strict=True)]  # fmt: skip
+        if used[0] & used[1]:
+            refuses(VALUE, "out to be apart from lhs", changed(args, lhs__data=lhs, out=out))
+            refused += 1
+        else:
+            gemm(changed(args, lhs__data=lhs, out=out))
+            taken += 1
+    assert refused > 10
+    assert taken > 10
+
+
 def test_residuals():
     args = plain()
     refuses(VALUE, "residual or accumulate, got both", changed(args, residual=zeros(16, 32), accumulate=True))
@@ -108,15 +161,32 @@ def test_residuals():
         gemm(changed(args, out=long[:16, :32], residual=residual))
     gemm(changed(args, out=long[:16, 38:], residual=long[1:, :32]))
     apart = zeros(33, 32)
-    for residual in (apart[1::2], torch.from_dlpack(apart)[4:20]):  # other strides, another storage
+    for residual in (apart[1::2], elsewhere(apart)[4:20]):  # other strides, another storage
         refuses(VALUE, "out to be apart from residual", changed(args, out=apart[:16], residual=residual))
     gemm(changed(args, out=apart[:16], residual=zeros(32, 32)[::2]))
 
 
-def test_groups_write_each_product_once():
+def test_products_of_a_group_are_apart():
     one, other = make_case(8, 16, 24).args, make_case(8, 16, 24).args
-    with pytest.raises(VALUE, match=r"^grouped_gemm: expected an out of its own for each product of the group"):
-        to.gemm.grouped_gemm([one, changed(other, out=one.out)])
+
+    def refuses_both(message, first, second):
+        for group in ([first, second], [second, first]):
+            with pytest.raises(VALUE, match=f"^grouped_gemm: expected {message}") as raised:
+                to.gemm.grouped_gemm(group)
+            assert "; products of a group run side by side" in str(raised.value)
+
+    both = r"(out of product \d of the group to be apart from {} of product \d)"
+    refuses_both(both.format("out"), one, changed(other, out=one.out))
+    memory = zeros(15, 16)
+    refuses_both(both.format("out"), changed(one, out=memory[:8]), changed(other, out=elsewhere(memory)[7:]))
+    chained = zeros(8, 24)
+    refuses_both(both.format("lhs"), changed(one, out=chained[:, :16]), changed(other, lhs__data=chained))
+    refuses_both(both.format("bias"), one, changed(other, bias=one.out[7]))
+    scratch = zeros(1 << 12, dtype=torch.uint8)
+    refuses_both("workspace of product", changed(one, workspace=scratch), changed(other, workspace=scratch[64:]))
+    wide, shared = zeros(8, 32), zeros(8, 24)
+    to.gemm.grouped_gemm([changed(one, lhs__data=shared, out=wide[:, :16]),
+                          changed(other, lhs__data=shared, out=wide[:, 16:])])  # fmt: skip
 
 
 def test_strides():

@@ -1,0 +1,103 @@
+#include "torch_overlap/gemm/apart.h"
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/shared_memory.h"
+
+namespace torch_overlap {
+namespace {
+
+struct Named {
+  std::string_view name;
+  const at::Tensor& tensor;
+};
+
+std::array<Named, 5> written_by(const GemmArgs& args) {
+  return {{{"out", args.out},
+           {"pre_gelu_out", args.epilogue.pre_gelu_out},
+           {"bias_grad", args.epilogue.bias_grad},
+           {"out_amax", args.out_amax},
+           {"workspace", args.workspace}}};
+}
+
+std::array<Named, 8> read_by(const GemmProblem& problem) {
+  const GemmEpilogue& epilogue = problem.args.epilogue;
+  return {{{"lhs", problem.lhs.data},
+           {"rhs", problem.rhs.data},
+           {"scale_inv of lhs", problem.lhs.scale_inv},
+           {"scale_inv of rhs", problem.rhs.scale_inv},
+           {"bias", epilogue.bias},
+           {"gelu_input", epilogue.gelu_input},
+           {"residual", epilogue.residual},
+           {"out_scale", problem.args.out_scale}}};
+}
+
+// As `accumulate`: read at the place that is written.
+bool is_in_place(const GemmArgs& args) {
+  const at::Tensor& residual = args.epilogue.residual;
+  return residual.defined() && residual.const_data_ptr() == args.out.const_data_ptr() &&
+         (args.out.size(0) <= 1 || residual.stride(0) == args.out.stride(0));
+}
+
+// Of a group: what a product writes or reads.
+struct Use {
+  MemoryRange range;
+  const at::Tensor* tensor;
+  std::string_view name;
+  size_t product;
+  bool is_written;
+};
+
+void add_uses(std::vector<Use>& uses, const GemmProblem& problem, size_t product) {
+  const auto add = [&](const Named& one, bool is_written) {
+    const MemoryRange range = memory_range(one.tensor);
+    if (!range.empty()) uses.push_back({range, &one.tensor, one.name, product, is_written});
+  };
+  for (const Named& one : written_by(problem.args)) add(one, true);
+  for (const Named& one : read_by(problem)) add(one, false);
+}
+
+}  // namespace
+
+void check_apart(const GemmProblem& problem) {
+  const auto check = [&](const Named& one, const Named& other) {
+    TORCH_OVERLAP_CHECK(!share_memory(one.tensor, other.tensor), kValue, problem.op, ": expected ",
+                        one.name, " to be apart from ", other.name,
+                        ", got memory of both in one place; write to another tensor");
+  };
+  const GemmArgs& args = problem.args;
+  const auto written = written_by(args);
+  const at::Tensor* in_place = is_in_place(args) ? &args.epilogue.residual : nullptr;
+  for (size_t i = 0; i < written.size(); ++i) {
+    if (!written[i].tensor.defined()) continue;
+    for (const Named& one : read_by(problem)) {
+      if (&written[i].tensor != &args.out || &one.tensor != in_place) check(written[i], one);
+    }
+    for (size_t j = i + 1; j < written.size(); ++j) check(written[i], written[j]);
+  }
+}
+
+void check_group_apart(std::string_view op, const std::vector<GemmProblem>& group) {
+  std::vector<Use> uses;
+  for (size_t i = 0; i < group.size(); ++i) add_uses(uses, group[i], i);
+  std::sort(uses.begin(), uses.end(),
+            [](const Use& a, const Use& b) { return a.range.begin < b.range.begin; });
+  for (auto one = uses.begin(); one != uses.end(); ++one) {
+    for (auto other = one + 1; other != uses.end() && other->range.begin < one->range.end;
+         ++other) {
+      if (one->product == other->product || !(one->is_written || other->is_written)) continue;
+      const auto& [writer, user] =
+          one->is_written ? std::tie(*one, *other) : std::tie(*other, *one);
+      TORCH_OVERLAP_CHECK(!share_memory(*one->tensor, *other->tensor), kValue, op, ": expected ",
+                          writer.name, " of product ", writer.product,
+                          " of the group to be apart from ", user.name, " of product ",
+                          user.product, ", got memory of both in one place; products of a group ",
+                          "run side by side: write to another tensor");
+    }
+  }
+}
+
+}  // namespace torch_overlap
