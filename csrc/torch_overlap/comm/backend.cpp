@@ -1,9 +1,13 @@
 #include "torch_overlap/comm/backend.h"
 
+#include <c10/util/Exception.h>
+
 #include <map>
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
 namespace {
@@ -21,7 +25,8 @@ Registry& registry() {
 
 }  // namespace
 
-std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>& meet) {
+std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>& meet,
+                                          Milliseconds timeout) {
   fail(ErrorKind::kUnsupported,
        "reconfigure: expected a backend whose members can change, got one that cannot; make a new "
        "communicator");
@@ -31,6 +36,13 @@ std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::st
                                                    SymmetricMemory& memory) {
   fail(ErrorKind::kUnsupported, op,
        ": expected a backend that writes to memory it cannot map, got one that does not");
+}
+
+void Backend::abort_within(Milliseconds limit) {
+  const auto task = std::make_shared<BackgroundTask>();
+  if (run_bounded([self = shared_from_this(), task] { self->abort(); }, limit)) return;
+  TORCH_WARN("reconfigure: expected the abort of what was under way to end within ", limit.count(),
+             " ms, got no end; it goes on in the background");
 }
 
 void register_backend(const std::string& name, BackendEntry entry) {

@@ -100,8 +100,10 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // The backend of the next generation. Ends everything that is under way with an error, calls
   // `meet`, which waits for the new members, and makes what they talk over; collective over them,
   // each of which calls it on the backend that it had, also an aborted one. The owner drops this
-  // backend afterwards, and aborts it if this throws. kUnsupported where it cannot be done.
-  virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet);
+  // backend afterwards, and gives it up if this throws. kUnsupported where it cannot be done.
+  // `timeout` is for all of that: what ends the old operations leaves some of it (abort_within()).
+  virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+                                           Milliseconds timeout);
 
   // Whether its communicators have windows: launch() then takes put, signal and wait_signal.
   virtual bool has_windows() const { return false; }
@@ -131,6 +133,11 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
 
   // The raw communicator of the library underneath as a number (ncclComm_t); 0 where there is none.
   virtual int64_t native_handle() const { return 0; }
+
+ protected:
+  // abort() on a thread of its own. What it throws within `limit` is thrown here; an abort that
+  // takes longer goes on in the background, and a warning says so.
+  void abort_within(Milliseconds limit);
 };
 
 using BackendFactory = std::function<std::shared_ptr<Backend>(const BackendContext&)>;

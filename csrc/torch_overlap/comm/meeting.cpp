@@ -69,11 +69,11 @@ class Meeter {
       const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
       try {
         give_up();
-        TORCH_OVERLAP_CHECK(left.count() > 0, kTimeout, "reconfigure: expected all ",
-                            request_.handles.size(), " members of '", request_.name,
-                            "' under uuid ", request_.uuid, " within ", timeout.count(),
-                            " ms, got none of ", list_string(missing),
-                            "; leave out those that are lost and use another uuid");
+        TORCH_OVERLAP_CHECK(
+            left.count() > 0, kTimeout, "reconfigure: expected all ", request_.handles.size(),
+            " members of '", request_.name, "' under uuid ", request_.uuid, " within ",
+            (timeout + request_.aborting).count(), " ms", after_abort(timeout), ", got none of ",
+            list_string(missing), "; leave out those that are lost and use another uuid");
       } catch (const Error&) {
         // Who comes later must not take this rank for present.
         in_store([&] { (void)place_->deleteKey(request_.me.handle); });
@@ -101,6 +101,12 @@ class Meeter {
       said_.emplace(handle, std::move(said));
       return true;
     });
+  }
+
+  // What a caller should know who gave time enough for a meeting.
+  std::string after_abort(Milliseconds timeout) const {
+    if (request_.aborting * 4 < timeout) return "";
+    return concat(", of which the abort of what was under way took ", request_.aborting.count());
   }
 
   template <typename Body>

@@ -39,6 +39,8 @@ struct MeetingRequest {
   std::vector<std::string> handles;
   bool ordered = true;
   Candidate me;  // its handle is among them
+  // For errors: what the abort of the operations under way has taken of the caller's time.
+  Milliseconds aborting{0};
 };
 
 struct Meeting {

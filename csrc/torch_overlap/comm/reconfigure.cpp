@@ -1,5 +1,7 @@
 // What changes in a communicator while it lives: its members, its timeout, its hints.
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <chrono>
 #include <numeric>
@@ -60,6 +62,16 @@ MeetingRequest wish_of(const TorchComm& comm, const Membership& before,
              .old_size = before.context.size,
              .formation = concat(before.generation, "@", before.handles.at(0))};
   return wish;
+}
+
+// Of a reconfigure that failed: its time may be up, and its own error is what is thrown.
+void give_up_quietly(const Membership& members) {
+  members.context.record->state.store(CommRecord::State::kAborted);
+  try {
+    members.backend->give_up(/*tells_peers=*/true);
+  } catch (const std::exception& error) {
+    TORCH_WARN("reconfigure of '", members.context.name, "': abort failed: ", error.what());
+  }
 }
 
 // A work that is done: for what blocks.
@@ -165,15 +177,16 @@ WorkPtr TorchComm::reconfigure(const ReconfigureOptions& options) {
     before->context.record->state.store(CommRecord::State::kClosed);
     expected = State::kReconfiguring;
     if (!state_.compare_exchange_strong(expected, State::kActive)) {
-      next->backend->abort();
       fail(ErrorKind::kState, "reconfigure: expected no abort() meanwhile, got one; '", name(),
            "' stays aborted");
     }
   } catch (...) {
-    before->backend->abort();
-    before->context.record->state.store(CommRecord::State::kAborted);
+    const auto error = std::current_exception();
+    const auto after = membership();
+    give_up_quietly(*before);
+    if (after != before) give_up_quietly(*after);
     state_.store(State::kAborted);
-    throw;
+    std::rethrow_exception(error);
   }
   return done_work(name());
 }
@@ -188,15 +201,20 @@ std::shared_ptr<Membership> TorchComm::next_generation(const ReconfigureOptions&
   const Milliseconds timeout = options.timeout.count() > 0
                                    ? std::min(options.timeout, kLongestTimeout)
                                    : old.options.timeout;
-  const auto deadline = Clock::now() + timeout;
+  const auto begin = Clock::now();
+  const auto left = [deadline = begin + timeout] {
+    return std::max(std::chrono::ceil<Milliseconds>(deadline - Clock::now()), Milliseconds(1));
+  };
 
   const auto meet_members = [&] {
+    const auto ended = std::chrono::floor<Milliseconds>(Clock::now() - begin);
     RegroupRequest request;
     if (old.store) {
-      const MeetingRequest wish = wish_of(*this, *before, options, handles, next->context.options);
+      MeetingRequest wish = wish_of(*this, *before, options, handles, next->context.options);
+      wish.aborting = ended;
       const auto store =
-          open_store(Env::read(), old.given_store, {old.rank, old.size}, "reconfigure", timeout);
-      auto meeting = meet(store, wish, timeout, [this] {
+          open_store(Env::read(), old.given_store, {old.rank, old.size}, "reconfigure", left());
+      auto meeting = meet(store, wish, left(), [this] {
         TORCH_OVERLAP_CHECK(state_.load() == State::kReconfiguring, kState,
                             "reconfigure: expected no abort() meanwhile, got one of '", name(),
                             "'");
@@ -219,11 +237,10 @@ std::shared_ptr<Membership> TorchComm::next_generation(const ReconfigureOptions&
         make_comm_record(name(), backend_name_, next->context.rank, next->ranks_in_world);
 
     request.context = next->context;
-    const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
-    request.context.options.timeout = std::max(left, Milliseconds(1));
+    request.context.options.timeout = left();
     return request;
   };
-  next->backend = before->backend->regroup(meet_members);
+  next->backend = before->backend->regroup(meet_members, timeout);
   next->mismatch = mismatch_check(next->context);
   return next;
 }

@@ -21,8 +21,9 @@ class PyBackend : public Backend {
   std::string version() const override;
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
-    abort();
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+                                   Milliseconds timeout) override {
+    abort_within(timeout / 2);
     return std::make_shared<PyBackend>(type_, meet().context);
   }
   void finalize() override;

@@ -356,3 +356,65 @@ def test_a_package_brings_a_backend_by_its_entry_point(monkeypatch: pytest.Monke
     assert asked == ["plugged"]
     with pytest.raises(ModuleNotFoundError, match="was loaded and did not register it"):
         to.new_comm("broken", "cpu", rank=0, size=1)
+
+
+class SlowToAbort(Recorder):
+    """Its abort ends when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def abort(self) -> None:
+        self.let_go.wait(120)
+        super().abort()
+
+
+@pytest.fixture
+def slow_to_abort() -> Any:
+    to.register_backend("slow_to_abort", SlowToAbort)
+    comm = to.new_comm("slow_to_abort", "cpu", "slow", rank=0, size=1, store=torch.distributed.HashStore(),
+                       enable_reconfigure=True)  # fmt: skip
+    backend = Recorder.made[-1]
+    assert isinstance(backend, SlowToAbort)
+    yield comm, backend
+    for made in Recorder.made:
+        if isinstance(made, SlowToAbort):
+            made.let_go.set()
+    if not comm.is_finalized():
+        comm.finalize()
+
+
+def test_a_slow_abort_does_not_hold_up_a_reconfigure(slow_to_abort: tuple[TorchComm, SlowToAbort]) -> None:
+    comm, old = slow_to_abort
+    with pytest.warns(UserWarning, match="expected the abort .* within 1000 ms, got no end; it goes on in the back"):
+        comm.reconfigure(1, [comm.get_init_handle()], timeout=timedelta(seconds=2))
+    assert ("abort",) not in old.calls
+    x = torch.ones(2)
+    comm.all_reduce(x, ReduceOp.SUM, False)
+    assert Recorder.made[-1].calls[-1][0] == "all_reduce"
+
+
+def test_an_error_of_a_reconfigure_names_a_slow_abort(slow_to_abort: tuple[TorchComm, SlowToAbort]) -> None:
+    comm, old = slow_to_abort
+    handles = [comm.get_init_handle(), "nobody"]
+    named = r"of which the abort of what was under way took 1\d\d\d, got none"
+    with pytest.raises(to.OperationTimeoutError, match=named):
+        comm.reconfigure(1, handles, timeout=timedelta(seconds=2))
+    assert ("abort",) not in old.calls
+    assert comm.is_aborted()
+
+
+class FailsToAbort(Recorder):
+    def abort(self) -> None:
+        raise KeyError("abort is broken")
+
+
+def test_an_abort_that_raises_leaves_an_aborted_communicator() -> None:
+    to.register_backend("fails_to_abort", FailsToAbort)
+    comm = to.new_comm("fails_to_abort", "cpu", "fails", rank=0, size=1, store=torch.distributed.HashStore(),
+                       enable_reconfigure=True)  # fmt: skip
+    with pytest.raises(KeyError, match="abort is broken"):
+        comm.reconfigure(1, [comm.get_init_handle()])
+    assert comm.is_aborted()
+    comm.finalize()

@@ -44,8 +44,9 @@ class HostBackend final : public Backend, public HostWorkOwner {
   bool is_aborted() const override { return aborted_.load(std::memory_order_acquire); }
   std::string failure() override;
   std::string why_left(int rank) override { return transport_->why_left(rank); }
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
-    abort();  // the peers hear of it
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+                                   Milliseconds timeout) override {
+    abort_within(timeout / 2);  // the peers hear of it
     return make_child_(meet().context);
   }
   bool has_windows() const override { return context_.device.is_cpu(); }

@@ -30,7 +30,8 @@ class FakeBackend final : public Backend {
   std::string version() const override { return "1"; }
   WorkPtr launch(Call call) override;
   std::shared_ptr<Backend> split(const SplitRequest& request) override;
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override {
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+                                   Milliseconds /*timeout*/) override {
     return std::make_shared<FakeBackend>(meet().context);
   }
   void finalize() override {}

@@ -62,7 +62,8 @@ class NcclBackend final : public Backend, public Watched, public Body {
   void abort() override;
   void give_up(bool tells_peers) override;
   bool is_aborted() const override { return runtime_->failure.is_set(); }
-  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet) override;
+  std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
+                                   Milliseconds timeout) override;
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }
   bool has_rms_norm() const override { return true; }

@@ -62,7 +62,8 @@ std::shared_ptr<NcclHandle> NcclHandle::shrink(const BackendContext& context,
       new NcclHandle(api_, std::move(child), std::make_shared<std::timed_mutex>()));
 }
 
-std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest()>& meet) {
+std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest()>& meet,
+                                              Milliseconds /*timeout*/) {
   // As abort() does, but NCCL is not stopped yet: it could not shrink any more.
   acted_on_failure_ = true;
   runtime_->failure.set(
@@ -92,8 +93,8 @@ std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest
 
   request.context.options.timeout = left();
   auto backend = shrink(request);
-  // Also what is still queued on the device ends now.
-  handle_->stop(std::min<Milliseconds>(left(), kOldStopLimit));
+  // Also what is still queued on the device ends now. Half of the time is for what comes after.
+  handle_->stop(std::min<Milliseconds>(left() / 2, kOldStopLimit));
   if (backend) return backend;
   request.context.options.timeout = left();
   return create(request.context, handle_->api());
