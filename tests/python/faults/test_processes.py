@@ -338,3 +338,35 @@ def test_200_local_communicators_leave_nothing_behind() -> None:
     store = dist.HashStore()
     for before, after in run_threads([(run_many, (rank, 2, store, "local", 200)) for rank in range(2)]):
         check_growth(before, after)
+
+
+NO_THREAD = textwrap.dedent(
+    """
+    import resource, threading
+    import torch, torch.distributed as dist, torch_overlap as to
+    comm = to.new_comm("local", "cpu", "one", store=dist.HashStore(), rank=0, size=1)
+    x, y = torch.ones(3), torch.ones(3)
+    twice = to.ReduceOp.PREMUL_SUM(2.0)
+    for _ in range(16):  # threads that ended have left their stacks to others
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limit[1]))  # no room for a stack
+    try:
+        comm.all_reduce(x, twice, async_op=True)
+    except RuntimeError as error:
+        print("refused:", error)
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    comm.all_reduce(y, twice, async_op=True).wait()
+    comm.finalize()
+    print(x.tolist(), y.tolist())
+    """
+)
+
+
+def test_an_operation_that_gets_no_thread_never_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_THREAD], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    refused, values = done.stdout.splitlines()
+    assert refused.startswith("refused: ")
+    assert values == "[1.0, 1.0, 1.0] [2.0, 2.0, 2.0]"

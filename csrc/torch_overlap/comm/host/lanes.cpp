@@ -78,29 +78,38 @@ void TaskLanes::release(std::span<const int> lanes) {
 
 void TaskLanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
+  for (const auto& part : parts) start(part.first);  // all threads or none of the tasks
   for (auto& [index, task] : parts) enqueue(index, std::move(task));
 }
 
 void TaskLanes::push_alone(Task task) {
   std::lock_guard lock(state_->mutex);
+  require_open();  // who closes looks at the lanes
   auto& lanes = state_->lanes;
   size_t index = named_;
   while (index < lanes.size() && !lanes[index]->idle()) ++index;
   if (index == lanes.size()) lanes.push_back(std::make_unique<State::Lane>());
+  start(static_cast<int>(index));
   enqueue(static_cast<int>(index), std::move(task));
 }
 
-void TaskLanes::enqueue(int index, Task task) {
+void TaskLanes::require_open() const {
   TORCH_OVERLAP_CHECK(!state_->closed, kState,
                       "expected a communicator that takes operations, got one that was closed");
+}
+
+void TaskLanes::start(int index) {
+  require_open();
+  State::Lane& lane = state_->lane(index);
+  if (lane.thread.joinable()) return;
+  lane.thread = std::thread([state = state_, index] { work(state, index); });
+  ++state_->running;
+}
+
+void TaskLanes::enqueue(int index, Task task) {
   State::Lane& lane = state_->lane(index);
   lane.queue.push_back({std::make_unique<BackgroundTask>(), std::move(task)});
-  if (lane.thread.joinable()) {
-    lane.ready.notify_one();
-  } else {
-    ++state_->running;
-    lane.thread = std::thread([state = state_, index] { work(state, index); });
-  }
+  lane.ready.notify_one();
 }
 
 void TaskLanes::work(const std::shared_ptr<State>& state, int index) {
@@ -140,10 +149,12 @@ bool TaskLanes::close(Deadline deadline) {
   }
   const auto ended = [this] { return state_->running == 0 && state_->all_idle(); };
   if (!state_->idle.wait_until(lock, deadline, ended)) return false;
-  lock.unlock();
+  std::vector<std::thread> threads;  // others may still look at the lanes
   for (auto& lane : state_->lanes) {
-    if (lane != nullptr && lane->thread.joinable()) lane->thread.join();
+    if (lane != nullptr && lane->thread.joinable()) threads.push_back(std::move(lane->thread));
   }
+  lock.unlock();
+  for (auto& thread : threads) thread.join();
   return true;
 }
 

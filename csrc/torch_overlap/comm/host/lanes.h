@@ -34,7 +34,7 @@ class TaskLanes {
   void release(std::span<const int> lanes);
   // Runs the task on a lane of its own, which nothing else is queued on meanwhile.
   void push_alone(Task task);
-  // Queues all parts at once.
+  // Queues all parts at once, or throws and queues none.
   void push(std::vector<Part> parts);
 
   // Waits until no lane has anything to do. False if `deadline` came first.
@@ -46,7 +46,10 @@ class TaskLanes {
  private:
   struct State;
   static void work(const std::shared_ptr<State>& state, int index);
-  // The lock is held.
+  // The lock is held. start(): there is a thread for the lane; where none can be had it throws, and
+  // nothing is queued.
+  void require_open() const;
+  void start(int index);
   void enqueue(int index, Task task);
 
   const size_t named_;            // the lanes behind these are for push_alone
