@@ -88,20 +88,23 @@ std::shared_ptr<CallLog> CallLog::open(const std::string& path,
 }
 
 CallLog::CallLog(std::string path, int file, Events events, bool has_buffers)
-    : path_(std::move(path)),
-      file_(file),
-      events_(events),
+    : events_(events),
       has_buffers_(has_buffers),
-      writer_([this] { run(); }) {}
+      lines_(new Lines{.path = std::move(path), .file = file}),
+      writer_([lines = lines_] { write(*lines); }) {}
 
 CallLog::~CallLog() {
-  {
-    std::lock_guard lock(mutex_);
-    is_closing_ = true;
+  if (!process_.is_current()) {
+    (void)new std::thread(std::move(writer_));  // the parent's, to be neither joined nor detached
+    return;
   }
-  changed_.notify_all();
+  {
+    std::lock_guard lock(lines_->mutex);
+    lines_->is_closing = true;
+  }
+  lines_->changed.notify_all();
   writer_.join();
-  ::close(file_);
+  ::close(lines_->file);
 }
 
 uint64_t CallLog::attach(Hooks& hooks) {
@@ -142,39 +145,41 @@ void CallLog::on_ended(const CallRecord& record) noexcept {
 }
 
 void CallLog::add(std::string line) noexcept {
+  if (!process_.is_current()) return;
   {
-    std::lock_guard lock(mutex_);
-    lines_.push_back(std::move(line));
-    ++added_;
+    std::lock_guard lock(lines_->mutex);
+    lines_->waiting.push_back(std::move(line));
+    ++lines_->added;
   }
-  changed_.notify_all();
+  lines_->changed.notify_all();
 }
 
 void CallLog::flush() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this, until = added_] { return written_ >= until; });
+  if (!process_.is_current()) return;  // the parent writes what was its
+  std::unique_lock lock(lines_->mutex);
+  lines_->changed.wait(lock, [&, until = lines_->added] { return lines_->written >= until; });
 }
 
-void CallLog::run() {
+void CallLog::write(Lines& lines) {
   bool has_warned = false;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(lines.mutex);
   while (true) {
-    changed_.wait(lock, [this] { return !lines_.empty() || is_closing_; });
-    if (lines_.empty()) return;
-    const auto lines = std::exchange(lines_, {});
+    lines.changed.wait(lock, [&] { return !lines.waiting.empty() || lines.is_closing; });
+    if (lines.waiting.empty()) return;
+    const auto now = std::exchange(lines.waiting, {});
     lock.unlock();
     std::string text;
-    for (const std::string& line : lines) text += line;
+    for (const std::string& line : now) text += line;
     // One write: lines of several processes do not mix.
-    const ssize_t count = ::write(file_, text.data(), text.size());
+    const ssize_t count = ::write(lines.file, text.data(), text.size());
     if (count != static_cast<ssize_t>(text.size()) && !std::exchange(has_warned, true)) {
       std::fprintf(stderr,
                    "[torch_overlap] warning: clog: lines are lost: cannot write to %s: %s\n",
-                   path_.c_str(), count < 0 ? std::strerror(errno) : "short write");
+                   lines.path.c_str(), count < 0 ? std::strerror(errno) : "short write");
     }
     lock.lock();
-    written_ += lines.size();
-    changed_.notify_all();
+    lines.written += now.size();
+    lines.changed.notify_all();
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/call_record.h"
 
 namespace torch_overlap {
@@ -26,6 +27,8 @@ struct Hooks;
 //
 // Lines are written by a thread of its own, in the order in which they came: what happens to the
 // file delays no operation. The destructor writes what is left.
+//
+// A fork of the process logs nothing.
 //
 // Threads: any.
 class TORCH_OVERLAP_API CallLog final : public CallObserver,
@@ -54,22 +57,28 @@ class TORCH_OVERLAP_API CallLog final : public CallObserver,
     bool ended = false;
   };
 
+  // What the writer has to do; shared with its thread.
+  struct Lines {
+    const std::string path;
+    const int file;
+    std::mutex mutex;  // all below
+    std::condition_variable changed;
+    std::vector<std::string> waiting;
+    uint64_t added = 0;
+    uint64_t written = 0;
+    bool is_closing = false;
+  };
+
   CallLog(std::string path, int file, Events events, bool has_buffers);
   void on_queued(const Call& call);
   void add(std::string line) noexcept;
-  void run();
+  static void write(Lines& lines);
 
-  const std::string path_;
-  const int file_;
   const Events events_;
   const bool has_buffers_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::string> lines_;
-  uint64_t added_ = 0;
-  uint64_t written_ = 0;
-  bool is_closing_ = false;
-  std::thread writer_;  // last: it uses the rest
+  const ProcessStamp process_;
+  const std::shared_ptr<Lines> lines_;
+  std::thread writer_;
 };
 
 }  // namespace torch_overlap

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
@@ -227,18 +228,27 @@ class Dumper {
 // --- The signal ----------------------------------------------------------------------------------
 
 std::atomic<Dumper*> dumper_of_handler{nullptr};
-std::array<struct sigaction, 65> actions_before{};  // by signal; written before ours is in place
+constexpr size_t kSignals = 65;
+std::array<struct sigaction, kSignals> actions_before{};  // by signal; written before ours is there
+std::array<std::atomic<long>, kSignals> thread_in_handler{};
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Dumper* const dumper = dumper_of_handler.load();
   if (dumper != nullptr && dumper->is_of_this_process()) dumper->request_in_handler(signal);
+  // The one before may hand the signal back, if it came between two calls of
+  // dump_trace_on_signal().
+  auto& thread = thread_in_handler[signal];
+  const long self = ::syscall(SYS_gettid);
+  if (thread.load() == self) return;
+  const long other = thread.exchange(self);
   const struct sigaction& before = actions_before[signal];
   if ((before.sa_flags & SA_SIGINFO) != 0) {
     if (before.sa_sigaction != nullptr) before.sa_sigaction(signal, info, context);
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal);
   }
+  thread.store(other);
   errno = error;
 }
 
@@ -294,7 +304,8 @@ void dump_trace_on_signal(int signal) {
   struct sigaction current{};
   struct sigaction ours{};
   ours.sa_sigaction = &on_signal;
-  ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+  // SA_NODEFER: what is handed back comes at once, where it is seen for what it is.
+  ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | SA_NODEFER;
   sigemptyset(&ours.sa_mask);
   if (::sigaction(signal, nullptr, &current) == 0) {
     const bool is_ours = (current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == &on_signal;

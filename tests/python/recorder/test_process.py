@@ -237,3 +237,41 @@ def test_a_forked_child_does_not_dump_for_its_parent(tmp_path: Path) -> None:
     result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
     assert result.stdout.strip() == "ended", result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_that_hands_the_signal_back_is_no_loop(tmp_path: Path) -> None:
+    code = HEAD + (
+        "import faulthandler\n"
+        "comm.barrier(False)\n"
+        "to.flight_recorder.dump_on_signal(signal.SIGUSR2)\n"
+        "faulthandler.register(signal.SIGUSR2, chain=True)\n"
+        "to.flight_recorder.dump_on_signal(signal.SIGUSR2)\n"
+        "signal.raise_signal(signal.SIGUSR2)\n"
+        "until = time.monotonic() + 60\n"
+        f"while not os.path.exists({str(tmp_path / 't_0')!r}) and time.monotonic() < until: time.sleep(0.05)\n"
+        "comm.finalize(); print('ended')"
+    )
+    result = run(code, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert (result.returncode, result.stdout) == (0, "ended\n"), result.stderr
+    assert result.stderr.count("Current thread") == 1  # faulthandler's turn came
+    assert pickle.loads((tmp_path / "t_0").read_bytes())["reason"] == f"signal {int(signal.SIGUSR2)}"
+
+
+def test_a_forked_child_with_a_log_ends(tmp_path: Path) -> None:
+    code = HEAD + (
+        f"log = to.hooks.clog({str(tmp_path / 'log')!r}, ['ALL'])\n"
+        "log.register_with_comm(comm)\n"
+        "comm.barrier(False)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    log.flush(); del log, comm; sys.exit(7)\n"
+        "until = time.monotonic() + 60\n"
+        "done, status = 0, None\n"
+        "while not done and time.monotonic() < until:\n"
+        "    done, status = os.waitpid(pid, os.WNOHANG); time.sleep(0.05)\n"
+        "if not done: os.kill(pid, signal.SIGKILL)\n"
+        "comm.barrier(False); comm.finalize(); print(done == pid, os.waitstatus_to_exitcode(status))"
+    )
+    result = run(code)
+    assert (result.returncode, result.stdout) == (0, "True 7\n"), result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["op"] for line in lines if line["event"] == "Q"] == ["barrier", "barrier"]
