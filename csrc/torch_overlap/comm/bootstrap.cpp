@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -43,8 +44,12 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
     std::mutex mutex;
     std::map<std::string, StorePtr> by_address;
   };
-  static auto* stores = new Stores;
-  if (!stores->process.is_current()) stores = new Stores;  // a fork shares no connection
+  static std::atomic<Stores*> current = new Stores;
+  Stores* stores = current;
+  if (!stores->process.is_current()) {  // a fork shares no connection
+    auto* const own = new Stores;
+    if (current.compare_exchange_strong(stores, own)) stores = own;
+  }
   const std::string address = concat(*env.master_addr, ":", env.master_port);
   {
     std::lock_guard lock(stores->mutex);

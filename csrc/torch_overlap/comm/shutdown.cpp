@@ -9,20 +9,28 @@
 namespace torch_overlap {
 namespace {
 
-// Never destroyed: threads use it until the very end.
 struct Shutdown {
   std::atomic<bool> begun{false};
   std::timed_mutex dropping;
   std::atomic<int> tasks{0};
 };
 
+// Never destroyed: threads use it until the very end.
+std::atomic<Shutdown*> instance{nullptr};
+
+// A fork has none of the threads, and may have a lock that one of them held.
+void renew_in_fork() {
+  auto* const renewed = new Shutdown;
+  renewed->begun = instance.load()->begun.load();
+  instance = renewed;
+}
+
 Shutdown& shutdown() {
-  static auto* const instance = [] {
-    auto* const made = new Shutdown;
-    // A fork has none of the threads.
-    pthread_atfork(nullptr, nullptr, [] { shutdown().tasks = 0; });
-    return made;
+  static const int registered = [] {
+    instance = new Shutdown;
+    return pthread_atfork(nullptr, nullptr, &renew_in_fork);
   }();
+  (void)registered;
   return *instance;
 }
 
