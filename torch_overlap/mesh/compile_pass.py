@@ -91,6 +91,10 @@ class OverlapPass(CustomGraphPass):
         text = f"torch_overlap 2 {self.algorithm} {sorted(self.cost.to_dict().items())}"
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def __deepcopy__(self, memo: object) -> OverlapPass:
+        """Itself: torch.compile copies Inductor's settings, and `decisions` are told of one pass."""
+        return self
+
     def __call__(self, graph: fx.Graph) -> None:
         for node in [n for n in graph.nodes if _collective(n) is not None]:
             found = _collective(node)  # once more: what it takes may be another's result by now

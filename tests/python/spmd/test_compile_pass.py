@@ -117,7 +117,7 @@ def check_c10d(rank, size, store, seed):
     expected = function(x, up, down)
     fresh = torch._inductor.config.patch(force_disable_caches=True)  # a cached graph passes no pass
     with fresh, overlap_products(algorithm="fused") as made, torch.no_grad():
-        got = torch.compile(function, fullgraph=True)(x, up, down)
+        got = torch.compile(function)(x, up, down)  # which copies Inductor's settings, the pass among them
     torch.testing.assert_close(got, expected)
     dist.destroy_process_group()
     return [(d.collective, d.fused) for d in made.decisions]
