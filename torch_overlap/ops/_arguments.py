@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Sequence
 
-from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, TorchComm
+import torch
+from torch import Tensor
+
+from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, StateError, TorchComm
 
 # torch.compile makes constants of both, guarded by their equality: another communicator compiles again.
 torch.utils._pytree.register_constant(TorchComm)
@@ -19,7 +22,38 @@ def group(comm: object) -> tuple[str, int]:
             f"torch_overlap.ops: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); "
             "get_comm(name) finds one by its name"
         )
+    if comm.is_finalized():
+        raise StateError(
+            f"torch_overlap.ops: expected a live communicator, got '{comm.get_name()}', which was finalized"
+        )
     return comm.get_name(), comm.get_size()
+
+
+def one_each(op: str, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The weights of an operator that takes several.
+
+    Raises:
+        InvalidTypeError: it is one tensor, not a list.
+    """
+    if isinstance(weights, Tensor):
+        raise InvalidTypeError(
+            f"{op}: expected weights as a list of tensors, got one of shape {list(weights.shape)}; write [weight]"
+        )
+    return weights
+
+
+def flat_pairs(op: str, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """src0, dst0, src1, dst1, ...
+
+    Raises:
+        InvalidTypeError: what is given are no pairs.
+    """
+    try:
+        return [rank for src, dst in pairs for rank in (src, dst)]
+    except (TypeError, ValueError):
+        raise InvalidTypeError(
+            f"{op}: expected pairs (src, dst) of ranks, got {pairs!r}; write [(0, 1), (1, 0)]"
+        ) from None
 
 
 def reduction(op: ReduceOp | str, factor: float | None = None) -> tuple[str, float | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import ReduceOp, TorchComm
-from torch_overlap.ops._arguments import group, reduction
+from torch_overlap.ops._arguments import flat_pairs, group, reduction
 
 _ops = torch.ops.torch_overlap
 
@@ -130,12 +130,12 @@ def permute(x: Tensor, comm: TorchComm, pairs: Iterable[tuple[int, int]]) -> Ten
 
     A rank is at most once a source and once a target. The gradient goes the other way.
     """
-    return _ops.permute(x, [rank for pair in pairs for rank in pair], group(comm)[0])
+    return _ops.permute(x, flat_pairs("permute", pairs), group(comm)[0])
 
 
 def permute_async(x: Tensor, comm: TorchComm, pairs: Iterable[tuple[int, int]]) -> Tensor:
     """`permute` in the background; the result passes through `wait_tensor`."""
-    return _ops.permute_async(x, [rank for pair in pairs for rank in pair], group(comm)[0])
+    return _ops.permute_async(x, flat_pairs("permute_async", pairs), group(comm)[0])
 
 
 def send(x: Tensor, comm: TorchComm, dst: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_overlap._C import ReduceOp, ScalingMode, TorchComm
-from torch_overlap.ops._arguments import group, reduction
+from torch_overlap.ops._arguments import group, one_each, reduction
 
 _ops = torch.ops.torch_overlap
 
@@ -55,6 +55,7 @@ def all_gather_matmul(
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.
     """
+    weights = one_each("all_gather_matmul", weights)
     return _ops.all_gather_matmul(x, weights, biases, *group(comm), gather_dim, return_gathered, algorithm)
 
 
@@ -199,6 +200,7 @@ def matmul_all_to_all(
 
     Gradient: the results' gradients are exchanged back in pieces of rows, each behind the product before.
     """
+    weights = one_each("matmul_all_to_all", weights)
     return _ops.matmul_all_to_all(x, weights, biases, *group(comm), algorithm)
 
 
@@ -279,7 +281,7 @@ def scaled_all_gather_matmul(
     return _ops.scaled_all_gather_matmul(
         x,
         x_scale_inv,
-        weights,
+        one_each("scaled_all_gather_matmul", weights),
         weights_scale_inv,
         biases,
         *group(comm),
