@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_overlap._C import (
     Error,
+    InvalidTypeError,
     InvalidValueError,
     OpName,
     RemovableHandle,
@@ -82,6 +83,9 @@ class clog:
     def __init__(
         self, output: str | os.PathLike[str], events: Sequence[str] = ("ALL",), verbose: Sequence[str] = ()
     ) -> None:
+        for what, given in (("events", events), ("verbose", verbose)):
+            if isinstance(given, str):
+                raise InvalidTypeError(f"clog: expected {what} as a list of strings, got '{given}'; write ['{given}']")
         self._log = _CallLog(os.fspath(output), list(events), list(verbose))
         # The interpreter does not destroy objects of modules: what is not written yet must not be lost with it.
         _open_logs.add(self)

@@ -20,8 +20,16 @@ from torch_overlap.nn.layout import ParameterLayout, set_layout
 _Column = TypeVar("_Column", bound="ColumnParallelLinear")
 
 
+def expect_comm(who: str, comm: object) -> None:
+    """Raises TypeError for what is no TorchComm: a name, a process group."""
+    if not isinstance(comm, TorchComm):
+        raise TypeError(f"{who}: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); new_comm makes "
+                        "one, get_comm(name) finds one by its name")  # fmt: skip
+
+
 def per_rank(who: str, what: str, value: int, comm: TorchComm) -> int:
     """`value` / the number of ranks; an error where it does not divide."""
+    expect_comm(who, comm)
     size = comm.get_size()
     if value % size != 0:
         raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}; pad it, or use "
@@ -49,6 +57,11 @@ class _ParallelLinear(nn.Module):
     def __init__(self, comm: TorchComm, *, sequence_parallel: bool, algorithm: str, require_fused: bool,
                  init: Init | None, fp8: Float8Recipe | None) -> None:  # fmt: skip
         super().__init__()
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        expect_comm(name, comm)
+        if fp8 is not None and not isinstance(fp8, Float8Recipe):
+            raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
+                            'Float8Recipe("delayed"), for example')  # fmt: skip
         self.comm, self.sequence_parallel = comm, sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
         self.init, self.fp8 = init, fp8
@@ -121,6 +134,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16 ("mxfp8": 32).
+        TypeError: comm is no TorchComm (a process group, a name), or fp8 no Float8Recipe.
     """
 
     def __init__(
@@ -224,7 +238,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
         `options` are those of the constructor, but for bias, device and dtype, which are the linear's. Sends nothing.
         """
-        linears = [linear] if isinstance(linear, nn.Linear) else list(linear)
+        linears = [linear] if isinstance(linear, nn.Module) else list(linear)
+        for other in linears:
+            if not isinstance(other, nn.Linear):
+                raise TypeError(f"ColumnParallelLinear.from_linear: expected an nn.Linear or several, got {other}")
         first = linears[0]
         if any(other.in_features != first.in_features or (other.bias is None) != (first.bias is None)
                for other in linears):  # fmt: skip
@@ -330,6 +347,8 @@ class RowParallelLinear(_ParallelLinear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: TorchComm, **options: Any) -> RowParallelLinear:
         """This rank's part of an nn.Linear that is the same on all ranks. `options`: as for ColumnParallelLinear."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"RowParallelLinear.from_linear: expected an nn.Linear, got {linear}")
         layer = cls(linear.in_features, linear.out_features, comm, bias=linear.bias is not None, device="meta",
                     dtype=linear.weight.dtype, **options)  # fmt: skip
         layer.weight = _part(linear.weight, 1, comm.get_rank(), comm.get_size())

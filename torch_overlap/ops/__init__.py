@@ -21,8 +21,9 @@ requires a gradient before the function's own wait_tensor; wait for a pending re
 function.
 
 Errors: a mistake in the arguments raises `InvalidValueError` (a `ValueError`) or `InvalidTypeError` (a `TypeError`)
-before anything is sent; what is no tensor, or no number, where one belongs is refused by torch, a RuntimeError with the
-schema in it. After `finalize()` they raise `StateError`. All ranks must call the same operators in the same order with the same shapes and options.
+before anything is sent; what is no tensor, or no number, where one belongs is refused by torch, as a RuntimeError with
+the schema in it. After `finalize()` they raise `StateError`. All ranks must call the same operators in the same order
+with the same shapes and options.
 """
 
 from torch_overlap.ops import _effects, _vmap, _vmap_fused

@@ -29,7 +29,7 @@ def group(comm: object) -> tuple[str, int]:
     return comm.get_name(), comm.get_size()
 
 
-def one_each(op: str, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def one_each(op: str, weights: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
     """The weights of an operator that takes several.
 
     Raises:

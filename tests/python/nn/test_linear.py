@@ -217,6 +217,32 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message):
     run_ranks(rank, 2, backend="local")
 
 
+TYPES = {
+    r"ColumnParallelLinear: expected comm as a TorchComm, got 'tp' \(str\); new_comm makes one, get_comm\(name\)":
+        lambda c: ColumnParallelLinear(4, 2, "tp"),
+    r"RowParallelLinear: expected comm as a TorchComm, got .*ProcessGroup.*; new_comm":
+        lambda c: RowParallelLinear(4, 2, torch.distributed.ProcessGroup(0, 1)),
+    r"ParallelMLP: expected comm as a TorchComm, got None": lambda c: to.nn.ParallelMLP(4, 4, None),
+    r"RowParallelLinear: expected fp8 as a Float8Recipe, got 'delayed' \(str\); write Float8Recipe":
+        lambda c: RowParallelLinear(32, 32, c, fp8="delayed"),
+    r"ColumnParallelLinear.from_linear: expected an nn.Linear or several, got Conv1d":
+        lambda c: ColumnParallelLinear.from_linear(nn.Conv1d(2, 2, 1), c),
+    r"ColumnParallelLinear.from_linear: expected an nn.Linear or several, got Identity":
+        lambda c: ColumnParallelLinear.from_linear([nn.Linear(2, 2), nn.Identity()], c),
+    r"RowParallelLinear.from_linear: expected an nn.Linear, got Conv1d":
+        lambda c: RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), c),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", TYPES)
+def test_what_is_no_communicator_recipe_or_linear_is_refused(message):
+    def rank(comm):
+        with pytest.raises(TypeError, match=message):
+            TYPES[message](comm)
+
+    run_ranks(rank, 2, backend="local")
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_require_fused_refuses_a_fallback(problem, seed, sequence_parallel):
     column, row = problem(seed, torch.float32).linear(4, 8, False), problem(seed, torch.float32).linear(8, 4, False)

@@ -167,6 +167,10 @@ def test_the_log_says_how_an_operation_failed(tmp_path: Path) -> None:
 def test_the_log_names_what_it_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(to.InvalidValueError, match=r"expected events among .*, got 'W'"):
         clog(tmp_path / "log", ["W"])
+    with pytest.raises(
+        to.InvalidTypeError, match=r"clog: expected events as a list of strings, got 'ALL'; write \['ALL'\]"
+    ):
+        clog(tmp_path / "log", "ALL")
     with pytest.raises(to.InvalidValueError, match="expected verbose among 'buffers', got 'all'"):
         clog(tmp_path / "log", ["Q"], verbose=["all"])
     with pytest.raises(to.Error, match="expected a file that can be written"):
