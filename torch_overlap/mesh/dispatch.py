@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms, UnsupportedError
@@ -285,6 +286,10 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
     if isinstance(value, list | tuple):
         return kind, tuple(_key(item, operands) for item in value)
     if isinstance(value, Tensor):
+        if isinstance(value, DTensor):
+            raise InvalidTypeError(
+                "Sharded: expected Sharded operands, got a DTensor beside them; from_dtensor takes it"
+            )
         raise InvalidTypeError(
             f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them; "
             "shard(x, mesh) says that it is the same on every rank, from_local how its parts lie"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
 import fnmatch
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from torch_overlap._C import InvalidValueError, MeshComms
+from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import shard
 from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.styles import without_styles
-from torch_overlap.mesh.value_spec import Spec, gradient_layout, layout_of, spec_of, used_axes
+from torch_overlap.mesh.value_spec import Spec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
 
 __all__ = [
     "clip_grad_norm_",
@@ -40,17 +41,17 @@ def shard_module(
 ) -> nn.Module:
     """Leaves each rank its part of the parameters and buffers of `module`, in place. Nothing is sent.
 
-    shard_module(model, mesh, {"*.wq": P("tp"), "*.wo": P(None, "tp")})
+    shard_module(model, mesh, {"*.wq.weight": P("tp"), "*.wo.weight": P(None, "tp")})
     logits = model(shard(tokens, mesh, P("dp")))
 
     The module's code stays as it is: reading a parameter gives a Sharded, whose functions put the communication in.
-    `module.parameters()` are the local parts, for optimizers.
+    `module.parameters()` are the local parts, for optimizers, which are made afterwards.
 
     Args:
         module: its parameters and buffers are the whole ones, the same on every rank, on the device of the mesh. One
             that is used in several places (tied) stays one.
-        layouts: by name as in state_dict; patterns as of fnmatch ("*.weight"), the first that fits; any spelling of a
-            layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the names of modules, as
+        layouts: by name as in state_dict ("*.wq.weight" of an nn.Linear); patterns as of fnmatch, the first that fits;
+            any spelling of a layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the names of modules, as
             for parallelize_module: they say which parameters are split, and where values are split or gathered.
         axis: the one that styles split; needed where the mesh has several.
         defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
@@ -63,9 +64,10 @@ def shard_module(
         InvalidValueError: a pattern that fits nothing, a layout that is none, a module that is sharded already.
         UnsupportedError: a style with `algorithm`, `require_fused`, `fp8` or `keep_gathered`: here the mesh decides.
     """
+    expect_connected("shard_module", mesh)
     left, hooks = without_styles(module, mesh, layouts or {}, axis)
     used = set()
-    wholes: list[tuple[nn.Module, str, Tensor, Layout]] = []
+    wholes: list[tuple[nn.Module, str, str, Tensor, Layout]] = []
     for prefix, owner in module.named_modules():
         if hasattr(owner, _SPECS):
             raise InvalidValueError(f"shard_module: expected a module that is not sharded, got '{prefix}', which is")
@@ -78,20 +80,22 @@ def shard_module(
             layout = layout_of(None if pattern is None else left[pattern], mesh, whole.dim())
             if defer_gradients and isinstance(whole, nn.Parameter):
                 layout = layout.with_invariant(None)
-            wholes.append((owner, own_name, whole, layout))
+            wholes.append((owner, name, own_name, whole, layout))
     unused = [p for p in left if p not in used]
     if unused:
+        names = [name for _, name, *_ in wholes]
+        some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise InvalidValueError(
-            f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none"
+            f"shard_module: expected patterns of parameters or buffers, got {unused}, which fit none of {some}"
         )
     parts: dict[int, tuple[Any, Spec]] = {}  # by the id of the whole one: tied ones stay tied
-    for _, _, whole, layout in wholes:
+    for *_, whole, layout in wholes:
         if id(whole) not in parts:
             anchored = isinstance(whole, nn.Parameter) and not move_parameters
             parts[id(whole)] = _part(whole, mesh, layout, anchored=anchored)
     # Nothing is changed before all of it is made.
     found: dict[int, tuple[nn.Module, dict[str, Spec]]] = {}
-    for owner, own_name, whole, _ in wholes:
+    for owner, _, own_name, whole, _ in wholes:
         part, spec = parts[id(whole)]
         store: dict[str, Any] = owner._parameters if own_name in owner._parameters else owner._buffers
         store[own_name] = part
@@ -130,8 +134,24 @@ def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
 
     base = type(owner)
     owner.__dict__[_SPECS] = specs
-    owner.__class__ = type(
+    owner.__class__ = _kind_of(type(base))(
         base.__name__, (base,), {name: reader(name) for name in specs} | {"__module__": base.__module__}
+    )
+
+
+@functools.cache
+def _kind_of(kind: type) -> type:
+    """Of the classes that are made here. To copy they are classes as others; pickle, which would look for them by
+    their names and find those that they were made of, is refused."""
+    made = type("ShardedClass", (kind,), {})
+    copyreg.pickle(made, _refuse_to_pickle)  # type: ignore[arg-type]
+    return made
+
+
+def _refuse_to_pickle(owner: type) -> NoReturn:
+    raise InvalidTypeError(
+        f"pickle: expected a module that does not lie on a mesh of this process, got a {owner.__name__} that "
+        "shard_module changed; save full_state_dict(module), or this rank's module.state_dict()"
     )
 
 

@@ -16,6 +16,7 @@ from torch_overlap.mesh.refused import REFUSED
 from torch_overlap.mesh.tracing import asked, is_argument, is_dynamo_compiling, layout_in_trace
 from torch_overlap.mesh.value_spec import (
     Spec,
+    expect_connected,
     gradient_of,
     layout_of,
     ranks_of,
@@ -384,6 +385,7 @@ def from_local(local: Tensor, mesh: MeshComms, spec: Any, shape: Sequence[int] |
     Raises:
         InvalidValueError: `local` has not the shape of this rank's part.
     """
+    expect_connected("from_local", mesh)
     return Sharded(local, asked(_spec_of_local, local.shape, local.dtype, mesh, spec, shape))
 
 

@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from torch_overlap._C import MeshComms
+from torch_overlap._C import InvalidTypeError, MeshComms
 from torch_overlap.mesh._core import Layout, Mesh
 from torch_overlap.mesh.spec import to_layout
 from torch_overlap.mesh.tracing import Named
 
 __all__ = [
     "Spec",
+    "expect_connected",
     "gradient_layout",
     "gradient_of",
     "layout_of",
@@ -131,6 +132,15 @@ def gradient_of(spec: Spec) -> Spec:
     if spec.gradient is None:
         spec.gradient = spec_of(spec.mesh, gradient_layout(spec.layout), spec.shape, spec.dtype)
     return spec.gradient
+
+
+def expect_connected(who: str, mesh: object) -> None:
+    """Refuses what cannot communicate: a planner's Mesh, a DeviceMesh, a name."""
+    if not isinstance(mesh, MeshComms):
+        raise InvalidTypeError(
+            f"{who}: expected a mesh with communicators, got {mesh!r} ({type(mesh).__name__}); "
+            "connect(mesh, comm) makes one"
+        )
 
 
 def layout_of(spec: Any, mesh: MeshComms, num_dims: int) -> Layout:

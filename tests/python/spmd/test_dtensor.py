@@ -61,6 +61,9 @@ def check_round_trips(rank, size, store, seed):
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     with pytest.raises(to.InvalidValueError, match=r"expected a DeviceMesh of shape \(2, 2\)"):
         to_dtensor(r, flat)
+    for call in (lambda: r + d, lambda: shard(d, mesh)):
+        with pytest.raises(to.InvalidTypeError, match="got a DTensor.*; from_dtensor takes it"):
+            call()
     mesh.close()
     comm.finalize()
     dist.destroy_process_group()

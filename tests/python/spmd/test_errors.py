@@ -62,6 +62,12 @@ def test_operands(seed):
             refused(TypeError, "expected a Sharded among the arguments", recipe_of, torch.relu, 3)
             refused(TypeError, "expected a Sharded, got Tensor", all_reduce, torch.ones(3))
             refused(TypeError, "expected a tensor, got list", shard, [1.0], r.mesh)
+            unconnected = (
+                r"expected a mesh with communicators, got Mesh\(x=2, y=2\) .*; connect\(mesh, comm\) makes one"
+            )
+            refused(TypeError, f"^shard: {unconnected}", shard, torch.ones(4), r.mesh.mesh)
+            refused(TypeError, f"^from_local: {unconnected}", from_local, torch.ones(4), r.mesh.mesh, P("x"))
+            refused(TypeError, f"^shard_module: {unconnected}", shard_module, torch.nn.Linear(2, 2), r.mesh.mesh)
             refused(TypeError, "plain tensor for numpy", np.asarray, x)
             refused(TypeError, r"got ndarray; of an array take x.tolist\(\)", lambda: x[np.array([0, 2])])
             refused(TypeError, "must be Tensor, not numpy.ndarray", torch.add, x, np.ones((4, 6)))

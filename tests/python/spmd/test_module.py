@@ -223,8 +223,10 @@ def check_copies(comm, seed):
         other.local.add_(1)
     torch.testing.assert_close(other.full(), x.full() + 1)
     for value in (x, model):
-        with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match=r"full_state_dict|pickle"):
+        with pytest.raises(TypeError, match=r"pickle: expected .* mesh of this process, got .* save full_state_dict"):
             pickle.dumps(value)
+    with pytest.raises(InvalidValueError, match=r"got \['h.weight'\], which fit none of weight, bias$"):
+        shard_module(nn.Linear(2, 2), mesh, {"h.weight": P("tp")})
     mesh.close()
 
 

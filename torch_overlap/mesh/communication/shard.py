@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
+from torch.distributed.tensor import DTensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.base import LayoutOperation, Move
 from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
-from torch_overlap.mesh.value_spec import Spec, layout_of, spec_of, whole_of, with_invariant_rest
+from torch_overlap.mesh.value_spec import Spec, expect_connected, layout_of, spec_of, whole_of, with_invariant_rest
 
 __all__ = ["ShardOp", "shard"]
 
@@ -62,15 +63,18 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         partial_sum_axes: Axes along which the result is a pending sum: the value on the first rank, zeros elsewhere.
 
     Raises:
-        InvalidTypeError: `x` is no tensor, or on another device than the mesh.
+        InvalidTypeError: `x` is no tensor, or on another device than the mesh; the mesh is a planner's.
         InvalidValueError: a Sharded of another mesh.
     """
+    expect_connected("shard", mesh)
     if isinstance(x, Sharded):
         if x.mesh is not mesh:
             raise InvalidValueError(f"shard: expected a Sharded on {mesh}, got one on {x.mesh}; gather it first")
         return _shard(x, spec, replicated_axes, partial_sum_axes)
     if not isinstance(x, Tensor):
         raise InvalidTypeError(f"shard: expected a tensor, got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise InvalidTypeError("shard: expected a plain tensor or a Sharded, got a DTensor; from_dtensor takes it")
     if is_dynamo_compiling():
         source, target = asked(_ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes)
         return Sharded(x, source)._to(target)
