@@ -27,6 +27,9 @@ def main() -> None:
             status = runs[args.command](args)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            what = f"expected a file that can be used, got {error.filename}: {error.strerror}"
+            parser.exit(2, f"{args.command}: {what}\n")
         parser.exit(status)
     from torch_overlap import info
 

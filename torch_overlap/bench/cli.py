@@ -103,6 +103,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError("bench: expected --mode eager on a CPU, got graph alone, which needs CUDA")
     began = args.began or time.time()
     if not ranks.under_torchrun():
+        if args.tp is not None and args.tp < 1:
+            raise ValueError(f"bench: expected --tp of one or more ranks, got {args.tp}")
         count = args.tp or (torch.cuda.device_count() if device == "cuda" else 2)
         if device == "cuda" and not 1 <= count <= gpu_ranks():
             raise ValueError(f"bench: expected --tp of at most {gpu_ranks()} ranks with a GPU, got {count}")

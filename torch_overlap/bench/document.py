@@ -27,7 +27,11 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
         raise ValueError("bench plot: expected result files, got none")
     text = document.read_text() if document.exists() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"bench plot: expected {document} with the lines {BEGIN!r} and {END!r}, got another document")
+        got = "another document" if text else "no such file"
+        raise ValueError(
+            f"bench plot: expected {document} with the lines {BEGIN!r} and {END!r}, got {got}; "
+            "give --document, or run it in the root of the repository"
+        )
     contents = [(path, result.read(path)) for path in paths]
     parts = [section(path.name, content, images, document) for path, content in contents]
     before, rest = text.split(BEGIN)

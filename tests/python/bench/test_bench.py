@@ -192,6 +192,8 @@ def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
         (("ag_gemm", "--mode", "slow"), "expected --mode"),
         (("--check", "goals.json"), "expected --check GOALS RESULT"),
         (("plot",), "expected result files"),
+        (("plot", "missing.json", "--document", "missing.md"), "got no such file; give --document"),
+        (("ag_gemm", "--tp", "0"), "expected --tp of one or more ranks, got 0"),
     ],
 )
 def test_mistakes(

@@ -10,6 +10,7 @@ import torch
 
 import torch_overlap as to
 from torch_overlap import _C, _load
+from torch_overlap.__main__ import main
 
 PACKAGE = Path(to.__file__).parent
 
@@ -127,6 +128,22 @@ def test_an_unknown_command_says_which_there_are() -> None:
     done = subprocess.run([sys.executable, "-m", "torch_overlap", "fly"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "info" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "--cost", "{}", "--ranks", "2"), ("tune", "--cache", "cache.json", "--results", "{}")],
+    ids=lambda given: given[0],
+)
+def test_a_file_that_is_not_there_is_named(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing.json")
+    monkeypatch.setattr("sys.argv", ["torch_overlap", *(part.format(missing) for part in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"{arguments[0]}: expected a file that can be used, got {missing}: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.smoke
