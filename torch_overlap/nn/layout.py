@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
@@ -69,7 +70,8 @@ def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> N
     Under sequence parallelism these are the norms (see `mark_replicated`) and the biases of row-parallel layers. A
     parameter with no gradient is left out: the same parameters have one on all ranks. Call it once for each optimizer
     step, when gradients have been accumulated and before they are clipped. One all_reduce for each dtype, on the
-    current stream; may be captured in a CUDA graph.
+    current stream; may be captured in a CUDA graph. Of DTensors, the gradients of FSDP2 over another axis, the parts
+    of this rank are summed.
 
     Args:
         comm: only the parameters that belong to this communicator; None: all, each over its own.
@@ -84,6 +86,8 @@ def sync_replicated_grads(module: nn.Module, comm: TorchComm | None = None) -> N
                 continue
             seen.add(id(parameter))
             grad = parameter.grad
+            if isinstance(grad, DTensor):  # of FSDP2: along the other axis the ranks of comm have the same part
+                grad = grad.to_local()
             key = (id(layout.comm), grad.dtype, grad.device)
             buckets.setdefault(key, (layout.comm, []))[1].append(grad)
     for group, grads in buckets.values():
