@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import copyreg
 import inspect
 import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -127,6 +128,16 @@ def _device(device: torch.device | str) -> torch.device:
     except (TypeError, RuntimeError) as error:
         kind = _C.InvalidValueError if isinstance(device, str) else _C.InvalidTypeError
         raise kind(f"new_comm: expected device as a torch.device or its name, got {device!r}") from error
+
+
+def _refuse_to_pickle(comm: TorchComm) -> NoReturn:
+    raise _C.InvalidTypeError(
+        f"pickle: expected what another process can have, got the communicator '{comm.get_name()}'; make one there "
+        "with new_comm, and save the state_dict() of a module"
+    )
+
+
+copyreg.pickle(TorchComm, _refuse_to_pickle)
 
 
 def is_backend_built(name: str) -> bool:

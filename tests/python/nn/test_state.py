@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -184,3 +185,17 @@ def test_mark_replicated_leaves_parallel_layers_alone():
         assert set(tnn.split_parameters(block)) == {"1.weight", "1.bias"}
 
     run_ranks(rank, 2, backend="local")
+
+
+def check_copies(comm):
+    layer = tnn.ColumnParallelLinear(4, 4, comm)
+    assert copy.deepcopy(layer).comm == comm  # which is shared
+    for value in (comm, layer):
+        with pytest.raises(
+            TypeError, match=rf"^pickle: expected .*, got the communicator '{comm.get_name()}'; make one"
+        ):
+            pickle.dumps(value)
+
+
+def test_layers_are_copied_and_not_pickled():
+    run_ranks(check_copies, 1, backend="fake")
