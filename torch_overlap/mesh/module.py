@@ -51,8 +51,9 @@ def shard_module(
         module: its parameters and buffers are the whole ones, the same on every rank, on the device of the mesh. One
             that is used in several places (tied) stays one.
         layouts: by name as in state_dict ("*.wq.weight" of an nn.Linear); patterns as of fnmatch, the first that fits;
-            any spelling of a layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the names of modules, as
-            for parallelize_module: they say which parameters are split, and where values are split or gathered.
+            any spelling of a layout. Others are whole on every rank. Or styles of `torch_overlap.nn.styles` by the
+            names of modules, as for parallelize_module: they say which parameters are split, and where values are
+            split or gathered.
         axis: the one that styles split; needed where the mesh has several.
         defer_gradients: along axes that do not shard a parameter, each rank's gradient stays its own term until
             `reduce_gradients` sums all of them in one transfer. Otherwise each is summed in the backward pass where the
@@ -134,7 +135,8 @@ def _read_as_sharded(owner: nn.Module, specs: dict[str, Spec]) -> None:
 
     base = type(owner)
     owner.__dict__[_SPECS] = specs
-    owner.__class__ = _kind_of(type(base))(
+    kind: Any = type(base)
+    owner.__class__ = _kind_of(kind)(
         base.__name__, (base,), {name: reader(name) for name in specs} | {"__module__": base.__module__}
     )
 
@@ -144,7 +146,7 @@ def _kind_of(kind: type) -> type:
     """Of the classes that are made here. To copy they are classes as others; pickle, which would look for them by
     their names and find those that they were made of, is refused."""
     made = type("ShardedClass", (kind,), {})
-    copyreg.pickle(made, _refuse_to_pickle)  # type: ignore[arg-type]
+    copyreg.pickle(made, _refuse_to_pickle)
     return made
 
 

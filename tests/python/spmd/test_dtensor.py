@@ -62,7 +62,7 @@ def check_round_trips(rank, size, store, seed):
     with pytest.raises(to.InvalidValueError, match=r"expected a DeviceMesh of shape \(2, 2\)"):
         to_dtensor(r, flat)
     for call in (lambda: r + d, lambda: shard(d, mesh)):
-        with pytest.raises(to.InvalidTypeError, match="got a DTensor.*; from_dtensor takes it"):
+        with pytest.raises(to.InvalidTypeError, match=r"got a DTensor.*; from_dtensor takes it"):
             call()
     mesh.close()
     comm.finalize()
