@@ -161,11 +161,13 @@ class CublasLtGemm final : public GemmBackend {
     const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
     const auto current = c10::cuda::getCurrentCUDAStream();
     GroupStreams side(current, std::min(problems.size() - 1, GroupStreams::kMost));
+    const size_t streams = side.count() + 1;
     for (size_t i = 0; i < problems.size(); ++i) {
-      const size_t stream = i % (side.count() + 1);
+      const size_t stream = i % streams;
       const c10::cuda::CUDAStreamGuard guard(stream == 0 ? current : side[stream - 1]);
       GemmArgs args = problems[i].args;
-      args.workspace = workspace_part(args.workspace, stream, side.count() + 1);
+      args.workspace = workspace_part(args.workspace, static_cast<int64_t>(stream),
+                                      static_cast<int64_t>(streams));
       run_problem(handle, {.op = problems[i].op,
                            .args = args,
                            .shape = problems[i].shape,
