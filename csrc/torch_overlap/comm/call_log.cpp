@@ -90,7 +90,7 @@ std::shared_ptr<CallLog> CallLog::open(const std::string& path,
 CallLog::CallLog(std::string path, int file, Events events, bool has_buffers)
     : events_(events),
       has_buffers_(has_buffers),
-      lines_(new Lines{.path = std::move(path), .file = file}),
+      lines_(new Lines(std::move(path), file)),
       writer_([lines = lines_] { write(*lines); }) {}
 
 CallLog::~CallLog() {

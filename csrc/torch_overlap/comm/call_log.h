@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
@@ -59,6 +60,8 @@ class TORCH_OVERLAP_API CallLog final : public CallObserver,
 
   // What the writer has to do; shared with its thread.
   struct Lines {
+    Lines(std::string path, int file) : path(std::move(path)), file(file) {}
+
     const std::string path;
     const int file;
     std::mutex mutex;  // all below
