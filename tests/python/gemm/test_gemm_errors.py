@@ -184,6 +184,7 @@ def test_products_of_a_group_are_apart():
     refuses_both(both.format("bias"), one, changed(other, bias=one.out[7]))
     scratch = zeros(1 << 12, dtype=torch.uint8)
     refuses_both("workspace of product", changed(one, workspace=scratch), changed(other, workspace=scratch[64:]))
+    to.gemm.grouped_gemm([changed(one, workspace=scratch), changed(other, workspace=scratch)])  # each has a part of it
     wide, shared = zeros(8, 32), zeros(8, 24)
     to.gemm.grouped_gemm([changed(one, lhs__data=shared, out=wide[:, :16]),
                           changed(other, lhs__data=shared, out=wide[:, 16:])])  # fmt: skip
