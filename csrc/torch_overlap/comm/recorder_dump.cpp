@@ -240,15 +240,15 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   // dump_trace_on_signal().
   auto& thread = thread_in_handler[signal];
   const long self = ::syscall(SYS_gettid);
-  if (thread.load() == self) return;
-  const long other = thread.exchange(self);
+  if (thread.exchange(self) == self) return;
   const struct sigaction& before = actions_before[signal];
   if ((before.sa_flags & SA_SIGINFO) != 0) {
     if (before.sa_sigaction != nullptr) before.sa_sigaction(signal, info, context);
   } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
     before.sa_handler(signal);
   }
-  thread.store(other);
+  long left = self;  // not where another thread came meanwhile
+  thread.compare_exchange_strong(left, 0);
   errno = error;
 }
 

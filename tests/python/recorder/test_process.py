@@ -257,6 +257,42 @@ def test_a_handler_that_hands_the_signal_back_is_no_loop(tmp_path: Path) -> None
     assert pickle.loads((tmp_path / "t_0").read_bytes())["reason"] == f"signal {int(signal.SIGUSR2)}"
 
 
+# The handler before is entered on the thread `first`, then on `second`, and left in the same order.
+TWO_THREADS = """
+import ctypes, threading
+calls, both_in, first_out, second_out = [], *(threading.Event() for _ in range(3))
+first_in = threading.Event()
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def before(number):
+    calls.append(threading.current_thread().name)
+    if len(calls) == 1:
+        first_in.set(); both_in.wait(60)
+    elif len(calls) == 2:
+        both_in.set(); first_out.wait(60)
+
+ctypes.CDLL(None).signal(signal.SIGUSR2, before)
+to.flight_recorder.dump_on_signal(signal.SIGUSR2)
+
+def first():
+    signal.raise_signal(signal.SIGUSR2); first_out.set()
+    second_out.wait(60); signal.raise_signal(signal.SIGUSR2)
+
+def second():
+    first_in.wait(60); signal.raise_signal(signal.SIGUSR2); second_out.set()
+
+threads = [threading.Thread(target=run, name=run.__name__) for run in (first, second)]
+for t in threads: t.start()
+for t in threads: t.join()
+comm.finalize(); print(*calls)
+"""
+
+
+def test_the_handler_before_has_its_turn_on_every_thread(tmp_path: Path) -> None:
+    result = run(HEAD + TWO_THREADS, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert (result.returncode, result.stdout) == (0, "first second first\n"), result.stderr
+
+
 def test_a_forked_child_with_a_log_ends(tmp_path: Path) -> None:
     code = HEAD + (
         f"log = to.hooks.clog({str(tmp_path / 'log')!r}, ['ALL'])\n"
