@@ -3,7 +3,11 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <array>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/torch_comm.h"
@@ -74,11 +78,16 @@ void check_outputs(const Checker& check, const at::Tensor& input, const Blocks& 
 
 bool overlap(const Blocks& a, const Blocks& b, int size) {
   if (a.flat.defined() && b.flat.defined()) return share_memory(a.flat, b.flat);
-  const auto others = b.all(size);
-  for (const auto& one : a.all(size)) {
-    for (const auto& other : others) {
-      if (share_memory(one, other)) return true;
-    }
+  std::vector<std::pair<MemoryRange, bool>> ranges;  // and whether it is of b
+  for (const auto& one : a.all(size)) ranges.emplace_back(memory_range(one), false);
+  for (const auto& one : b.all(size)) ranges.emplace_back(memory_range(one), true);
+  std::erase_if(ranges, [](const auto& range) { return range.first.empty(); });
+  std::sort(ranges.begin(), ranges.end(),
+            [](const auto& one, const auto& other) { return one.first.begin < other.first.begin; });
+  std::array<uintptr_t, 2> ends{};
+  for (const auto& [range, of_b] : ranges) {
+    if (range.begin < ends[!of_b]) return true;
+    ends[of_b] = std::max(ends[of_b], range.end);
   }
   return false;
 }
