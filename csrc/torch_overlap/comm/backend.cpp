@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/bounded.h"
@@ -40,7 +41,11 @@ std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::st
 
 void Backend::abort_within(Milliseconds limit) {
   const auto task = std::make_shared<BackgroundTask>();
-  if (run_bounded([self = shared_from_this(), task] { self->abort(); }, limit)) return;
+  const auto end = [self = shared_from_this(), task]() mutable {
+    const auto backend = std::move(self);  // dropped before the task ends
+    backend->abort();
+  };
+  if (run_bounded(end, limit)) return;
   TORCH_WARN("reconfigure: expected the abort of what was under way to end within ", limit.count(),
              " ms, got no end; it goes on in the background");
 }
