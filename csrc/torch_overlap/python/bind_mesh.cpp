@@ -6,6 +6,7 @@
 
 #include <map>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
@@ -42,6 +43,22 @@ Mesh make_mesh(const py::dict& axes, const std::optional<std::vector<int64_t>>& 
   TORCH_OVERLAP_CHECK(!ranks || !ranks->empty(), kValue,
                       "Mesh: expected ranks, or None for 0, 1, 2 ..., got an empty list");
   return Mesh(std::move(list), ranks.value_or(std::vector<int64_t>()), ranks_per_host);
+}
+
+// What pickle keeps of a mesh: the links that were given, not those that ranks_per_host stands for.
+py::tuple mesh_state(const Mesh& mesh) {
+  py::list axes;
+  for (const Axis& axis : mesh.axes()) axes.append(py::make_tuple(axis.name, axis.size, axis.link));
+  return py::make_tuple(axes, mesh.ranks(), mesh.ranks_per_host());
+}
+
+Mesh mesh_of_state(const py::tuple& state) {
+  const auto [axes, ranks, ranks_per_host] =
+      state.cast<std::tuple<std::vector<std::tuple<std::string, int64_t, std::string>>,
+                            std::vector<int64_t>, int64_t>>();
+  std::vector<Axis> list;
+  for (const auto& [name, size, link] : axes) list.push_back({name, size, link});
+  return Mesh(std::move(list), ranks, ranks_per_host);
 }
 
 py::dict sizes(const Mesh& mesh) {
@@ -133,9 +150,14 @@ void register_mesh_values(py::module_& module) {
       .def_readonly("pre", &AxisRef::pre, "How many coordinates are taken before this part.")
       .def_readonly("size", &AxisRef::size, "How many it has itself.")
       .def(py::self == py::self)
-      .def("__hash__", [](const AxisRef& ref) {
-        return py::hash(py::make_tuple(ref.axis, ref.pre, ref.size));
-      });
+      .def("__hash__",
+           [](const AxisRef& ref) { return py::hash(py::make_tuple(ref.axis, ref.pre, ref.size)); })
+      .def(py::pickle(
+          [](const AxisRef& ref) { return py::make_tuple(ref.axis, ref.pre, ref.size); },
+          [](const py::tuple& state) {
+            const auto [axis, pre, size] = state.cast<std::tuple<int32_t, int32_t, int32_t>>();
+            return AxisRef{axis, pre, size};
+          }));
 
   py::class_<Mesh>(module, "Mesh",
                    R"(Named axes over ranks, the first axis major. Immutable, hashable.
@@ -179,6 +201,7 @@ An index is a place in the mesh, row by row; ranks[index] is the rank of the job
           py::arg("axes"), "How many ranks of a group over `axes` each class of link joins.")
       .def(py::self == py::self)
       .def("__hash__", &Mesh::hash)
+      .def(py::pickle(&mesh_state, &mesh_of_state))
       .def("__repr__", &Mesh::str);
 
   py::class_<Layout>(module, "Layout",
@@ -237,6 +260,11 @@ invariant (the same everywhere, and so is its gradient) or replicated (the same 
           py::arg("axes"), "With other invariant axes.")
       .def(py::self == py::self)
       .def("__hash__", &Layout::hash)
+      .def(py::pickle([](const Layout& self) { return py::make_tuple(self.mesh(), self.str()); },
+                      [](const py::tuple& state) {
+                        const auto [mesh, text] = state.cast<std::tuple<Mesh, std::string>>();
+                        return Layout::parse(mesh, text);
+                      }))
       .def("__str__", &Layout::str)
       .def("__repr__", [](const Layout& self) { return "Layout(" + self.str() + ")"; });
 }

@@ -1,5 +1,8 @@
 #include <pybind11/stl.h>
 
+#include <tuple>
+#include <utility>
+
 #include "torch_overlap/mesh/cost.h"
 #include "torch_overlap/python/bind_mesh.h"
 
@@ -66,6 +69,53 @@ py::dict to_dict(const CostModel& model) {
   out["device"] = device;
   out["overlap"] = overlap;
   return out;
+}
+
+// What pickle keeps: the numbers as they are, which the units of to_dict() would round.
+py::tuple cost_state(const CostModel& model) {
+  py::dict links;
+  for (const auto& [name, link] : model.links) {
+    py::list curves;
+    for (const Curve& curve : link.curves) {
+      py::list points;
+      for (const auto& point : curve.points) {
+        points.append(py::make_tuple(point.bytes, point.seconds));
+      }
+      curves.append(py::make_tuple(std::string(to_string(curve.collective)), curve.ranks, points));
+    }
+    links[name.c_str()] = py::make_tuple(link.start, link.latency, link.bandwidth, curves);
+  }
+  const DeviceModel& device = model.device;
+  const OverlapModel& overlap = model.overlap;
+  return py::make_tuple(model.name, links,
+                        py::make_tuple(device.flops, device.flops_hot, device.memory,
+                                       device.processors, device.kernel, device.tiles),
+                        py::make_tuple(overlap.contention, overlap.start, overlap.step));
+}
+
+CostModel cost_of_state(const py::tuple& state) {
+  using Points = std::vector<std::pair<double, double>>;
+  using Curves = std::vector<std::tuple<std::string, int64_t, Points>>;
+  using Links = std::map<std::string, std::tuple<double, double, double, Curves>>;
+  using Device = std::tuple<std::map<int64_t, double>, double, double, int64_t, double, bool>;
+  const auto [name, links, device, overlap] =
+      state.cast<std::tuple<std::string, Links, Device, std::tuple<double, double, double>>>();
+  CostModel model;
+  model.name = name;
+  for (const auto& [link_name, values] : links) {
+    const auto& [start, latency, bandwidth, curves] = values;
+    LinkModel& link = model.links[link_name];
+    link = {.start = start, .latency = latency, .bandwidth = bandwidth};
+    for (const auto& [collective, ranks, points] : curves) {
+      Curve& curve = link.curves.emplace_back(Curve{mesh::parse_collective(collective), ranks, {}});
+      for (const auto& [bytes, seconds] : points) curve.points.push_back({bytes, seconds});
+    }
+  }
+  std::tie(model.device.flops, model.device.flops_hot, model.device.memory, model.device.processors,
+           model.device.kernel, model.device.tiles) = device;
+  std::tie(model.overlap.contention, model.overlap.start, model.overlap.step) = overlap;
+  model.check();
+  return model;
 }
 
 LinkModel to_link(const py::dict& from) {
@@ -142,6 +192,7 @@ h200() was measured; bandwidth_only() counts the bytes of the specification's fo
           },
           py::arg("collective"), py::arg("links"), py::arg("bytes"), py::arg("matmul_seconds"),
           "A product beside the collective that brings its operand or takes its result.")
+      .def(py::pickle(&cost_state, &cost_of_state))
       .def("__repr__", [](const CostModel& self) { return "CostModel('" + self.name + "')"; });
   module.def(
       "wire_bytes",

@@ -2,7 +2,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <tuple>
 
+#include "torch_overlap/base/errors.h"
 #include "torch_overlap/mesh/plan.h"
 #include "torch_overlap/mesh/simulate.h"
 #include "torch_overlap/python/bind_mesh.h"
@@ -39,6 +41,35 @@ Locals to_locals(const std::vector<NumpyArray>& from) {
   return out;
 }
 
+py::tuple step_state(const Step& step) {
+  return py::make_tuple(static_cast<int>(step.kind), step.axes, step.dim, step.from_dim,
+                        static_cast<int>(step.reduce), step.sources, step.before, step.after,
+                        step.ranks, step.bytes, step.wire_bytes, step.seconds);
+}
+
+Step step_of_state(const py::tuple& state) {
+  TORCH_OVERLAP_CHECK(state.size() == 12, kValue, "Step: expected 12 values of pickle, got ",
+                      state.size());
+  return {.kind = static_cast<mesh::StepKind>(state[0].cast<int>()),
+          .axes = state[1].cast<mesh::AxisList>(),
+          .dim = state[2].cast<int64_t>(),
+          .from_dim = state[3].cast<int64_t>(),
+          .reduce = static_cast<mesh::ReduceKind>(state[4].cast<int>()),
+          .sources = state[5].cast<mesh::AxisList>(),
+          .before = state[6].cast<Layout>(),
+          .after = state[7].cast<Layout>(),
+          .ranks = state[8].cast<int64_t>(),
+          .bytes = state[9].cast<double>(),
+          .wire_bytes = state[10].cast<double>(),
+          .seconds = state[11].cast<double>()};
+}
+
+Plan plan_of_state(const py::tuple& state) {
+  const auto [from, to, shape, element_size, steps] =
+      state.cast<std::tuple<Layout, Layout, Shape, int64_t, std::vector<Step>>>();
+  return {.from = from, .to = to, .shape = shape, .element_size = element_size, .steps = steps};
+}
+
 py::list from_locals(const Locals& from) {
   py::list out;
   for (const Array& one : from) out.append(from_array(one));
@@ -73,6 +104,7 @@ void register_mesh_plans(py::module_& module) {
       .def_readonly("wire_bytes", &Step::wire_bytes, "What a rank sends.")
       .def_readonly("seconds", &Step::seconds, "What it takes by the cost model.")
       .def_property_readonly("sends", &Step::sends, "Does it communicate?")
+      .def(py::pickle(&step_state, &step_of_state))
       .def("__repr__", &Step::str);
 
   py::class_<Plan>(module, "Plan", "How a tensor comes from one layout to another. Immutable.")
@@ -87,6 +119,11 @@ void register_mesh_plans(py::module_& module) {
       .def_property_readonly("wire_bytes", &Plan::wire_bytes, "What a rank sends.")
       .def_property_readonly("num_sends", &Plan::num_sends, "How many steps communicate.")
       .def("explain", &Plan::explain, "A line a step: what, over which axes, bytes, time.")
+      .def(py::pickle(
+          [](const Plan& self) {
+            return py::make_tuple(self.from, self.to, self.shape, self.element_size, self.steps);
+          },
+          &plan_of_state))
       .def("__repr__", [](const Plan& self) {
         return "Plan(" + self.from.str() + " -> " + self.to.str() + ", " +
                std::to_string(self.steps.size()) + " steps)";

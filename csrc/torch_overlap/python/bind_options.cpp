@@ -1,5 +1,7 @@
 #include <pybind11/chrono.h>
 
+#include <tuple>
+
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/comm/options.h"
 #include "torch_overlap/python/bindings.h"
@@ -24,12 +26,21 @@ void bind_op_options(py::module_& module, const char* name) {
            py::arg("hints") = py::none(), py::arg("timeout") = py::none())
       .def_property(
           "hints", [](const Options& self) { return from_hints(self.hints); },
-          [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); })
+          [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); },
+          "Backend-specific strings. Read-only view: assign a dict to change them.")
       .def_property(
           "timeout", [](const Options& self) { return from_timeout(self.timeout); },
           [name](Options& self, const py::object& timeout) {
             self.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
-          })
+          },
+          "How long the operation may take, as a timedelta; zero: the communicator's.")
+      .def(py::pickle([](const Options& self) { return py::make_tuple(self.hints, self.timeout); },
+                      [](const py::tuple& state) {
+                        Options options;
+                        std::tie(options.hints, options.timeout) =
+                            state.cast<std::tuple<Hints, Milliseconds>>();
+                        return options;
+                      }))
       .def("__repr__", [name](const Options& self) {
         return concat(name, "(hints=", std::string(py::repr(py::cast(self.hints))),
                       ", timeout=", std::string(py::repr(from_timeout(self.timeout))), ")");

@@ -1,7 +1,10 @@
 """Options have effects: timeouts fire, hints are read, precedence holds. What is stored is not enough."""
 
+import copy
 import functools
 import inspect
+import pickle
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -198,6 +201,18 @@ def test_the_table_has_every_class() -> None:
     exported = {name for name in to.__all__ if name.endswith("Options")}
     of_a_communicator = {"CommOptions", "BackendOptions", "ReconfigureOptions"}
     assert set(CLASSES.values()) == exported - of_a_communicator
+
+
+@pytest.mark.parametrize("name", sorted(set(CLASSES.values())))
+def test_the_options_of_an_operation_are_copied_and_pickled(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    hints = {f"key {i}": str(rng.random()) for i in range(rng.randrange(4))}
+    options = getattr(to, name)(hints, timedelta(milliseconds=rng.randrange(10**9)))
+    for again in (copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert type(again) is type(options)
+        assert (dict(again.hints), again.timeout, repr(again)) == (hints, options.timeout, repr(options))
+        again.hints, again.timeout = {"other": "1"}, timedelta(0)
+        assert (dict(options.hints), options.timeout) == (hints, options.timeout)
 
 
 def operations(comm: TorchComm) -> dict[str, Callable[..., to.TorchWork]]:
