@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch_overlap import _C
 from torch_overlap.bench.cases import COLLECTIVES, Case
-from torch_overlap.bench.classes import ag_gemm_classes, bulk, gemm_rs_classes
-from torch_overlap.bench.collectives import collective
+from torch_overlap.bench.classes import CLASS_NAMES, ag_gemm_classes, bulk, gemm_rs_classes
+from torch_overlap.bench.collectives import REGISTERED, WAYS, collective
 from torch_overlap.bench.exchanges import exchange
 from torch_overlap.bench.gemms import ag_gemm, gemm_alone, gemm_ar, gemm_ar_norm, gemm_rs
 from torch_overlap.bench.libraries import NO_CUDA, Libraries
@@ -27,6 +28,21 @@ BUILDERS: dict[str, Callable[[Case, Ranks, Libraries, Sequence[str]], Problem]] 
     "gemm_a2a": exchange,
     **dict.fromkeys(COLLECTIVES, collective),
 }
+
+
+def algorithm_names(op: str) -> tuple[str, ...]:
+    """What --algorithm may name for an operation, here or elsewhere."""
+    if op in COLLECTIVES:
+        return (*WAYS, *(way + REGISTERED for way in WAYS))
+    return ("auto", *_C._algorithms(), *CLASS_NAMES.get(op, ()))
+
+
+def check_algorithms(wanted: Sequence[str], ops: Sequence[str]) -> None:
+    """Raises ValueError for a name that none of the operations knows."""
+    known = list(dict.fromkeys(name for op in ops for name in algorithm_names(op)))
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"bench: expected --algorithm of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def build(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str] = ()) -> Problem:

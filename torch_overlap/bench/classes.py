@@ -28,6 +28,14 @@ _AG_OPTIONS: dict[str, dict[str, Any]] = {
     " aggregate": {"aggregate_ag": True},
     " atomic": {"atomic_gemm": True},
 }
+# What --algorithm may name beside the operator's own.
+CLASS_NAMES = {
+    "ag_gemm_classes": (*(f"class ring{name}" for name in _AG_OPTIONS), "gemm ring"),
+    "gemm_rs_classes": ("class ring", "class ring atomic", "gemm ring", "class pipeline", "class pipeline atomic",
+                        "gemm pipeline"),
+    "bulk_ag": ("class bulk", "gemm bulk", "class bulk copy engine"),
+    "bulk_rs": ("class bulk", "gemm bulk"),
+}  # fmt: skip
 
 
 class _Buffer(NamedTuple):

@@ -90,6 +90,7 @@ def _measure(args: argparse.Namespace) -> int:
     import torch
 
     from torch_overlap.bench import ranks
+    from torch_overlap.bench.build import check_algorithms
     from torch_overlap.bench.run import Options
     from torch_overlap.bench.run import run as run_on_ranks
 
@@ -101,6 +102,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError(f"bench: expected --mode of {', '.join(MODES)}, got {args.mode!r}")
     if device == "cpu" and "eager" not in modes:
         raise ValueError("bench: expected --mode eager on a CPU, got graph alone, which needs CUDA")
+    algorithms = [part for part in args.algorithm.split(",") if part]
+    check_algorithms(algorithms, [case.op for case in cases])
     began = args.began or time.time()
     if not ranks.under_torchrun():
         if args.tp is not None and args.tp < 1:
@@ -112,7 +115,6 @@ def _measure(args: argparse.Namespace) -> int:
             case.check(count)
         return ranks.launch([*sys.argv[2:], "--began", str(began)], count)
     name = args.what[0] if len(args.what) == 1 and args.what != ["all"] else f"bench_{of_shapes}"
-    algorithms = [part for part in args.algorithm.split(",") if part]
     run_on_ranks(
         Options(name, cases, modes, algorithms, args.rounds, args.budget, device, args.json, args.out, args.timeline,
                 began)

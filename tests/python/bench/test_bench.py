@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_overlap as to
 from torch_overlap.__main__ import main
 from torch_overlap.bench import measure, result
-from torch_overlap.bench.build import build
+from torch_overlap.bench.build import algorithm_names, build
 from torch_overlap.bench.cases import CLASS_OPS, COLLECTIVES, EXCHANGE_OPS, KNOWN_OPS, Case
 from torch_overlap.bench.libraries import NO_CUDA, Arena, Libraries
 from torch_overlap.bench.measure import sample_all, try_out
@@ -84,9 +84,23 @@ def test_classes_and_exchanges(tmp_path: Path) -> None:
     for op, ways in WAYS.items():
         rows = [row for row in found["rows"] if row["op"] == op]
         assert {row["algorithm"] for row in rows} == ways, found["missing"]
+        assert ways <= set(algorithm_names(op))
         assert all(set(row["peers"]) == {"gloo"} for row in rows)
         assert f"{op} tiny: 64 96 64, bf16, eager" in done.stdout
     assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
+
+
+@pytest.mark.parametrize(("what", "wanted"), [(["ag_gemm"], "fast"), (["all_reduce", "gemm_rs"], "auto,push,quick")])
+def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[str], wanted: str) -> None:
+    done = bench(*what, "--set", "tiny", "--device", "cpu", "--algorithm", wanted)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    head, _, got = line.partition(", got ")
+    assert head.startswith("bench: expected --algorithm of auto, ")
+    assert got == wanted.split(",")[-1]
+    known = set(head.partition(" of ")[2].split(", "))
+    assert {"auto", "sequential", "chunked", "ring"} <= known
+    assert ("push" in known) == ("all_reduce" in what)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
