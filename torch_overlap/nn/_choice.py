@@ -7,11 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_overlap._C import TorchComm, UnsupportedError
+from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
 from torch_overlap._explain import explain
 from torch_overlap.ops._arguments import group
 
 _SEQUENTIAL = "sequential"
+
+
+def expect_algorithm(who: str, algorithm: str, known: Sequence[str]) -> None:
+    """Raises InvalidValueError, as the operators do, for a name that is not known."""
+    if algorithm not in known:
+        raise InvalidValueError(f"{who}: expected algorithm to be one of {', '.join(known)}, got '{algorithm}'")
 
 
 def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torch_overlap.nn import _choice
 from torch_overlap.nn._float8_operands import (
     Operand,
     begin_kept,
@@ -38,7 +39,7 @@ from torch_overlap.nn.float8 import Float8State
 from torch_overlap.ops._arguments import group
 
 _ops = torch.ops.torch_overlap
-_ALGORITHMS = ("auto", "sequential", "chunked", "ring", "bulk")
+ALGORITHMS = ("auto", "sequential", "chunked", "ring", "bulk")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -95,8 +96,7 @@ def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, di
     if dim is not None and not (-x.dim() <= dim < x.dim() - 1 and dim != -1):
         what = "gather_dim" if who == "ColumnParallelLinear" else "scatter_dim"
         raise ValueError(f"{who}: expected {what} to be a dimension of rows, got {dim}, for shape {list(x.shape)}")
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"{who}: expected algorithm to be one of {', '.join(_ALGORITHMS)}, got '{algorithm}'")
+    _choice.expect_algorithm(who, algorithm, ALGORITHMS)
     sizes = tuple(w.size(0) for w in weights)
     recipe, (name, size) = state.recipe, group(state.comm)
     scatters = who == "RowParallelLinear" and dim is not None

@@ -8,10 +8,10 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_overlap import ops
+from torch_overlap import _C, ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn import _choice
-from torch_overlap.nn._float8 import column_products, row_product
+from torch_overlap.nn._float8 import ALGORITHMS, column_products, row_product
 from torch_overlap.nn._functions import copy_matmul, own_part, sum_matmul
 from torch_overlap.nn._initialize import Init, fill_shard, uniform
 from torch_overlap.nn.float8 import Float8Recipe, Float8State
@@ -62,6 +62,7 @@ class _ParallelLinear(nn.Module):
         if fp8 is not None and not isinstance(fp8, Float8Recipe):
             raise TypeError(f"{name}: expected fp8 as a Float8Recipe, got {fp8!r} ({type(fp8).__name__}); write "
                             'Float8Recipe("delayed"), for example')  # fmt: skip
+        _choice.expect_algorithm(name, algorithm, ("auto", *_C._algorithms()) if fp8 is None else ALGORITHMS)
         self.comm, self.sequence_parallel = comm, sequence_parallel
         self.algorithm, self.require_fused = algorithm, require_fused
         self.init, self.fp8 = init, fp8
@@ -133,7 +134,8 @@ class ColumnParallelLinear(_ParallelLinear):
             "mxfp8" rows are filled up with zeros to blocks of 32.
 
     Raises:
-        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16 ("mxfp8": 32).
+        ValueError: features do not divide by the number of ranks; with fp8, a rank's not by 16 ("mxfp8": 32); there is
+            no such algorithm.
         TypeError: comm is no TorchComm (a process group, a name), or fp8 no Float8Recipe.
     """
 
@@ -227,6 +229,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return outputs
 
     def extra_repr(self) -> str:
+        """What repr() shows of the layer."""
         return self._describe(in_features=self.in_features, out_features=self.out_features,
                               bias=self.biases[0] is not None, gather_output=self.gather_output,
                               **{"keep_gathered": True} if self.keep_gathered else {})  # fmt: skip
@@ -281,7 +284,8 @@ class RowParallelLinear(_ParallelLinear):
         others: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16 or 32.
+        ValueError: in_features does not divide by the number of ranks; with fp8, features of a rank not by 16 or 32;
+            there is no such algorithm.
     """
 
     bias: nn.Parameter | None
@@ -341,6 +345,7 @@ class RowParallelLinear(_ParallelLinear):
         return sum_matmul(x, self.weight, self.bias, self.comm, self.algorithm)
 
     def extra_repr(self) -> str:
+        """What repr() shows of the layer."""
         return self._describe(in_features=self.in_features, out_features=self.out_features,
                               bias=self.bias is not None, input_is_parallel=self.input_is_parallel)  # fmt: skip
 

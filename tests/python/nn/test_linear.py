@@ -201,8 +201,10 @@ ERRORS = {
     r"all_gather_matmul: expected x of two or more dimensions": lambda c: ColumnParallelLinear(4, 2, c)(torch.ones(4)),
     r"matmul_reduce_scatter: expected .* divisible by the group size 2, got 3":
         lambda c: RowParallelLinear(4, 2, c)(torch.ones(3, 2)),
-    r"expected algorithm to be one of .*, got 'none'":
-        lambda c: ColumnParallelLinear(4, 2, c, algorithm="none")(torch.ones(2, 4)),
+    r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, .*ring.*, got 'fsat'":
+        lambda c: ColumnParallelLinear(4, 2, c, algorithm="fsat"),
+    r"RowParallelLinear: expected algorithm to be one of auto, sequential, .*ring.*, got 'none'":
+        lambda c: RowParallelLinear(4, 2, c, algorithm="none"),
     r"from_linear: expected linears of the same in_features, all with a bias or none, got":
         lambda c: ColumnParallelLinear.from_linear([nn.Linear(4, 2), nn.Linear(4, 2, bias=False)], c),
 }  # fmt: skip
