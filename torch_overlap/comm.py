@@ -170,11 +170,21 @@ def _load_backend(name: str) -> None:
 class TorchCommBackend:
     """Base of backends written in Python: `register_backend("mine", Mine)`, then `new_comm("mine", ...)`.
 
-    One object for each communicator, made without arguments; `rank` and `size` are set before init(). Operations come
-    validated and with positional arguments; each returns None when it is done, or an object with wait() (and, if it
-    can tell, is_completed()). wait() may take a timeout (a timedelta): when that runs out it raises TimeoutError or
-    returns False. Where it takes none, TorchWork.wait(timeout) asks is_completed() until then. Tensors in lists may be
-    flat views of the caller's. A split makes another object.
+    One object for each communicator, made without arguments; `rank` and `size` are set before init(). A split makes
+    another object.
+
+    Operations come validated and with positional arguments. Tensors are contiguous, of one dtype and on the device of
+    init(); those in lists may be flat views of the caller's. `async_op` False: the caller counts on the result when the
+    method has returned, on CUDA for what follows on the current stream. True: it may be there only after wait().
+
+    Each returns None when it is done, or an object with wait() (and, if it can tell, is_completed()). wait() may take a
+    timeout (a timedelta): when that runs out it raises TimeoutError or returns False. Where it takes none,
+    TorchWork.wait(timeout) asks is_completed() until then. What an operation or wait() raises is what the user sees.
+
+    Threads: an operation is called by the thread that issues it, wait() by the one that waits, both with the GIL.
+    Several threads may issue; nothing but the GIL orders them.
+
+    An operation that a class does not define raises UnsupportedError, which says so. Below, n is `size`.
     """
 
     rank: int
@@ -190,6 +200,7 @@ class TorchCommBackend:
         """Ends everything at once, on this rank."""
 
     def get_backend_version(self) -> str:
+        """What TorchComm.get_backend_version() returns."""
         return "0"
 
     def _unsupported(self, op: str) -> Any:
@@ -198,44 +209,57 @@ class TorchCommBackend:
         )
 
     def send(self, tensor: torch.Tensor, dst: int, async_op: bool) -> Any:
+        """Sends `tensor`, of any shape, to rank `dst`."""
         return self._unsupported("send")
 
     def recv(self, tensor: torch.Tensor, src: int, async_op: bool) -> Any:
+        """`tensor`, of any shape, becomes what rank `src` sends: as many elements of the same dtype."""
         return self._unsupported("recv")
 
     def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
+        """`tensor`, of as many elements on every rank, becomes that of `root`."""
         return self._unsupported("broadcast")
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
+        """`tensor`, of as many elements on every rank, becomes the reduction of all, in place."""
         return self._unsupported("all_reduce")
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, async_op: bool) -> Any:
+        """`tensor` of rank `root` becomes the reduction of all, in place; that of the others stays as it is."""
         return self._unsupported("reduce")
 
     def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
+        """tensor_list[r] becomes the `tensor` of rank r: n tensors, each of as many elements as `tensor`."""
         return self._unsupported("all_gather")
 
     def all_gather_v(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool) -> Any:
+        """tensor_list[r] becomes the `tensor` of rank r, whose number of elements it has; they may differ by rank."""
         return self._unsupported("all_gather_v")
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        """The r-th of n equal pieces of `output` becomes the `input` of rank r. output.numel() == n * input.numel()."""
         return self._unsupported("all_gather_single")
 
     def reduce_scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool) -> Any:
+        """`output` becomes the reduction of all ranks' input_list[rank]: n tensors of as many elements as `output`."""
         return self._unsupported("reduce_scatter")
 
     def reduce_scatter_v(
         self, output: torch.Tensor, input_list: list[torch.Tensor], op: ReduceOp, async_op: bool
     ) -> Any:
+        """reduce_scatter with sizes that differ by rank: input_list[r] has the size of rank r's `output`."""
         return self._unsupported("reduce_scatter_v")
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool) -> Any:
+        """`output` becomes the reduction of the pieces of this rank's number of all `input`, each n equal pieces."""
         return self._unsupported("reduce_scatter_single")
 
     def all_to_all(self, output_list: list[torch.Tensor], input_list: list[torch.Tensor], async_op: bool) -> Any:
+        """output_list[r] becomes the input_list[rank] of rank r: n tensors each, whose sizes may differ by pair."""
         return self._unsupported("all_to_all")
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        """The r-th of n equal pieces of `output` becomes the piece of rank r's `input` of this rank's number."""
         return self._unsupported("all_to_all_single")
 
     def all_to_all_v_single(
@@ -246,18 +270,26 @@ class TorchCommBackend:
         input_split_sizes: list[int],
         async_op: bool,
     ) -> Any:
+        """Slices of dimension 0: output_split_sizes[r] of `output` become what rank r's `input` has for this rank.
+
+        input_split_sizes[r] of `input` go to rank r. Both lists have n numbers, whose sum is the size of dimension 0.
+        """
         return self._unsupported("all_to_all_v_single")
 
     def barrier(self, async_op: bool) -> Any:
+        """Ends when all ranks have come."""
         return self._unsupported("barrier")
 
     def scatter(self, output: torch.Tensor, input_list: list[torch.Tensor], root: int, async_op: bool) -> Any:
+        """`output` becomes input_list[rank] of rank `root`: n tensors like `output` there, an empty list elsewhere."""
         return self._unsupported("scatter")
 
     def gather(self, output_list: list[torch.Tensor], input: torch.Tensor, root: int, async_op: bool) -> Any:
+        """output_list[r] of rank `root` becomes the `input` of rank r: n tensors like `input` there, [] elsewhere."""
         return self._unsupported("gather")
 
     def gather_single(self, output: torch.Tensor | None, input: torch.Tensor, root: int, async_op: bool) -> Any:
+        """The r-th of n equal pieces of the `output` of rank `root` becomes the `input` of rank r; None elsewhere."""
         return self._unsupported("gather_single")
 
     def batch_op_issue(self, ops: list[P2POp], async_op: bool) -> Any:

@@ -18,16 +18,55 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torch_overlap._C import OpName, P2POp, ReduceOp, TorchWork
-from torch_overlap._debug_hooks import FlightRecorderHook as FlightRecorderHook
-from torch_overlap._debug_hooks import HealthCheck as HealthCheck
-from torch_overlap._debug_hooks import NanCheckHook as NanCheckHook
-from torch_overlap._debug_hooks import clog as clog
+from torch_overlap._debug_hooks import FlightRecorderHook, HealthCheck, NanCheckHook, clog
 
-# One line an operation: its fields are its arguments.
+__all__ = [
+    "AllGatherPreHookArgs",
+    "AllGatherSinglePreHookArgs",
+    "AllGatherVPreHookArgs",
+    "AllReducePreHookArgs",
+    "AllReduceRmsNormPreHookArgs",
+    "AllToAllPreHookArgs",
+    "AllToAllSinglePreHookArgs",
+    "AllToAllVSinglePreHookArgs",
+    "BarrierPreHookArgs",
+    "BatchOpIssuePostHookArgs",
+    "BatchOpIssuePreHookArgs",
+    "BroadcastPreHookArgs",
+    "CollectivePostHookArgs",
+    "FinalizePostHookArgs",
+    "FinalizePreHookArgs",
+    "FlightRecorderHook",
+    "GatherPreHookArgs",
+    "GatherSinglePreHookArgs",
+    "HealthCheck",
+    "NanCheckHook",
+    "NewWindowPostHookArgs",
+    "NewWindowPreHookArgs",
+    "PostHookArgs",
+    "PreHookArgs",
+    "PutPreHookArgs",
+    "RecvPreHookArgs",
+    "ReducePreHookArgs",
+    "ReduceScatterPreHookArgs",
+    "ReduceScatterSinglePreHookArgs",
+    "ReduceScatterVPreHookArgs",
+    "ScatterPreHookArgs",
+    "SendPreHookArgs",
+    "SignalPreHookArgs",
+    "SplitPostHookArgs",
+    "SplitPreHookArgs",
+    "WaitSignalPreHookArgs",
+    "clog",
+]
+
+# One class an operation: its fields are its arguments.
 
 
 @dataclass(frozen=True)
 class SendPreHookArgs:
+    """`tensor` goes to rank `peer`."""
+
     tensor: Tensor
     peer: int
     async_op: bool
@@ -35,6 +74,8 @@ class SendPreHookArgs:
 
 @dataclass(frozen=True)
 class RecvPreHookArgs:
+    """`tensor` becomes what rank `peer` sends."""
+
     tensor: Tensor
     peer: int
     async_op: bool
@@ -42,6 +83,8 @@ class RecvPreHookArgs:
 
 @dataclass(frozen=True)
 class BroadcastPreHookArgs:
+    """`tensor` becomes that of rank `root`."""
+
     tensor: Tensor
     root: int
     async_op: bool
@@ -49,6 +92,8 @@ class BroadcastPreHookArgs:
 
 @dataclass(frozen=True)
 class AllReducePreHookArgs:
+    """`tensor` becomes the reduction of all."""
+
     tensor: Tensor
     op: ReduceOp
     async_op: bool
@@ -56,6 +101,8 @@ class AllReducePreHookArgs:
 
 @dataclass(frozen=True)
 class AllReduceRmsNormPreHookArgs:
+    """residual_out = residual + the sum of `tensor` + bias; `tensor` becomes its RMS norm times weight."""
+
     tensor: Tensor
     residual: Tensor
     residual_out: Tensor
@@ -68,6 +115,8 @@ class AllReduceRmsNormPreHookArgs:
 
 @dataclass(frozen=True)
 class ReducePreHookArgs:
+    """`tensor` of rank `root` becomes the reduction of all."""
+
     tensor: Tensor
     root: int
     op: ReduceOp
@@ -76,6 +125,8 @@ class ReducePreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherPreHookArgs:
+    """output[r] becomes the `input` of rank r."""
+
     output: list[Tensor]
     input: Tensor
     async_op: bool
@@ -83,6 +134,8 @@ class AllGatherPreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherVPreHookArgs:
+    """output[r] becomes the `input` of rank r, of sizes that may differ by rank."""
+
     output: list[Tensor]
     input: Tensor
     async_op: bool
@@ -90,6 +143,8 @@ class AllGatherVPreHookArgs:
 
 @dataclass(frozen=True)
 class AllGatherSinglePreHookArgs:
+    """The r-th piece of `output` becomes the `input` of rank r."""
+
     output: Tensor
     input: Tensor
     async_op: bool
@@ -97,6 +152,8 @@ class AllGatherSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterPreHookArgs:
+    """`output` of rank r becomes the reduction of all input[r]."""
+
     output: Tensor
     input: list[Tensor]
     op: ReduceOp
@@ -105,6 +162,8 @@ class ReduceScatterPreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterVPreHookArgs:
+    """`output` of rank r becomes the reduction of all input[r], of sizes that may differ by rank."""
+
     output: Tensor
     input: list[Tensor]
     op: ReduceOp
@@ -113,6 +172,8 @@ class ReduceScatterVPreHookArgs:
 
 @dataclass(frozen=True)
 class ReduceScatterSinglePreHookArgs:
+    """`output` of rank r becomes the reduction of the r-th pieces of `input`."""
+
     output: Tensor
     input: Tensor
     op: ReduceOp
@@ -121,6 +182,8 @@ class ReduceScatterSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllPreHookArgs:
+    """output[r] becomes what rank r's `input` has for this rank."""
+
     output: list[Tensor]
     input: list[Tensor]
     async_op: bool
@@ -128,6 +191,8 @@ class AllToAllPreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllSinglePreHookArgs:
+    """The r-th piece of `output` becomes the piece of rank r's `input` of this rank's number."""
+
     output: Tensor
     input: Tensor
     async_op: bool
@@ -135,6 +200,8 @@ class AllToAllSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class AllToAllVSinglePreHookArgs:
+    """all_to_all_single in pieces of so many slices of dimension 0, by rank."""
+
     output: Tensor
     input: Tensor
     output_split_sizes: list[int]
@@ -144,11 +211,15 @@ class AllToAllVSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class BarrierPreHookArgs:
+    """A barrier, which has no tensors."""
+
     async_op: bool
 
 
 @dataclass(frozen=True)
 class ScatterPreHookArgs:
+    """`output` of rank r becomes input[r] of rank `root`; `input` is empty elsewhere."""
+
     output: Tensor
     input: list[Tensor]
     root: int
@@ -157,6 +228,8 @@ class ScatterPreHookArgs:
 
 @dataclass(frozen=True)
 class GatherPreHookArgs:
+    """output[r] of rank `root` becomes the `input` of rank r; `output` is empty elsewhere."""
+
     output: list[Tensor]
     input: Tensor
     root: int
@@ -165,6 +238,8 @@ class GatherPreHookArgs:
 
 @dataclass(frozen=True)
 class GatherSinglePreHookArgs:
+    """The r-th piece of `output` of rank `root` becomes the `input` of rank r; None elsewhere."""
+
     output: Tensor | None
     input: Tensor
     root: int
@@ -173,16 +248,21 @@ class GatherSinglePreHookArgs:
 
 @dataclass(frozen=True)
 class BatchOpIssuePreHookArgs:
+    """The sends and receives of a batch."""
+
     ops: list[P2POp]
     async_op: bool
 
     @property
     def num_ops(self) -> int:
+        """How many sends and receives there are."""
         return len(self.ops)
 
 
 @dataclass(frozen=True)
 class PutPreHookArgs:
+    """`tensor` goes to the window of rank `peer`, from element `offset` on."""
+
     tensor: Tensor
     peer: int
     offset: int
@@ -191,30 +271,36 @@ class PutPreHookArgs:
 
 @dataclass(frozen=True)
 class SignalPreHookArgs:
+    """A signal of a window to rank `peer`."""
+
     peer: int
     async_op: bool
 
 
 @dataclass(frozen=True)
 class WaitSignalPreHookArgs:
+    """A wait for a signal of rank `peer`."""
+
     peer: int
     async_op: bool
 
 
 @dataclass(frozen=True)
 class SplitPreHookArgs:
+    """The members of the new communicator, empty where this rank is none, and its name if one was given."""
+
     ranks: list[int]
     name: str | None
 
 
 @dataclass(frozen=True)
 class NewWindowPreHookArgs:
-    pass
+    """new_window() begins."""
 
 
 @dataclass(frozen=True)
 class FinalizePreHookArgs:
-    pass
+    """finalize() begins; operations may still be under way."""
 
 
 @dataclass(frozen=True)
@@ -228,22 +314,22 @@ class CollectivePostHookArgs:
 
 @dataclass(frozen=True)
 class BatchOpIssuePostHookArgs(CollectivePostHookArgs):
-    pass
+    """After a batch was issued."""
 
 
 @dataclass(frozen=True)
 class SplitPostHookArgs(CollectivePostHookArgs):
-    pass
+    """After a split; it has no work."""
 
 
 @dataclass(frozen=True)
 class NewWindowPostHookArgs(CollectivePostHookArgs):
-    pass
+    """After a window was made; it has no work."""
 
 
 @dataclass(frozen=True)
 class FinalizePostHookArgs(CollectivePostHookArgs):
-    pass
+    """After finalize(); it has no work."""
 
 
 PreHookArgs: TypeAlias = (

@@ -20,6 +20,15 @@ import torch
 from torch_overlap import _C
 from torch_overlap._C import InvalidTypeError, InvalidValueError, TorchComm, UnsupportedError
 
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
 
 def _uses_pickle() -> bool:
     value = _C._read_env()["serialization"]

@@ -159,6 +159,7 @@ class CommOverlapHelper:
 
     @property
     def is_enabled(self) -> bool:
+        """Whether create() makes a buffer: the method is not NONE."""
         return self.method != CommOverlapMethod.NONE
 
     def create(self, comm: TorchComm) -> int:

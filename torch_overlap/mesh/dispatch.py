@@ -134,6 +134,11 @@ class Recipe:
             self._only = None
 
     def run(self, operands: list[Sharded]) -> Any:
+        """What the function gives, of operands whose Specs are those that the recipe was made for.
+
+        Operands are moved first, then the local tensors are computed with, on the current stream; collective over the
+        mesh where a step communicates. Returns what the torch function returns, a Sharded for each tensor.
+        """
         if self._only is not None:
             return Executed.run(self._only, operands)[0]
         values = dict(enumerate(operands))

@@ -17,6 +17,7 @@ def _refusal(name: str, text: str) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(f"{name}: {text}")
 
+    method.__doc__ = f"Raises UnsupportedError: {text}."
     return method
 
 

@@ -77,6 +77,10 @@ class Sharded:
 
     @property
     def local(self) -> Tensor:
+        """This rank's part, of shape spec.local_shape; of a pending value its term. A product that waits is computed.
+
+        Valid on the current stream; it carries the autograd graph. Assigning one replaces the value's part.
+        """
         if self._local is None:
             assert self._product is not None
             self._local = self._product.compute()
@@ -88,35 +92,43 @@ class Sharded:
 
     @property
     def layout(self) -> Layout:
+        """Where the parts lie."""
         return layout_in_trace(self.spec) if is_dynamo_compiling() else self.spec.layout
 
     @property
     def mesh(self) -> MeshComms:
+        """The connected mesh."""
         return self.spec.mesh
 
     @property
     def shape(self) -> torch.Size:
+        """The global shape."""
         return self.spec.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of every rank's part."""
         return self.spec.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank's part."""
         return self.spec.device
 
     @property
     def ndim(self) -> int:
+        """How many dimensions."""
         return len(self.spec.shape)
 
     @property
     def requires_grad(self) -> bool:
+        """Whether this rank's part requires a gradient."""
         local = self._local
         return local.requires_grad if local is not None else bool(self._product and self._product.requires_grad)
 
     @property
     def is_leaf(self) -> bool:
+        """Whether this rank's part is a leaf of the autograd graph."""
         return self.local.is_leaf
 
     @property
@@ -134,24 +146,31 @@ class Sharded:
         self.local.grad = None
 
     def dim(self) -> int:
+        """How many dimensions."""
         return len(self.spec.shape)
 
     def size(self, dim: int | None = None) -> Any:
+        """The global shape, or of it one dimension."""
         return self.spec.shape if dim is None else self.spec.shape[dim]
 
     def numel(self) -> int:
+        """How many elements the whole value has."""
         return self.spec.shape.numel()
 
     def element_size(self) -> int:
+        """Bytes of an element."""
         return self.spec.dtype.itemsize
 
     def is_floating_point(self) -> bool:
+        """Whether the dtype is one of floating point."""
         return self.spec.dtype.is_floating_point
 
     def get_device(self) -> int:
+        """The index of the device; -1 for a CPU."""
         return -1 if self.device.index is None else self.device.index
 
     def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
+        """The name of the tensor type, as torch.Tensor.type; with `dtype` the value in another one."""
         if dtype is None:
             return torch.empty(0, dtype=self.dtype, device=self.device).type()
         return dispatch.call(Tensor.type, (self, dtype, non_blocking), {})
@@ -287,13 +306,16 @@ class Sharded:
     # --- Autograd
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
+        """Changes this rank's part, as torch.Tensor.requires_grad_; returns itself."""
         self.local = self.local.requires_grad_(requires_grad)
         return self
 
     def detach(self) -> Sharded:
+        """The same part without its graph, lying alike."""
         return Sharded(self.local.detach(), self.spec)
 
     def retain_grad(self) -> None:
+        """torch.Tensor.retain_grad of this rank's part: backward() then leaves `grad` on a value that is no leaf."""
         self.local.retain_grad()
 
     def backward(self, gradient: Sharded | None = None, retain_graph: bool | None = None,
@@ -305,12 +327,15 @@ class Sharded:
     # --- Numbers
 
     def item(self) -> Any:
+        """The number of a value of one element. Collective where it is sharded or pending; waits for the device."""
         return self.full().item()
 
     def tolist(self) -> Any:
+        """full().tolist(): collective where parts differ; waits for the device."""
         return self.full().tolist()
 
     def numpy(self) -> Any:
+        """full().numpy(): on a mesh of CPUs. Collective where parts differ."""
         return self.full().numpy()
 
     def __bool__(self) -> bool:
@@ -361,6 +386,7 @@ def _method(function: Callable[..., Any]) -> Any:
         return dispatch.call(function, (self, *args), kwargs)
 
     method.__name__ = function.__name__
+    method.__doc__ = f"torch.Tensor.{function.__name__} of the value, brought where that is cheapest."
     return method
 
 

@@ -17,9 +17,9 @@ void register_batch(py::module_& module) {
              return P2POp{type, tensor, peer};
            }),
            py::arg("type"), py::arg("tensor"), py::arg("peer"))
-      .def_readonly("type", &P2POp::type)
-      .def_readonly("tensor", &P2POp::tensor)
-      .def_readonly("peer", &P2POp::peer);
+      .def_readonly("type", &P2POp::type, "SEND or RECV.")
+      .def_readonly("tensor", &P2POp::tensor, "What is sent, or written to.")
+      .def_readonly("peer", &P2POp::peer, "The rank at the other end.");
 
   py::class_<BatchSendRecv, std::shared_ptr<BatchSendRecv>>(
       module, "BatchSendRecv",

@@ -69,22 +69,27 @@ void register_c10d(py::module_& module) {
            py::arg("hints") = py::none(), py::arg("is_high_priority_stream") = py::none(),
            py::arg("abort_process_on_timeout_or_error") = py::none(),
            py::arg("timeout") = py::none())
-      .def_readwrite("backends", &BackendOptions::backends)
+      .def_readwrite("backends", &BackendOptions::backends,
+                     "The communicator's backend by device type, as a dict.")
       .def_property(
           "hints", [](const BackendOptions& self) { return self.comm.hints; },
-          [](BackendOptions& self, Hints hints) { self.comm.hints = std::move(hints); })
+          [](BackendOptions& self, Hints hints) { self.comm.hints = std::move(hints); },
+          "Backend-specific strings, as a copy: assign a dict to change them.")
       .def_property(
           "is_high_priority_stream",
           [](const BackendOptions& self) { return self.comm.is_high_priority_stream; },
           [](BackendOptions& self, std::optional<bool> value) {
             self.comm.is_high_priority_stream = value;
-          })
+          },
+          "Whether asynchronous operations run on a CUDA stream of high priority; None: new_comm's "
+          "default.")
       .def_property(
           "abort_process_on_timeout_or_error",
           [](const BackendOptions& self) { return self.comm.abort_process_on_timeout_or_error; },
           [](BackendOptions& self, std::optional<bool> value) {
             self.comm.abort_process_on_timeout_or_error = value;
-          })
+          },
+          "Whether a timeout or an asynchronous error ends the process; None: new_comm's default.")
       // split_group copies its parent's options.
       .def("__copy__",
            [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })

@@ -163,8 +163,13 @@ void register_comm(py::module_& module) {
       .def("abort", &TorchComm::abort, py::call_guard<py::gil_scoped_release>(),
            "Ends all operations at once, on this rank, and runs the abort hooks. Never ends the "
            "process.")
-      .def("is_aborted", &TorchComm::is_aborted)
-      .def("is_finalized", &TorchComm::is_finalized)
+      .def(
+          "is_aborted", &TorchComm::is_aborted,
+          "Whether abort() has ended this end; on NCCL, also whether an operation has failed. Asks "
+          "no other rank; any thread.")
+      .def("is_finalized", &TorchComm::is_finalized,
+           "Whether finalize() was called here; also while it still waits. Asks no other rank; any "
+           "thread.")
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def("__enter__", [](const py::object& self) { return self; })

@@ -1,4 +1,3 @@
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include "torch_overlap/base/errors.h"
@@ -164,91 +163,94 @@ std::shared_ptr<OverlapGroup> group_of_callbacks(const py::object& all_gather,
                           std::move(name), limit.value_or(std::chrono::seconds(600)));
 }
 
-void register_enums(py::module_& m) {
-  py::native_enum<CommOverlapType>(m, "CommOverlapType", "enum.IntEnum",
-                                   "What is hidden behind products: all-gather or reduce-scatter.")
-      .value("NONE", CommOverlapType::NONE)
-      .value("RS", CommOverlapType::RS)
-      .value("AG", CommOverlapType::AG)
-      .finalize();
-  py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum",
-                                     "How it is hidden: docs/overlap.md.")
-      .value("NONE", CommOverlapMethod::NONE)
-      .value("BULK", CommOverlapMethod::BULK)
-      .value("PIPELINE", CommOverlapMethod::PIPELINE)
-      .value("RING_EXCHANGE", CommOverlapMethod::RING_EXCHANGE)
-      .finalize();
-  py::native_enum<CommOverlapAlgo>(m, "CommOverlapAlgo", "enum.IntEnum",
-                                   "A type and a method, as Transformer Engine names them.")
-      .value("NO_OVERLAP", CommOverlapAlgo::NO_OVERLAP)
-      .value("BULK_OVERLAP_AG", CommOverlapAlgo::BULK_OVERLAP_AG)
-      .value("BULK_OVERLAP_RS", CommOverlapAlgo::BULK_OVERLAP_RS)
-      .value("SPLIT_PIPELINED_AG_P2P", CommOverlapAlgo::SPLIT_PIPELINED_AG_P2P)
-      .value("SPLIT_PIPELINED_RS", CommOverlapAlgo::SPLIT_PIPELINED_RS)
-      .value("SPLIT_PIPELINED_RS_P2P", CommOverlapAlgo::SPLIT_PIPELINED_RS_P2P)
-      .value("ATOMIC_GEMM_RS", CommOverlapAlgo::ATOMIC_GEMM_RS)
-      .value("ATOMIC_GEMM_AG_P2P", CommOverlapAlgo::ATOMIC_GEMM_AG_P2P)
-      .value("ATOMIC_GEMM_RS_P2P", CommOverlapAlgo::ATOMIC_GEMM_RS_P2P)
-      .value("EXTERNAL_BULK_OVERLAP_AG", CommOverlapAlgo::EXTERNAL_BULK_OVERLAP_AG)
-      .finalize();
-}
+constexpr const char* kGroupDoc =
+    R"(The ranks of an outside framework, which lends two callbacks.
 
-void register_config(py::module_& m) {
-  py::class_<CommOverlapConfig>(m, "CommOverlapConfig",
-                                "All that two buffers have in common if they are the same.")
-      .def(py::init([](CommOverlapType comm_type, CommOverlapMethod method,
-                       std::vector<int64_t> buffer_shape, at::ScalarType buffer_dtype, int tp_size,
-                       std::optional<int> num_splits, std::optional<int> num_max_streams,
-                       std::optional<int> comm_cga_size, int gemm_priority, int comm_priority,
-                       std::optional<int> num_comm_sm, std::optional<bool> set_sm_margin,
-                       std::optional<bool> use_ce, bool atomic_gemm, bool rs_overlap_first_gemm,
-                       bool aggregate_ag, bool relay_ag) {
-             auto config = CommOverlapConfig::defaults(comm_type, method, tp_size, use_ce);
-             config.buffer_shape = std::move(buffer_shape);
-             config.buffer_dtype = buffer_dtype;
-             config.num_splits = num_splits.value_or(config.num_splits);
-             config.num_max_streams = num_max_streams.value_or(config.num_max_streams);
-             config.comm_cga_size = comm_cga_size.value_or(config.comm_cga_size);
-             config.gemm_priority = gemm_priority;
-             config.comm_priority = comm_priority;
-             config.num_comm_sm = num_comm_sm.value_or(config.num_comm_sm);
-             config.set_sm_margin = set_sm_margin.value_or(config.set_sm_margin);
-             config.atomic_gemm = atomic_gemm;
-             config.rs_overlap_first_gemm = rs_overlap_first_gemm;
-             config.aggregate_ag = aggregate_ag;
-             config.relay_ag = relay_ag;
-             return config;
-           }),
-           py::arg("comm_type"), py::arg("method"), py::arg("buffer_shape"),
-           py::arg("buffer_dtype"), py::arg("tp_size"), py::kw_only(),
-           py::arg("num_splits") = py::none(), py::arg("num_max_streams") = py::none(),
-           py::arg("comm_cga_size") = py::none(), py::arg("gemm_priority") = 0,
-           py::arg("comm_priority") = 0, py::arg("num_comm_sm") = py::none(),
-           py::arg("set_sm_margin") = py::none(), py::arg("use_ce") = py::none(),
-           py::arg("atomic_gemm") = false, py::arg("rs_overlap_first_gemm") = false,
-           py::arg("aggregate_ag") = false, py::arg("relay_ag") = false)
-      .def_readonly("comm_type", &CommOverlapConfig::comm_type)
-      .def_readonly("method", &CommOverlapConfig::method)
-      .def_readonly("buffer_shape", &CommOverlapConfig::buffer_shape)
-      .def_readonly("buffer_dtype", &CommOverlapConfig::buffer_dtype)
-      .def_readonly("tp_size", &CommOverlapConfig::tp_size)
-      .def_readonly("num_splits", &CommOverlapConfig::num_splits)
-      .def_readonly("num_max_streams", &CommOverlapConfig::num_max_streams)
-      .def_readonly("comm_cga_size", &CommOverlapConfig::comm_cga_size)
-      .def_readonly("gemm_priority", &CommOverlapConfig::gemm_priority)
-      .def_readonly("comm_priority", &CommOverlapConfig::comm_priority)
-      .def_readonly("num_comm_sm", &CommOverlapConfig::num_comm_sm)
-      .def_readonly("set_sm_margin", &CommOverlapConfig::set_sm_margin)
-      .def_readonly("use_ce", &CommOverlapConfig::use_ce)
-      .def_readonly("atomic_gemm", &CommOverlapConfig::atomic_gemm)
-      .def_readonly("rs_overlap_first_gemm", &CommOverlapConfig::rs_overlap_first_gemm)
-      .def_readonly("aggregate_ag", &CommOverlapConfig::aggregate_ag)
-      .def_readonly("relay_ag", &CommOverlapConfig::relay_ag)
-      .def("__eq__", [](const CommOverlapConfig& a, const CommOverlapConfig& b) { return a == b; })
-      .def("__repr__", [](const CommOverlapConfig& config) {
-        return concat("<torch_overlap.CommOverlapConfig ", config.text(), ">");
-      });
-}
+all_gather(bytes) -> list of bytes: everybody's, by rank. barrier(): returns when all ranks have called it. Both are
+called by the thread that makes a buffer. device: of the buffers. name: for errors. timeout:
+of a wait for another rank, as a timedelta; 600 s by default. Such ranks must reach each other's memory.
+
+Raises InvalidTypeError where the two are not callable or timeout is no timedelta.)";
+
+constexpr const char* kCoreDoc =
+    R"(A buffer [tokens, features] that ranks share, and products that are overlapped with moving it.
+
+Rows are shared among the ranks in equal parts, rounded up: the last ranks may have fewer, or none. All ranks make the
+same calls in the same order.
+
+Products. D [tokens, out] = op(B) op(A), as rows lie in torch: A is the weight, [out, in] with transa=True and [in, out]
+without; B the activations, [tokens, in], or [in, tokens] with transb=True. dtypes and epilogues are those of
+torch_overlap.gemm.gemm. grad=False: bias [out] is added; with pre_gelu_out [tokens, out] GELU follows, whose argument
+that becomes. grad=True: bias becomes the gradient of a bias, and the product is multiplied with the derivative of GELU
+at pre_gelu_out. accumulate=True adds to D. scaling_mode is a ScalingMode, with A_scale_inv and B_scale_inv as
+GemmOperand.scale_inv; D_scale and D_amax, one float32 each, are for an 8-bit D. workspace: contiguous memory for the
+library; None: a cached one. docs/overlap.md has what each method takes.
+
+Streams (CUDA). A call reads and writes in the order of the current stream, the host does not wait, and it may be
+captured in a graph. CPU: a call returns when it is done.
+
+Errors. Arguments are checked before anything is sent, and raise InvalidValueError, InvalidTypeError or
+UnsupportedError; the buffer stays as it was. A rank that does not come is an OperationTimeoutError, of this call or the
+next; the buffer is of no more use then. After the end of its communicator a buffer raises StateError.)";
+
+constexpr const char* kLastPathDoc =
+    R"(Which way the last call went, and why if it is not the fastest: "" before the first.
+
+For example "split_overlap_ag: shared memory, 4 products on 3 streams".)";
+
+constexpr const char* kCopyIntoDoc =
+    R"(Copies `input` into the active part of the buffer, or with local_chunk into this rank's rows of it.
+
+input: of the shape of get_buffer(local_chunk), on its device, of its dtype or another one of as many bytes. On the
+current stream; the host does not wait. InvalidValueError for the shape, InvalidTypeError for dtype or device.)";
+
+constexpr const char* kGetBufferDoc =
+    R"(The active part of the buffer, [active_tokens(), features], or with local_chunk this rank's rows of it.
+
+A view, of the buffer's dtype, which keeps the memory. What is done with it is ordered by its streams, as with any
+tensor; what a call left in it stays until this rank's next call.)";
+
+constexpr const char* kScaleInvDoc =
+    R"(Sets the factor of an 8-bit buffer: value = data * scale_inv. The same on all ranks.
+
+scale_inv: one float32 on the buffer's device, which is kept, and read when a call is executed. InvalidTypeError for
+anything else, and for a buffer that has no 8-bit elements.)";
+
+constexpr const char* kExternalAgDoc =
+    R"(Gathers this buffer, on the streams of `lender`, which may be under way with a product of its own.
+
+Before it each rank's rows are in the buffer (copy_into_buffer), after it all rows are, on the current stream.
+UnsupportedError unless the method is BULK and the type AG or NONE; InvalidTypeError for a lender on another device.)";
+
+constexpr const char* kBulkDoc =
+    R"(A product, which has nothing to do with the buffer, beside the collective `comm_type` (AG or RS) of the buffer.
+
+AG: the rows of all ranks come into the buffer; rs_output is None. RS: the sum over ranks of this rank's rows of the
+buffer goes to rs_output [rows of this rank, features], of the buffer's dtype (float32, float16 or bfloat16 for an 8-bit
+buffer, which needs one), or without one into these rows of the buffer. D is complete on the current stream, and so is
+what the collective made.
+
+InvalidValueError for another comm_type than the buffer's, or a wrong rs_output; UnsupportedError for RING_EXCHANGE;
+StateError for RS of an 8-bit buffer before set_ubuf_scale_inv.)";
+
+constexpr const char* kSplitAgDoc =
+    R"(D [active tokens, out] = the product of the gathered rows, each multiplied as it comes.
+
+B: this rank's rows [rows, in], contiguous, of the buffer's dtype or one of as many bytes; None: they are in the buffer.
+transb is False. B_copy: of the shape of get_buffer(), becomes all rows. B_scale_inv with blocks or rows has a row for
+each of this rank's rows, unswizzled; without one an 8-bit buffer's own factor counts.
+
+UnsupportedError unless the method is RING_EXCHANGE and the type AG, and for a transposed B.)";
+
+constexpr const char* kSplitRsDoc =
+    R"(rs_output = the sum over ranks of the product op(B) op(A) [active tokens, features], of which each rank gets its rows.
+
+rs_output [rows of this rank, features], contiguous rows, of the buffer's dtype; float32, float16 or bfloat16 for an
+8-bit buffer, which needs D_scale and set_ubuf_scale_inv. D is not looked at. bias [features], of rs_output's dtype, is
+added once, behind the sum.
+
+InvalidValueError for other sizes; UnsupportedError unless the method is PIPELINE or RING_EXCHANGE and the type RS, and
+with accumulate, GELU or a bias gradient, which belong behind the sum.)";
 
 template <typename Class>
 void register_class(py::module_& m, const char* name, const char* doc) {
@@ -269,85 +271,101 @@ void register_class(py::module_& m, const char* name, const char* doc) {
 }  // namespace
 
 void register_overlap(py::module_& m) {
-  register_enums(m);
-  register_config(m);
-  py::class_<OverlapGroup, std::shared_ptr<OverlapGroup>>(
-      m, "OverlapGroup", "The ranks of an outside framework, which lends two callbacks.")
+  py::class_<OverlapGroup, std::shared_ptr<OverlapGroup>>(m, "OverlapGroup", kGroupDoc)
       .def(py::init(&group_of_callbacks), py::arg("all_gather"), py::arg("barrier"),
            py::arg("rank"), py::arg("size"), py::arg("device"), py::arg("name") = "outside",
            py::arg("timeout") = py::none())
-      .def("get_rank", &OverlapGroup::rank)
-      .def("get_size", &OverlapGroup::size);
+      .def("get_rank", &OverlapGroup::rank, "The rank of this end.")
+      .def("get_size", &OverlapGroup::size, "The number of ranks.");
 
-  py::class_<CommOverlapCore, std::shared_ptr<CommOverlapCore>> core(
-      m, "CommOverlapCore",
-      "A buffer that ranks share, and products that are overlapped with moving it.");
-  core.def_property_readonly("config", &CommOverlapCore::config)
-      .def("get_tp_size", &CommOverlapCore::get_tp_size)
-      .def("is_atomic_gemm", &CommOverlapCore::is_atomic_gemm)
-      .def("is_p2p_overlap", &CommOverlapCore::is_p2p_overlap)
-      .def("is_fp8_ubuf", &CommOverlapCore::is_fp8_ubuf)
-      .def("get_ubuf_dptr",
-           [](const CommOverlapCore& self) {
-             return reinterpret_cast<uintptr_t>(self.get_ubuf_dptr());
-           })
-      .def("last_path", &CommOverlapCore::last_path)
+  py::class_<CommOverlapCore, std::shared_ptr<CommOverlapCore>> core(m, "CommOverlapCore",
+                                                                     kCoreDoc);
+  core.def_property_readonly("config", &CommOverlapCore::config, "What it was made with.")
+      .def("get_tp_size", &CommOverlapCore::get_tp_size, "The number of ranks.")
+      .def("is_atomic_gemm", &CommOverlapCore::is_atomic_gemm,
+           "Whether it has the atomic methods: config.atomic_gemm.")
+      .def("is_p2p_overlap", &CommOverlapCore::is_p2p_overlap,
+           "Whether chunks go from rank to rank: of a CommOverlapP2PBase.")
+      .def("is_fp8_ubuf", &CommOverlapCore::is_fp8_ubuf,
+           "Whether the elements of the buffer have 8 bits.")
+      .def(
+          "get_ubuf_dptr",
+          [](const CommOverlapCore& self) {
+            return reinterpret_cast<uintptr_t>(self.get_ubuf_dptr());
+          },
+          "The address of the first byte of the buffer, on its device. It does not keep the "
+          "memory.")
+      .def("last_path", &CommOverlapCore::last_path, kLastPathDoc)
       .def("check", &CommOverlapCore::check,
-           "Raises if a wait for another rank has expired since the last call, in a replay too.")
+           "Raises OperationTimeoutError if a wait for another rank has expired since the last "
+           "call, "
+           "in a replay too.")
       .def("set_active_tokens", &CommOverlapCore::set_active_tokens, py::arg("tokens"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("active_tokens", &CommOverlapCore::active_tokens)
+           py::call_guard<py::gil_scoped_release>(),
+           "How many tokens there are from the next call on; equal on all ranks. InvalidValueError "
+           "for more than the buffer has.")
+      .def("active_tokens", &CommOverlapCore::active_tokens,
+           "How many tokens calls have now; all of the buffer's at first.")
       .def("copy_into_buffer", &CommOverlapCore::copy_into_buffer, py::arg("input"),
-           py::arg("local_chunk") = false, py::call_guard<py::gil_scoped_release>())
+           py::arg("local_chunk") = false, py::call_guard<py::gil_scoped_release>(), kCopyIntoDoc)
       .def("get_buffer", &CommOverlapCore::get_buffer, py::arg("local_chunk") = false,
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), kGetBufferDoc)
       .def("get_buffer_chunk_by_id", &CommOverlapCore::get_buffer_chunk_by_id, py::arg("chunk_id"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(),
+           "The rows of rank `chunk_id`, [rows of that rank, features]: a view, as get_buffer(). "
+           "InvalidValueError for a rank that there is not.")
       .def("set_ubuf_scale_inv", &CommOverlapCore::set_ubuf_scale_inv, py::arg("scale_inv"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), kScaleInvDoc)
       .def(
           "bulk_overlap_external_ag",
           [](CommOverlapCore& self, const std::shared_ptr<CommOverlapCore>& lender) {
             const py::gil_scoped_release no_gil;
             self.bulk_overlap_external_ag(*lender);
           },
-          py::arg("lender").none(false));
+          py::arg("lender").none(false), kExternalAgDoc);
   using Core = CommOverlapCore;
   def_product(
       core, "bulk_overlap",
       [](Core& self, const Product& product, const Tensor& output, CommOverlapType type) {
         self.bulk_overlap(product.args("bulk_overlap"), type, output);
       },
-      "A product beside the collective `comm_type` of the buffer.",
-      py::arg("rs_output") = py::none());
+      kBulkDoc, py::arg("rs_output") = py::none());
   def_product(
       core, "split_overlap_ag",
       [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
         self.split_overlap_ag(product.args("split_overlap_ag"), output);
       },
-      "A product of the gathered rows.", py::arg("B_copy") = py::none());
+      kSplitAgDoc, py::arg("B_copy") = py::none());
   def_product(
       core, "atomic_gemm_overlap_ag",
       [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
         self.atomic_gemm_overlap_ag(product.args("atomic_gemm_overlap_ag"), output);
       },
-      "As split_overlap_ag, for a buffer with atomic_gemm.", py::arg("B_copy") = py::none());
+      "split_overlap_ag of a buffer with atomic_gemm: the same arguments, results and errors. "
+      "StateError for a buffer without.",
+      py::arg("B_copy") = py::none());
   def_product(
       core, "split_overlap_rs",
       [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
         self.split_overlap_rs(product.args("split_overlap_rs"), output);
       },
-      "The sum of products over ranks, each rank its rows.", py::arg("rs_output") = py::none());
+      kSplitRsDoc, py::arg("rs_output") = py::none());
   def_product(
       core, "atomic_gemm_overlap_rs",
       [](Core& self, const Product& product, const Tensor& output, CommOverlapType) {
         self.atomic_gemm_overlap_rs(product.args("atomic_gemm_overlap_rs"), output);
       },
-      "As split_overlap_rs, for a buffer with atomic_gemm.", py::arg("rs_output") = py::none());
-  register_class<CommOverlapBase>(m, "CommOverlapBase",
-                                  "Collectives beside products (BULK, PIPELINE).");
-  register_class<CommOverlapP2PBase>(m, "CommOverlapP2PBase",
-                                     "Chunks from rank to rank (RING_EXCHANGE).");
+      "split_overlap_rs of a buffer with atomic_gemm: the same arguments, results and errors. "
+      "StateError for a buffer without.",
+      py::arg("rs_output") = py::none());
+  register_class<CommOverlapBase>(
+      m, "CommOverlapBase",
+      "Collectives beside products (BULK), and a reduce-scatter in pieces of the output features "
+      "(PIPELINE). Made collectively, over a TorchComm or an OverlapGroup.");
+  register_class<CommOverlapP2PBase>(
+      m, "CommOverlapP2PBase",
+      "Chunks from rank to rank (RING_EXCHANGE): an all-gather before products, a reduce-scatter "
+      "behind them. Made collectively, over a TorchComm or an OverlapGroup.");
 
   m.def("_create_comm_overlap_buffer", &create_comm_overlap_buffer, py::arg("comm").none(false),
         py::arg("config"), py::call_guard<py::gil_scoped_release>());

@@ -153,16 +153,21 @@ void register_window(py::module_& module) {
       .def("get_tensor", &TorchCommWindow::tensor, "This rank's tensor.")
       .def("get_name", &TorchCommWindow::name, "By which operators find it.")
       .def("get_comm", &TorchCommWindow::comm, "The communicator.")
-      .def_property_readonly("dtype",
-                             [](const TorchCommWindow& self) {
-                               return py::reinterpret_borrow<py::object>(
-                                   reinterpret_cast<PyObject*>(torch::getTHPDtype(self.dtype())));
-                             })
-      .def_property_readonly("shape",
-                             [](const TorchCommWindow& self) {
-                               return py::module_::import("torch").attr("Size")(self.sizes());
-                             })
-      .def_property_readonly("device", &TorchCommWindow::device)
+      .def_property_readonly(
+          "dtype",
+          [](const TorchCommWindow& self) {
+            return py::reinterpret_borrow<py::object>(
+                reinterpret_cast<PyObject*>(torch::getTHPDtype(self.dtype())));
+          },
+          "The dtype of every rank's tensor.")
+      .def_property_readonly(
+          "shape",
+          [](const TorchCommWindow& self) {
+            return py::module_::import("torch").attr("Size")(self.sizes());
+          },
+          "The shape of this rank's tensor.")
+      .def_property_readonly("device", &TorchCommWindow::device,
+                             "The device of this rank's tensor.")
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def(

@@ -26,7 +26,8 @@ void register_c10d(pybind11::module_& module);         // the torch.distributed 
 void register_gemm(pybind11::module_& module);         // ScalingMode, GemmArgs, the products
 void register_mesh(pybind11::module_& module);         // the planner: _C._mesh
 void register_spmd(pybind11::module_& module);         // MeshComms: a mesh that is connected
-void register_overlap(pybind11::module_& module);      // CommOverlap classes and their registry
+void register_overlap_config(pybind11::module_& module);  // CommOverlapConfig and its enums
+void register_overlap(pybind11::module_& module);         // CommOverlap classes and their registry
 
 // Last: what the functions of the module raise when they do not take their arguments.
 void name_argument_errors(pybind11::module_& module);

@@ -25,6 +25,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_gemm(module);
   register_mesh(module);
   register_spmd(module);
+  register_overlap_config(module);
   register_overlap(module);
   name_argument_errors(module);
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import random
 import re
 from typing import Any
 
@@ -101,3 +104,20 @@ def run_first(comm: to.TorchComm) -> None:
 
 def test_rs_overlap_first_gemm_issues_a_product_before_the_reduction_of_the_one_before_it() -> None:
     run_ranks(run_first, 2, env=LOG)
+
+
+def test_a_configuration_is_copied_and_pickled(seed: int) -> None:
+    rng = random.Random(seed)
+    types, methods = list(to.CommOverlapType), list(to.CommOverlapMethod)
+    flags = ("set_sm_margin", "use_ce", "atomic_gemm", "rs_overlap_first_gemm", "aggregate_ag", "relay_ag")
+    numbers = ("num_splits", "num_max_streams", "comm_cga_size", "gemm_priority", "comm_priority", "num_comm_sm")
+    for _ in range(20):
+        options = {name: rng.random() < 0.5 for name in flags} | {name: rng.randrange(1, 9) for name in numbers}
+        shape, dtype = [rng.randrange(999), rng.randrange(999)], rng.choice([torch.bfloat16, torch.uint8])
+        config = to.CommOverlapConfig(rng.choice(types), rng.choice(methods), shape, dtype, 4, **options)  # type: ignore[arg-type]
+        for again in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+            assert again == config
+            assert repr(again) == repr(config)
+            assert {name: getattr(again, name) for name in options} == options
+            assert (again.buffer_shape, again.buffer_dtype, again.tp_size) == (shape, dtype, 4)
+            assert (again.comm_type, again.method) == (config.comm_type, config.method)

@@ -1,0 +1,152 @@
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "torch_overlap/base/errors.h"
+#include "torch_overlap/overlap/config.h"
+#include "torch_overlap/python/bindings.h"
+#include "torch_overlap/python/convert.h"
+
+namespace torch_overlap::python {
+namespace {
+
+constexpr const char* kConfigDoc =
+    R"(All that two buffers have in common if they are the same; equal on all ranks. A value: it can be compared and pickled.
+
+None is the default of the method, which create_comm_overlap_buffer tells. Nothing is checked here: what cannot be is an
+InvalidValueError, InvalidTypeError or UnsupportedError of the buffer that is made with it.)";
+
+// All fields.
+template <typename Config>
+auto fields(Config& c) {
+  return std::tie(c.comm_type, c.method, c.buffer_shape, c.buffer_dtype, c.tp_size, c.num_splits,
+                  c.num_max_streams, c.comm_cga_size, c.gemm_priority, c.comm_priority,
+                  c.num_comm_sm, c.set_sm_margin, c.use_ce, c.atomic_gemm, c.rs_overlap_first_gemm,
+                  c.aggregate_ag, c.relay_ag);
+}
+
+py::tuple config_state(const CommOverlapConfig& config) {
+  return std::apply([](const auto&... values) { return py::make_tuple(values...); },
+                    fields(config));
+}
+
+CommOverlapConfig config_of_state(const py::tuple& state) {
+  CommOverlapConfig config;
+  size_t next = 0;
+  std::apply(
+      [&](auto&... values) {
+        ((values = state[next++].template cast<std::decay_t<decltype(values)>>()), ...);
+      },
+      fields(config));
+  return config;
+}
+
+void register_enums(py::module_& m) {
+  py::native_enum<CommOverlapType>(m, "CommOverlapType", "enum.IntEnum",
+                                   "What is hidden behind products: all-gather or reduce-scatter.")
+      .value("NONE", CommOverlapType::NONE)
+      .value("RS", CommOverlapType::RS)
+      .value("AG", CommOverlapType::AG)
+      .finalize();
+  py::native_enum<CommOverlapMethod>(m, "CommOverlapMethod", "enum.IntEnum",
+                                     "How it is hidden: docs/overlap.md.")
+      .value("NONE", CommOverlapMethod::NONE)
+      .value("BULK", CommOverlapMethod::BULK)
+      .value("PIPELINE", CommOverlapMethod::PIPELINE)
+      .value("RING_EXCHANGE", CommOverlapMethod::RING_EXCHANGE)
+      .finalize();
+  py::native_enum<CommOverlapAlgo>(m, "CommOverlapAlgo", "enum.IntEnum",
+                                   "A type and a method, as Transformer Engine names them.")
+      .value("NO_OVERLAP", CommOverlapAlgo::NO_OVERLAP)
+      .value("BULK_OVERLAP_AG", CommOverlapAlgo::BULK_OVERLAP_AG)
+      .value("BULK_OVERLAP_RS", CommOverlapAlgo::BULK_OVERLAP_RS)
+      .value("SPLIT_PIPELINED_AG_P2P", CommOverlapAlgo::SPLIT_PIPELINED_AG_P2P)
+      .value("SPLIT_PIPELINED_RS", CommOverlapAlgo::SPLIT_PIPELINED_RS)
+      .value("SPLIT_PIPELINED_RS_P2P", CommOverlapAlgo::SPLIT_PIPELINED_RS_P2P)
+      .value("ATOMIC_GEMM_RS", CommOverlapAlgo::ATOMIC_GEMM_RS)
+      .value("ATOMIC_GEMM_AG_P2P", CommOverlapAlgo::ATOMIC_GEMM_AG_P2P)
+      .value("ATOMIC_GEMM_RS_P2P", CommOverlapAlgo::ATOMIC_GEMM_RS_P2P)
+      .value("EXTERNAL_BULK_OVERLAP_AG", CommOverlapAlgo::EXTERNAL_BULK_OVERLAP_AG)
+      .finalize();
+}
+
+void register_config(py::module_& m) {
+  py::class_<CommOverlapConfig>(m, "CommOverlapConfig", kConfigDoc)
+      .def(py::init([](CommOverlapType comm_type, CommOverlapMethod method,
+                       std::vector<int64_t> buffer_shape, at::ScalarType buffer_dtype, int tp_size,
+                       std::optional<int> num_splits, std::optional<int> num_max_streams,
+                       std::optional<int> comm_cga_size, int gemm_priority, int comm_priority,
+                       std::optional<int> num_comm_sm, std::optional<bool> set_sm_margin,
+                       std::optional<bool> use_ce, bool atomic_gemm, bool rs_overlap_first_gemm,
+                       bool aggregate_ag, bool relay_ag) {
+             auto config = CommOverlapConfig::defaults(comm_type, method, tp_size, use_ce);
+             config.buffer_shape = std::move(buffer_shape);
+             config.buffer_dtype = buffer_dtype;
+             config.num_splits = num_splits.value_or(config.num_splits);
+             config.num_max_streams = num_max_streams.value_or(config.num_max_streams);
+             config.comm_cga_size = comm_cga_size.value_or(config.comm_cga_size);
+             config.gemm_priority = gemm_priority;
+             config.comm_priority = comm_priority;
+             config.num_comm_sm = num_comm_sm.value_or(config.num_comm_sm);
+             config.set_sm_margin = set_sm_margin.value_or(config.set_sm_margin);
+             config.atomic_gemm = atomic_gemm;
+             config.rs_overlap_first_gemm = rs_overlap_first_gemm;
+             config.aggregate_ag = aggregate_ag;
+             config.relay_ag = relay_ag;
+             return config;
+           }),
+           py::arg("comm_type"), py::arg("method"), py::arg("buffer_shape"),
+           py::arg("buffer_dtype"), py::arg("tp_size"), py::kw_only(),
+           py::arg("num_splits") = py::none(), py::arg("num_max_streams") = py::none(),
+           py::arg("comm_cga_size") = py::none(), py::arg("gemm_priority") = 0,
+           py::arg("comm_priority") = 0, py::arg("num_comm_sm") = py::none(),
+           py::arg("set_sm_margin") = py::none(), py::arg("use_ce") = py::none(),
+           py::arg("atomic_gemm") = false, py::arg("rs_overlap_first_gemm") = false,
+           py::arg("aggregate_ag") = false, py::arg("relay_ag") = false)
+      .def_readonly("comm_type", &CommOverlapConfig::comm_type, "AG or RS; NONE: either, for BULK.")
+      .def_readonly("method", &CommOverlapConfig::method, "BULK, PIPELINE or RING_EXCHANGE.")
+      .def_readonly("buffer_shape", &CommOverlapConfig::buffer_shape,
+                    "[tokens, features] of all ranks: the most that a call may have.")
+      .def_readonly("buffer_dtype", &CommOverlapConfig::buffer_dtype, "The dtype of its elements.")
+      .def_readonly("tp_size", &CommOverlapConfig::tp_size, "The number of ranks.")
+      .def_readonly("num_splits", &CommOverlapConfig::num_splits,
+                    "Pieces of the output features, of PIPELINE.")
+      .def_readonly("num_max_streams", &CommOverlapConfig::num_max_streams,
+                    "Products that run side by side, at most.")
+      .def_readonly("comm_cga_size", &CommOverlapConfig::comm_cga_size,
+                    "Blocks in a cluster of communication kernels.")
+      .def_readonly("gemm_priority", &CommOverlapConfig::gemm_priority,
+                    "Of the products' streams, as CUDA counts them: less is more urgent.")
+      .def_readonly("comm_priority", &CommOverlapConfig::comm_priority,
+                    "Of the communication's streams. Both 0: products the least urgent, "
+                    "communication the most.")
+      .def_readonly("num_comm_sm", &CommOverlapConfig::num_comm_sm,
+                    "Blocks of communication kernels.")
+      .def_readonly("set_sm_margin", &CommOverlapConfig::set_sm_margin,
+                    "Whether products leave num_comm_sm SMs free.")
+      .def_readonly("use_ce", &CommOverlapConfig::use_ce,
+                    "Whether copy engines move what is gathered or exchanged.")
+      .def_readonly("atomic_gemm", &CommOverlapConfig::atomic_gemm,
+                    "Whether it has atomic_gemm_overlap_ag and _rs.")
+      .def_readonly("rs_overlap_first_gemm", &CommOverlapConfig::rs_overlap_first_gemm,
+                    "Whether PIPELINE issues a product before the reduction of the one before it.")
+      .def_readonly("aggregate_ag", &CommOverlapConfig::aggregate_ag,
+                    "Whether RING_EXCHANGE makes products of two chunks.")
+      .def_readonly("relay_ag", &CommOverlapConfig::relay_ag,
+                    "Whether RING_EXCHANGE passes chunks on from neighbour to neighbour.")
+      .def("__eq__", [](const CommOverlapConfig& a, const CommOverlapConfig& b) { return a == b; })
+      .def(py::pickle(&config_state, &config_of_state))
+      .def("__repr__", [](const CommOverlapConfig& config) {
+        return concat("<torch_overlap.CommOverlapConfig ", config.text(), ">");
+      });
+}
+
+}  // namespace
+
+void register_overlap_config(py::module_& m) {
+  register_enums(m);
+  register_config(m);
+}
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,79 @@
+"""Every public class, function, method and property says what it is."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import torch_overlap as to
+
+
+def public_modules() -> list[str]:
+    """Those that say which of their names are public."""
+    names = ["torch_overlap"]
+    for found in pkgutil.iter_modules(to.__path__, "torch_overlap."):
+        if not found.name.rpartition(".")[2].startswith(("_", "lib")):
+            names.append(found.name)
+    return [name for name in names if hasattr(importlib.import_module(name), "__all__")]
+
+
+def text_of(what: Any) -> str:
+    """Its own docstring, without the signatures that pybind11 and dataclasses write."""
+    text = str(getattr(what, "__doc__", None) or "")
+    name = re.escape(getattr(what, "__name__", "")) or r"\w+"
+    signature = rf"(\d+\. )?{name}\(.*\)( -> .*)?|Overloaded function\."
+    return "".join(line for line in text.splitlines() if not re.fullmatch(signature, line.strip())).strip()
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that it has from this package."""
+    for base in kind.__mro__:
+        if not base.__module__.startswith("torch_overlap"):
+            continue
+        for name, value in vars(base).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if inspect.isroutine(value) or isinstance(value, property):
+                yield f"{base.__qualname__}.{name}", value
+
+
+def surface(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    yield module.__name__, module
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            yield f"{module.__name__}.{name}", value
+            yield from members(value)
+        elif inspect.isroutine(value):
+            yield f"{module.__name__}.{name}", value
+
+
+def test_the_documented_modules_are_walked() -> None:
+    documented = ("device_mesh", "flight_recorder", "gemm", "hooks", "mesh", "nn", "objcol", "ops", "overlap",
+                  "quantize", "testing", "tune")  # fmt: skip
+    assert {f"torch_overlap.{name}" for name in documented} <= set(public_modules())
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_everything_public_has_a_docstring(module: str) -> None:
+    walked = dict(surface(importlib.import_module(module)))
+    assert len(walked) > 1
+    assert [name for name, what in walked.items() if not text_of(what)] == []
+
+
+def test_a_signature_alone_is_no_docstring() -> None:
+    def written() -> None:
+        """Says something."""
+
+    def bare() -> None: ...
+
+    bare.__doc__ = "bare(self: int, other: str) -> None\n"
+    assert text_of(written) == "Says something."
+    assert text_of(bare) == text_of(test_the_documented_modules_are_walked) == ""
