@@ -296,8 +296,9 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
 
 void NcclBackend::keep_mapped(const Call& call) {
   for (const at::Tensor& tensor : call.tensors()) {
-    if (tensor.numel() > 0 && cuda::is_shareable(tensor.const_data_ptr())) {
-      hold_->keep_mapped(tensor);
+    if (tensor.numel() == 0) continue;
+    if (auto mapping = cuda::VirtualMapping::find(tensor.const_data_ptr())) {
+      hold_->keep_mapped(std::move(mapping));
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
@@ -76,9 +77,9 @@ class GraphHold final : public Body {
   void keep(std::shared_ptr<CudaWork> work) { works_.push_back(std::move(work)); }
   // The memory of direct collectives, which nodes of the graph use.
   void keep(std::shared_ptr<void> memory) { memory_ = std::move(memory); }
-  // Memory that NCCL maps into the peers in captures. It looks a mapping up by address, until the
-  // graph dies: nothing else may come to lie there before.
-  void keep_mapped(const at::Tensor& tensor) { mapped_.push_back(tensor); }
+  // Memory of ours that NCCL maps into the peers in captures. It looks a mapping up by address,
+  // until the graph dies: nothing else may come to lie there before.
+  void keep_mapped(std::shared_ptr<void> memory) { mapped_.insert(std::move(memory)); }
   // Nothing of the last one came into the graph.
   void forget_last() { works_.pop_back(); }
 
@@ -99,7 +100,7 @@ class GraphHold final : public Body {
   at::Tensor workspace_;
   std::shared_ptr<GraphMonitor> monitor_;
   std::shared_ptr<void> memory_;
-  std::vector<at::Tensor> mapped_;
+  std::set<std::shared_ptr<void>> mapped_;
   std::vector<std::shared_ptr<CudaWork>> works_;
 };
 
