@@ -118,6 +118,7 @@ struct Call {
   ReduceOp reduce_op;
   std::shared_ptr<const RmsNorm> norm;  // of an all_reduce whose backend has_rms_norm()
   int root = -1;
+  bool is_compared = false;                 // with what the other ranks do: see mismatch.h
   std::shared_ptr<SymmetricMemory> window;  // lives until the operation is done
   int64_t offset = 0;
   uint64_t ticket = 0;  // which signal to wait for, counted from 1; 0: the next, when it runs

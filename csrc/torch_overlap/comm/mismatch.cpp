@@ -277,4 +277,9 @@ void MismatchCheck::compare_p2p(const Call& call) {
   }
 }
 
+std::string mismatch_hint(const Call& call) {
+  if (call.is_compared || call.window != nullptr) return "";
+  return R"(; hints={"check_mismatch": "true"} tells whether the ranks called different things)";
+}
+
 }  // namespace torch_overlap

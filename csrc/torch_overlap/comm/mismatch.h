@@ -61,4 +61,8 @@ class TORCH_OVERLAP_API MismatchCheck {
   uint64_t collectives_ = 0;        // under turn_
 };
 
+// What to add to the timeout of a call: how to find out whether its ranks did different things.
+// Empty where they were compared, and for what is not.
+TORCH_OVERLAP_API std::string mismatch_hint(const Call& call);
+
 }  // namespace torch_overlap

@@ -237,6 +237,7 @@ WorkPtr TorchComm::launch_compared(const Membership& members, Call call) const {
     fail(ErrorKind::kRuntime, call.describe(),
          ": expected the store to answer, which check_mismatch needs, got: ", error.what());
   }
+  call.is_compared = true;
   return members.backend->launch(std::move(call));
 }
 

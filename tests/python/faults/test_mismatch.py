@@ -127,6 +127,35 @@ def test_who_does_not_come_is_named_and_ends_the_communicator(backend: str) -> N
     run_ranks(run_absent, 3, backend=backend)
 
 
+def run_hint(comm: to.TorchComm, how: str) -> None:
+    """Rank 1 does not come: rank 0 is told of the check, unless the check has seen the call."""
+    meeting = meeting_of(comm)
+    if how == "compared pair":
+        comm.set_hints({"check_mismatch": "true"})
+    other = 1 - comm.get_rank()
+    short = timedelta(seconds=3)
+    if comm.get_rank() == 0:
+        works = {
+            "pair": lambda: comm.recv(ones(5), other, True, timeout=short),
+            "collective": lambda: comm.all_reduce(ones(4), SUM, True, timeout=short),
+            "compared pair": lambda: comm.recv(ones(4), other, True, timeout=short),
+        }
+        with pytest.raises(to.OperationTimeoutError) as raised:
+            works[how]().wait()
+        advice = '; hints={"check_mismatch": "true"} tells whether the ranks called different things'
+        assert str(raised.value).endswith(advice) == (how != "compared pair")
+        assert ("check_mismatch" in str(raised.value)) == (how != "compared pair")
+    meeting.barrier(False)
+    comm.abort()
+    meeting.finalize()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["pair", "collective", "compared pair"])
+def test_a_timeout_says_how_to_compare_the_ranks_where_they_were_not(backend: str, how: str) -> None:
+    run_ranks(run_hint, 2, how, backend=backend)
+
+
 def run_pairs(comm: to.TorchComm) -> None:
     meeting = meeting_of(comm)
     comm.set_hints({"check_mismatch": "true"})

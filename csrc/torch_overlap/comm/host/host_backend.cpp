@@ -9,6 +9,7 @@
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/host/host_window.h"
+#include "torch_overlap/comm/mismatch.h"
 #include "torch_overlap/comm/plain_dispatch.h"
 #include "torch_overlap/comm/process_end.h"
 #include "torch_overlap/comm/recorder_dump.h"
@@ -39,7 +40,7 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// The same error, saying which operation it is of; a timeout, how old that is.
+// The same error, saying which operation it is of; a timeout, how old that is and what may help.
 std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) {
   const auto text = [&work](const char* what) {
     return concat(work.call().describe(), ": ", what);
@@ -49,7 +50,8 @@ std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) 
   } catch (const Error& thrown) {
     if (thrown.kind() == ErrorKind::kTimeout) {
       return std::make_exception_ptr(
-          Error(ErrorKind::kTimeout, concat(text(thrown.what()), " (", work.age(), ")")));
+          Error(ErrorKind::kTimeout,
+                concat(text(thrown.what()), " (", work.age(), ")", mismatch_hint(work.call()))));
     }
     return std::make_exception_ptr(Error(thrown.kind(), text(thrown.what())));
   } catch (const c10::Error& thrown) {

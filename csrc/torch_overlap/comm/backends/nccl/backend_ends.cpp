@@ -7,6 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/backend.h"
 #include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/mismatch.h"
 #include "torch_overlap/common/cuda/check.h"
 
 namespace torch_overlap {
@@ -184,7 +185,8 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
   if (running < bounded_timeout(head.call().timeout) || head.has_ended()) return std::nullopt;
   return concat(head.call().describe(), ": expected it to end within ", head.call().timeout.count(),
                 " ms of its start, got no end (queued ", seconds_string(now - head.issued),
-                " ago, running for ", seconds_string(running), "); ", who_is_missing());
+                " ago, running for ", seconds_string(running), "); ", who_is_missing(),
+                mismatch_hint(head.call()));
 }
 
 std::optional<std::string> NcclBackend::check_peers(CudaWork& head, Clock::time_point now) {
