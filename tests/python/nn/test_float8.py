@@ -213,8 +213,10 @@ def test_only_the_gradients_that_are_asked_are_computed(problem, seed, scaling):
 def test_training_steps_follow_those_in_fp64(seed, size, scaling, sequence_parallel, activation):
     """Roundings are relative errors of at most 2^-4 (e4m3) and 2^-3 (e5m2), evenly spread: 2^-4 / sqrt(3) = 0.036 and
     0.072 in the mean square. A product of two rounded matrices has 0.051 then, one with a rounded gradient 0.081; four
-    of each in a row have 0.19, of which a step of the weights shows little.
+    of each in a row have 0.19, of which a step of the weights shows little. Delayed scales are those of the steps
+    before, whose largest values may be smaller: what is larger now is cut off, which is seen to give up to 0.36.
     """
+    bound = 1 / 2 if scaling == "delayed" else 1 / 4
 
     def rank(comm):
         generator = torch.Generator().manual_seed(seed)
@@ -242,11 +244,11 @@ def test_training_steps_follow_those_in_fp64(seed, size, scaling, sequence_paral
                     for p in one.parameters():
                         p -= 0.1 * p.grad / p.grad.norm()
             for got, want in zip(*results, strict=True):
-                assert (got.double() - want).norm() <= want.norm() / 4
+                assert (got.double() - want).norm() <= want.norm() * bound
         for (name, want), got in zip(exact.named_parameters(), module.parameters(), strict=True):
             moved = (want - start[name]).norm()
             assert moved > 0
-            assert (got.double() - want).norm() <= moved / 4, name
+            assert (got.double() - want).norm() <= moved * bound, name
 
     run_ranks(rank, size, backend="local")
 
