@@ -18,21 +18,12 @@ from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, gemm_statistics, grouped_gemm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
-from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS, SCALINGS, make_case
+from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS, SCALINGS
+from gemm_gpu_cases import DEQUANTIZED, capability, case_of, on_hopper
 
 pytestmark = pytest.mark.gpu(1)
 
-GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
-# Beside float32 sums, relative to the sum of |lhs||rhs|:
-TRUNCATED = 2.0**-20  # tensor cores do not round to nearest
-FAST_SUMS = 2.0**-10  # 8-bit operands: Hopper keeps some 14 bits of partial sums
-DEQUANTIZED = 2.0**-7  # operands rounded to bfloat16
-ROUNDED_SUMS = 2.0**-8  # a bias gradient may be the sum of 16-bit results
 PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +41,6 @@ def draws(seed):
         setattr(settings, name, value)
     layer.set_gemm_tuning("heuristic")
     layer.set_gemm_mxfp8("dequantize")
-
-
-def case_of(*sizes, **options):
-    options = {
-        "device": f"cuda:{torch.cuda.current_device()}",
-        "gelu_error": GELU_ERROR,
-        "sum_error": ROUNDED_SUMS,
-        "rounds_before_accumulate": True,  # kernels for Hopper do
-        **options,
-    }
-    scaling = options.get("scaling")
-    if scaling:
-        if capability() < (8, 9):
-            pytest.skip("8-bit operands need sm_89")
-        exact = scaling == "mxfp8" and capability()[0] == 9  # in bfloat16
-        rounded = scaling.startswith("block") and capability()[0] != 9
-        options.setdefault("product_error", TRUNCATED if exact else DEQUANTIZED if rounded else FAST_SUMS)
-    elif options.get("dtype") != torch.float64:
-        options.setdefault("product_error", TRUNCATED)
-    return make_case(*sizes, **options)
 
 
 def run(case):
@@ -447,7 +418,7 @@ def test_the_same_checks_as_on_the_cpu():
         gemm(GemmArgs(case.args.lhs, case.args.rhs, case.args.out, bias=torch.zeros(32)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
+@on_hopper
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -476,7 +447,7 @@ def test_our_own_kernels(dtype, layout, sizes):
     assert (ran > 0) == (layout[0] == "N")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or capability()[0] != 9, reason="the kernels are for sm_90")
+@on_hopper
 @pytest.mark.parametrize(
     "sizes",
     [(8, 8, 16), (264, 136, 208), (130, 2056, 4096), *[(4104, 2568, k) for k in (128, 144, 384, 512, 2192)]],

@@ -241,7 +241,8 @@ class StoredOutputs {
     __syncwarp();
     if (!stores) return;
     const int first = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-    work_.store(unit, to + first * 128, unit.column * Config::kColumns + column_ + 64 * piece,
+    work_.store(unit, to + first * 128,
+                unit.column * Config::kColumns + column_ + Config::piece_column(piece),
                 unit.row * Config::kRows + row_ + first);
     store_commit();
   }

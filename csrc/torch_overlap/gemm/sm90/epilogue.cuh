@@ -58,13 +58,13 @@ __device__ __forceinline__ void scale_by_row(const GemmParams& p, float (&sums)[
   const float first = row < rows ? lhs_scale[row] : 0.0F;
   const float second = row + 8 < rows ? lhs_scale[row + 8] : 0.0F;
 #pragma unroll
-  for (int piece = 0; piece < n / 32; ++piece) {
+  for (int piece = 0; piece < (n + 31) / 32; ++piece) {
     const int at = column + 64 * piece + 2 * lane;
     float mine[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) mine[j] = at + j < p.n ? p.epilogue.rhs_scale[at + j] : 0.0F;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 8 && piece * 32 + 4 * i < n; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float factor = __shfl_sync(kAll, mine[j], 4 * i + lane % 4);
@@ -81,8 +81,8 @@ __device__ __forceinline__ float gelu(float x) {
   return x / (1.0F + __expf(-2.0F * u));
 }
 
-// Applies the epilogue to 64 x 64 sums of a warpgroup that begin at `column`: sums[4 * i + 2 * half
-// + j] is the one of column 8 * i + 2 * (lane % 4) + j.
+// Applies the epilogue to 64 x 64 sums of a warpgroup, or as many columns as there are, that begin
+// at `column`: sums[4 * i + 2 * half + j] is the one of column 8 * i + 2 * (lane % 4) + j.
 template <int n>
 __device__ __forceinline__ void apply_epilogue(const GemmParams& p, float (&sums)[n], int chunk,
                                                int column) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void apply_epilogue(const GemmParams& p, float (&sums
   const int left = column + 2 * (static_cast<int>(threadIdx.x) % 4);
   if (e.bias_type != VectorType::none) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < 16 && chunk * 32 + 2 * i < n; ++i) {
       const int at = left + 8 * (i / 2) + i % 2;
       const float bias = at < p.n ? vector_at(e.bias, e.bias_type, at) : 0.0F;
       sums[chunk * 32 + 4 * (i / 2) + i % 2] += bias;
@@ -99,7 +99,9 @@ __device__ __forceinline__ void apply_epilogue(const GemmParams& p, float (&sums
   }
   if (e.gelu) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sums[chunk * 32 + i] = gelu(sums[chunk * 32 + i]);
+    for (int i = 0; i < 32 && chunk * 32 + i < n; ++i) {
+      sums[chunk * 32 + i] = gelu(sums[chunk * 32 + i]);
+    }
   }
 }
 

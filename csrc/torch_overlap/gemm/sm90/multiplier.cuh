@@ -131,7 +131,7 @@ __device__ __forceinline__ Rounded round_piece(const float (&sums)[Config::kAccu
   Rounded out;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const int from = piece * 32 + 2 * i;
+    const int from = Config::piece_column(piece) / 2 + 2 * i;
     out.pairs[i] = pack(typename Config::Out{}, sums[from], sums[from + 1]);
   }
   return out;

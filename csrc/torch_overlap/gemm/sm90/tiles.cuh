@@ -34,7 +34,12 @@ struct TileConfig {
   // What a warpgroup computes: 64 x kWidth.
   static constexpr int kWidth = kColumns / kColumnGroups;
   static constexpr int kAccumulators = kWidth / 2;
-  static constexpr int kPieces = kWidth / 64;  // of 64 x 64
+  // Of 64 x 64. Where the width is no multiple of 64, the last one begins in the one before: what
+  // they share is stored twice, the same.
+  static constexpr int kPieces = (kWidth + 63) / 64;
+  static constexpr int piece_column(int piece) {
+    return piece < kWidth / 64 ? 64 * piece : kWidth - 64;
+  }
   // Sets of sums in a thread's registers. With two, a tile begins in one while the outputs of the
   // tile before leave the other.
   static constexpr int kSets = kSets_;
@@ -47,8 +52,10 @@ struct TileConfig {
       kStages * kStageBytes + 2 * kStoreBuffers * kStoreBytes + 1024;
   static constexpr int kThreads = 384;
 
-  static_assert(kRows == 64 * kRowGroups && kWidth % 64 == 0);
+  static_assert(kRows == 64 * kRowGroups);
+  static_assert(kWidth % 64 == 0 || (kWidth % 32 == 0 && kColumnGroups == 1));
   static_assert(kRhsAlongK || !kIsScaled, "8-bit operands run along k");
+  static_assert(kRhsAlongK || kColumns % 64 == 0, "blocks of 64 columns");
   static_assert(kSets * kAccumulators <= 192 && kSets <= 2, "the sums of a thread");
   static_assert(kColumns % (8 * kCluster) == 0);
   static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");

@@ -347,6 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const uint32_t shared = (sm90::shared_address(dynamic) + 1023) & ~uint32_t{1023};
   const uint32_t tile = shared + Config::kStages * Config::kStageBytes;
   static_assert(Config::kCluster == 1 && Config::kStoreBuffers == Config::kPieces);
+  static_assert(Config::kWidth % 64 == 0, "whole pieces");
   if (threadIdx.x == 0) {
     sm90::init_stages(stages);
     sm90::barrier_init(sm90::shared_address(&barriers.filled), 8);

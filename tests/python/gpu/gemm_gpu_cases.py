@@ -1,0 +1,41 @@
+"""Products on a GPU: gemm_cases.py with what its arithmetic may differ by."""
+
+import pytest
+import torch
+from gemm_cases import make_case
+
+GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
+# Beside float32 sums, relative to the sum of |lhs||rhs|:
+TRUNCATED = 2.0**-20  # tensor cores do not round to nearest
+FAST_SUMS = 2.0**-10  # 8-bit operands: Hopper keeps some 14 bits of partial sums
+DEQUANTIZED = 2.0**-7  # operands rounded to bfloat16
+ROUNDED_SUMS = 2.0**-8  # a bias gradient may be the sum of 16-bit results
+
+
+def capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or capability()[0] != 9, reason="our own kernels are for sm_90"
+)
+
+
+def case_of(*sizes, **options):
+    options = {
+        "device": f"cuda:{torch.cuda.current_device()}",
+        "gelu_error": GELU_ERROR,
+        "sum_error": ROUNDED_SUMS,
+        "rounds_before_accumulate": True,  # kernels for Hopper do
+        **options,
+    }
+    scaling = options.get("scaling")
+    if scaling:
+        if capability() < (8, 9):
+            pytest.skip("8-bit operands need sm_89")
+        exact = scaling == "mxfp8" and capability()[0] == 9  # in bfloat16
+        rounded = scaling.startswith("block") and capability()[0] != 9
+        options.setdefault("product_error", TRUNCATED if exact else DEQUANTIZED if rounded else FAST_SUMS)
+    elif options.get("dtype") != torch.float64:
+        options.setdefault("product_error", TRUNCATED)
+    return make_case(*sizes, **options)
