@@ -23,6 +23,7 @@ from gemm_gpu_cases import DEQUANTIZED, capability, case_of, on_hopper
 
 pytestmark = pytest.mark.gpu(1)
 
+TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]  # of our own kernels
 PLAIN = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -448,6 +449,27 @@ def test_our_own_kernels(dtype, layout, sizes):
 
 
 @on_hopper
+@pytest.mark.parametrize("n", [8, 56, 72, 136, 160, 168, 192, 200, 216, 224, 232, 384, 424, 448, 456])
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_our_own_kernels_write_nothing_beside_the_result(layout, n):
+    """Of tiles cut off at every kind of column, in a frame of a larger matrix."""
+    for m in (8, 136, 328):
+        for epilogue in ("none", "bias_gelu"):
+            case = case_of(m, n, 328, dtype=torch.bfloat16, layout=layout, epilogue=epilogue)
+            frame = torch.empty(m + 32, n + 272, dtype=torch.bfloat16, device="cuda")
+            out = frame[16 : 16 + m, 16 : 16 + n]
+            case.args = GemmArgs(case.args.lhs, case.args.rhs, out, bias=case.args.bias, gelu=case.args.gelu)
+            kernels = own_gemm_kernels(case.args)
+            assert kernels == [tile for tile in TILES if layout == "NT" or tile != "128x224"]
+            for kernel in kernels:
+                frame.fill_(float("nan"))
+                run_own_gemm_kernel(case.args, kernel)
+                torch.cuda.synchronize()
+                case.check()
+                assert frame.isnan().sum() == frame.numel() - m * n, kernel
+
+
+@on_hopper
 @pytest.mark.parametrize(
     "sizes",
     [(8, 8, 16), (264, 136, 208), (130, 2056, 4096), *[(4104, 2568, k) for k in (128, 144, 384, 512, 2192)]],
@@ -461,7 +483,7 @@ def test_our_own_kernels_of_8_bits(scaling, types, out_dtype, sizes):
     for epilogue in ("none", "bias", "gelu", "bias_gelu"):
         case = case_of(*sizes, epilogue=epilogue, **options)
         kernels = own_gemm_kernels(case.args)
-        assert len(kernels) == 4
+        assert kernels == TILES
         for kernel in kernels:
             for _ in range(2):
                 case.args.out.fill_(float("nan"))

@@ -26,17 +26,22 @@ struct Tile {
                                  ((kRows + kColumns) * 128);
 };
 
+// Of no rows, where there is none: rhs that does not lie along k comes in blocks of 64 columns.
 template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlongK>
 KernelInfo instance() {
-  using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
-                            T::kStages, T::kStoreBuffers, T::kSets>;
-  return {Kernel::template of<Config>(),
-          Config::kRows,
-          Config::kColumns,
-          Config::kCluster,
-          Config::kDepth,
-          Config::kThreads,
-          Config::kSharedBytes};
+  if constexpr (kRhsAlongK || T::kColumns % 64 == 0) {
+    using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK,
+                              T::kCluster, T::kStages, T::kStoreBuffers, T::kSets>;
+    return {Kernel::template of<Config>(),
+            Config::kRows,
+            Config::kColumns,
+            Config::kCluster,
+            Config::kDepth,
+            Config::kThreads,
+            Config::kSharedBytes};
+  } else {
+    return {};
+  }
 }
 
 template <typename Kernel, typename In, typename Out, bool kRhsAlongK, typename... Tiles>

@@ -18,7 +18,7 @@ constexpr int kHopper = 9;
 constexpr int64_t kAlignment = 16;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
-constexpr Choice kTiles[] = {{128, 256}, {128, 192}, {128, 128}, {64, 256}};
+constexpr Choice kTiles[] = {{128, 256}, {128, 224}, {128, 192}, {128, 128}, {64, 256}};
 
 bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
   const auto element = static_cast<int64_t>(c10::elementSize(type));

@@ -70,10 +70,13 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
 #define TO_NAMES_64 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", %60, %61, %62, %63"
 #define TO_NAMES_96 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
                     TO_TEN(7) ", " TO_TEN(8) ", %90, %91, %92, %93, %94, %95"
+#define TO_NAMES_112 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
+                     TO_TEN(7) ", " TO_TEN(8) ", " TO_TEN(9) ", " TO_TEN(10) ", %110, %111"
 #define TO_NAMES_128 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
                      TO_TEN(7) ", " TO_TEN(8) ", " TO_TEN(9) ", " TO_TEN(10) ", " TO_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define TO_D_64 TO_D32(0), TO_D32(32)
 #define TO_D_96 TO_D32(0), TO_D32(32), TO_D32(64)
+#define TO_D_112 TO_D32(0), TO_D32(32), TO_D32(64), TO_D16(96)
 #define TO_D_128 TO_D32(0), TO_D32(32), TO_D32(64), TO_D32(96)
 
 // a, b, accumulate and the two orientations are the operands behind those of d.
@@ -85,9 +88,10 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                  ", p, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                                                                    \
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(lhs_turned), "n"(rhs_turned));            \
   }
-#define TO_WGMMA_OF_16(tag, type)                         \
-  TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)     \
-  TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)    \
+#define TO_WGMMA_OF_16(tag, type)                           \
+  TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)       \
+  TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)      \
+  TO_WGMMA_16(tag, type, 224, 112, 112, 113, 114, 115, 116) \
   TO_WGMMA_16(tag, type, 256, 128, 128, 129, 130, 131, 132)
 
 // The same without orientations: there is one.
@@ -100,9 +104,10 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                  ", p, 1, 1;\n}"                                                                                                \
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
   }
-#define TO_WGMMA_OF_8(tag, type)             \
-  TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66) \
-  TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98) \
+#define TO_WGMMA_OF_8(tag, type)                 \
+  TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66)     \
+  TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98)     \
+  TO_WGMMA_8(tag, type, 224, 112, 112, 113, 114) \
   TO_WGMMA_8(tag, type, 256, 128, 128, 129, 130)
 
 TO_WGMMA_OF_16(Bf16, "bf16.bf16")
@@ -117,9 +122,11 @@ TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 #undef TO_D32
 #undef TO_NAMES_64
 #undef TO_NAMES_96
+#undef TO_NAMES_112
 #undef TO_NAMES_128
 #undef TO_D_64
 #undef TO_D_96
+#undef TO_D_112
 #undef TO_D_128
 #undef TO_WGMMA_16
 #undef TO_WGMMA_OF_16
