@@ -4,9 +4,9 @@
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --cutlass cutlass_gemm.so --out results
 
 One GPU; the shapes are those of one of `tp` ranks, weights [n, k], results bfloat16; fp8: e4m3 with one factor for
-each operand. Each variant is captured in a CUDA graph of several calls on operands that rotate; variants take turns
-within every round, and a ratio is the median over rounds of the ratio within one. The baseline is cuBLASLt with
-`set_gemm_tuning("measured")`, the quickest of its heuristics.
+each operand; --residual: a matrix like the result is added. Each variant is captured in a CUDA graph of several calls
+on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of the ratio
+within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
 --cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/performance.md says how). Each must give
 cuBLASLt's result in every order in which it can go through the tiles, and takes its turns in the quickest.
 At the end: the geometric mean and the worst over all shapes of the quickest of our kernels, and of CUTLASS's.
@@ -46,10 +46,11 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
-def products_of(shape: tuple[int, int, int], dtype: str) -> list[GemmArgs]:
+def products_of(shape: tuple[int, int, int], dtype: str, adds: bool) -> list[GemmArgs]:
     """As many as do not fit into the L2 cache together, and two at least."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    residual = torch.randn(m, n, device="cuda").bfloat16() if adds else None
 
     def random(rows: int, transposed: bool) -> GemmOperand:
         data = torch.randn(rows, k, device="cuda")
@@ -61,7 +62,7 @@ def products_of(shape: tuple[int, int, int], dtype: str) -> list[GemmArgs]:
         )
 
     sets = Case("gemm", shape, dtype).sets(1)
-    return [GemmArgs(random(m, False), random(n, True), out) for _ in range(sets)]
+    return [GemmArgs(random(m, False), random(n, True), out, residual=residual) for _ in range(sets)]
 
 
 def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
@@ -136,16 +137,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--residual", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--cutlass", type=Path, help="a library of CUTLASS's kernels")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    if args.cutlass and args.residual:
+        parser.error("CUTLASS's kernels are compiled without a residual: give --cutlass or --residual")
     kernels = CutlassKernels(args.cutlass) if args.cutlass else None
     set_gemm_tuning("measured")
     torch.manual_seed(0)
     rows, best = [], defaultdict(list)
     for name, shape in shapes_of(args.tp).items():
-        products = products_of(shape, args.dtype)
+        products = products_of(shape, args.dtype, args.residual)
         settings = cutlass_settings(kernels, products, args.dtype) if kernels else {}
         others = {
             CUTLASS + kernel: partial(kernels.run, kernel=kernel, setting=setting)
@@ -175,7 +179,7 @@ def main() -> None:
         text = "  ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in ratios.items())
         print(f"{name:12s} {shape!s:22s} {spread_of(samples[BASELINE]).median:8.1f} us  {text}", flush=True)
     print(f"tp {args.tp}: {summary(best)}")
-    name = "own_gemm" if args.dtype == "bf16" else "own_gemm_fp8"
+    name = "own_gemm" + ("" if args.dtype == "bf16" else "_fp8") + ("_residual" if args.residual else "")
     versions = {"cutlass": kernels.version} if kernels else {}
     print(write(result(name, rows, **versions), 1, args.out))
 

@@ -45,9 +45,10 @@ bool aux_fits(const GemmProblem& problem, const at::Tensor& aux) {
 std::optional<cublasLtEpilogue_t> fused_epilogue(const GemmProblem& problem) {
   const GemmEpilogue& asked = problem.args.epilogue;
   if (!out_type_fits(problem)) return std::nullopt;
-  // The library applies the epilogue to the sum with C.
-  const bool activation = asked.gelu || asked.gelu_input.defined();
-  if (residual_of(problem.args).defined() && activation) return std::nullopt;
+  if (residual_of(problem.args).defined() &&
+      (asked.gelu_input.defined() || asked.pre_gelu_out.defined())) {
+    return std::nullopt;
+  }
   if (asked.gelu_input.defined()) {
     if (!aux_fits(problem, asked.gelu_input)) return std::nullopt;
     if (!asked.bias_grad.defined()) return CUBLASLT_EPILOGUE_DGELU;

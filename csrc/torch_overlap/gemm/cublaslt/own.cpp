@@ -50,9 +50,8 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
-      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.adds != 0 ||
-      key.quantized_out != 0 || key.sm_target != 0 ||
-      (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
+      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.quantized_out != 0 ||
+      key.sm_target != 0 || (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
   const auto bias_type = key.type_bias == CUDA_R_16BF  ? sm90::VectorType::bf16
@@ -76,7 +75,9 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
                        .out_stride = key.ldd,
                        .bias = has_bias ? call.bias : nullptr,
                        .bias_type = has_bias ? bias_type : sm90::VectorType::none,
-                       .gelu = has_gelu};
+                       .gelu = has_gelu,
+                       .residual = call.c,
+                       .residual_stride = key.ldc};
 }
 
 }  // namespace torch_overlap::cublaslt

@@ -56,6 +56,8 @@ Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
 }
 
 std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int most) const {
+  // The library applies the epilogue to the sum with C.
+  if (key_.adds != 0 && (key_.epilogue & CUBLASLT_EPILOGUE_GELU) != 0) return {};
   count(gemm_counters().queries);
   const auto preference = make_preference();
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
@@ -109,7 +111,6 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
 bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  if (!algorithm_) return false;
   set_addresses(call);
   if (!measured_ && gemm_tuning() != GemmTuning::kHeuristic && !cuda::capture_of(stream)) {
     measure(handle, call, workspace, stream);
@@ -118,6 +119,7 @@ bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& wor
     sm90::run(*own_product(call, call.d), *own_);
     return true;
   }
+  if (!algorithm_) return false;
   const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);
   if (is_refusal(status)) {  // of what the heuristics let pass
     algorithm_.reset();

@@ -23,6 +23,9 @@
 //                                     loads before it does: waits until they are there
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
+//   residual(), loaded()              the map of what is added to the outputs before they are
+//                                     rounded, and this warp's barrier for it. The part of a tile
+//                                     comes to where its outputs will lie, while it is multiplied
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -74,6 +77,8 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
 //   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
 //   complete(unit, sums)            all products are there
+//   kFetches, fetch(unit)           whether there is something to begin when products of the tile
+//                                   are under way and all of those before are put, and beginning it
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
 // The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
 // next tile begins in the other one, and a piece leaves with every stage; else all pieces are
@@ -115,6 +120,7 @@ class Tiles {
         ++k;
       }
       put_made();
+      fetch(unit);
       if (unit.depth > 1) mine_.end_before();
       multiply(unit, sums, k);
       mine_.end(sums);
@@ -136,6 +142,7 @@ class Tiles {
     Unit unit;
     if (!units_.next(unit)) return;
     mine_.begin(even, true);
+    fetch(unit);
     multiply(unit, even, 1);
     while (true) {
       const Unit first = unit;
@@ -178,7 +185,12 @@ class Tiles {
         outputs_.put(made, round_piece<Config>(before, i), i);
       }
     }
+    fetch(unit);
     multiply(unit, now, k);
+  }
+
+  __device__ __forceinline__ void fetch(const Unit& unit) {
+    if constexpr (Outputs::kFetches) outputs_.fetch(unit);
   }
 
   // The stages from k on; the last one is under way afterwards.
@@ -204,16 +216,32 @@ class Tiles {
 template <typename Config, typename Work>
 class StoredOutputs {
  public:
+  static constexpr bool kFetches = requires(Work& work) { work.residual(); };
+  static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
+
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
                                            const Multiplier<Config>& mine, uint32_t buffers)
       : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
     if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
   }
 
+  // This warp's rows of the residual, when the stores of the tile before have left their place.
+  __device__ __forceinline__ void fetch(const Unit& unit) const {
+    if (threadIdx.x % 32 == 0) {
+      stores_read<0>();
+      barrier_expect(work_.loaded(), Config::kPieces * kWarpRows * 128);
+#pragma unroll
+      for (int i = 0; i < Config::kPieces; ++i) {
+        tensor_load(buffers_ + i * Config::kStoreBytes + first_row() * 128, work_.residual(),
+                    work_.loaded(), column_of(unit, i),
+                    unit.row * Config::kRows + row_ + first_row());
+      }
+    }
+    __syncwarp();
+  }
   static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
   static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
-  __device__ __forceinline__ void complete(const Unit& unit,
-                                           float (&sums)[Config::kAccumulators]) const {
+  __device__ __forceinline__ void complete(const Unit& unit, float (&sums)[Config::kAccumulators]) {
     if constexpr (Config::kIsScaled) {
       if (p_.epilogue.scaled_by_row) {
         int rows;
@@ -225,10 +253,19 @@ class StoredOutputs {
         multiply_by(scale_, sums);
       }
     }
-    if (p_.plain) return;
+    if (!p_.plain) {
 #pragma unroll
-    for (int i = 0; i < Config::kPieces; ++i) {
-      apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+      for (int i = 0; i < Config::kPieces; ++i) {
+        apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
+      }
+    }
+    if constexpr (kFetches) {
+      barrier_wait(work_.loaded(), phase_);
+      phase_ ^= 1;
+#pragma unroll
+      for (int i = 0; i < Config::kPieces; ++i) {
+        add_from_shared<Config>(sums, i, buffers_ + i * Config::kStoreBytes);
+      }
     }
   }
   __device__ __forceinline__ void put(const Unit& unit, const Rounded& rounded, int piece) const {
@@ -240,10 +277,8 @@ class StoredOutputs {
     fence_shared_for_copies();
     __syncwarp();
     if (!stores) return;
-    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-    work_.store(unit, to + first * 128,
-                unit.column * Config::kColumns + column_ + Config::piece_column(piece),
-                unit.row * Config::kRows + row_ + first);
+    work_.store(unit, to + first_row() * 128, column_of(unit, piece),
+                unit.row * Config::kRows + row_ + first_row());
     store_commit();
   }
   static __device__ __forceinline__ void end() {
@@ -251,12 +286,21 @@ class StoredOutputs {
   }
 
  private:
+  // Of this warp, in those of its warpgroup.
+  static __device__ __forceinline__ int first_row() {
+    return static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+  }
+  __device__ __forceinline__ int column_of(const Unit& unit, int piece) const {
+    return unit.column * Config::kColumns + column_ + Config::piece_column(piece);
+  }
+
   const GemmParams& p_;
   Work& work_;
   const int row_;
   const int column_;
   const uint32_t buffers_;
   float scale_ = 1.0F;  // of both operands
+  uint32_t phase_ = 0;  // of the barrier of the residual
 };
 
 template <typename Config, typename Work>

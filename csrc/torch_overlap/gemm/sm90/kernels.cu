@@ -2,24 +2,10 @@
 
 #include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/instance.cuh"
+#include "torch_overlap/gemm/sm90/plain_work.cuh"
 
 namespace torch_overlap::sm90 {
 namespace {
-
-// The plain product: nobody to wait for.
-template <typename Config>
-struct PlainWork {
-  const GemmParams& p;
-  __device__ __forceinline__ UnitList units(const GemmParams&) { return UnitList::of<Config>(p); }
-  __device__ __forceinline__ const CUtensorMap* lhs(const Unit&, int&) { return &p.lhs; }
-  __device__ __forceinline__ const float* lhs_scale(const Unit&, int& rows) const {
-    rows = p.m;
-    return p.epilogue.lhs_scale;
-  }
-  __device__ __forceinline__ void store(const Unit&, uint32_t from, int column, int row) {
-    tensor_store(&p.out, from, column, row);
-  }
-};
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)

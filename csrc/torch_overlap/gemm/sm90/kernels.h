@@ -34,4 +34,10 @@ const KernelInfo* find_kernel(const KernelKey& key);
 cudaError_t launch_gemm(const KernelInfo& kernel, const GemmParams& params, int blocks,
                         cudaStream_t stream);
 
+// The same with a residual.
+const KernelInfo* find_residual(const KernelKey& key);
+
+cudaError_t launch_residual(const KernelInfo& kernel, const ResidualParams& params, int blocks,
+                            cudaStream_t stream);
+
 }  // namespace torch_overlap::sm90

@@ -151,4 +151,26 @@ __device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t t
   for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
 }
 
+// sums += piece `chunk` of outputs, which lies in shared memory as put_to_shared() would have put
+// it there.
+template <typename Config>
+__device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
+                                                uint32_t from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int first = Config::piece_column(chunk) / 2 + 8 * i;
+    if (first < 32 * chunk) continue;  // in the piece before too
+    uint32_t others[4];
+    load_matrices(matrix_row(from, i), others);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float a;
+      float b;
+      unpack(typename Config::Out{}, others[r], a, b);
+      sums[first + 2 * r] += a;
+      sums[first + 2 * r + 1] += b;
+    }
+  }
+}
+
 }  // namespace torch_overlap::sm90

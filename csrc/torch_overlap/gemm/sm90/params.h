@@ -39,4 +39,10 @@ struct GemmParams {
   Epilogue epilogue;
 };
 
+// out = epilogue(lhs rhs) + residual, [m, n] too. The sum is rounded once.
+struct ResidualParams {
+  GemmParams product;
+  CUtensorMap residual;
+};
+
 }  // namespace torch_overlap::sm90

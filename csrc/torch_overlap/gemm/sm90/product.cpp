@@ -28,12 +28,13 @@ bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
-  return find_kernel({.lhs = operand_type(product.lhs_type),
-                      .rhs = operand_type(product.rhs_type),
-                      .out = vector_type(product.out_type),
-                      .rhs_along_k = product.rhs_along_k,
-                      .rows = choice.rows,
-                      .columns = choice.columns});
+  const auto find = product.residual != nullptr ? find_residual : find_kernel;
+  return find({.lhs = operand_type(product.lhs_type),
+               .rhs = operand_type(product.rhs_type),
+               .out = vector_type(product.out_type),
+               .rhs_along_k = product.rhs_along_k,
+               .rows = choice.rows,
+               .columns = choice.columns});
 }
 
 int64_t tiles_of(const Product& product, const KernelInfo& kernel) {
@@ -54,7 +55,8 @@ std::vector<Choice> choices(const Product& product) {
   if (!multiplies(product.lhs_type, product.rhs_type, product.out_type) ||
       !is_aligned(product.lhs, product.lhs_type, product.lhs_stride) ||
       !is_aligned(product.rhs, product.rhs_type, product.rhs_stride) ||
-      !is_aligned(product.out, product.out_type, product.out_stride)) {
+      !is_aligned(product.out, product.out_type, product.out_stride) ||
+      !is_aligned(product.residual, product.out_type, product.residual_stride)) {
     return all;
   }
   for (const Choice& tile : kTiles) {
@@ -107,10 +109,15 @@ void run(const Product& product, const Choice& choice) {
   params.epilogue.gelu = product.gelu;
   const int64_t tiles = tiles_of(product, *kernel);
   const int64_t clusters = clusters_on(*kernel);
-  cuda::check(
-      launch_gemm(*kernel, params, static_cast<int>(std::min(tiles, clusters) * kernel->cluster),
-                  c10::cuda::getCurrentCUDAStream()),
-      "gemm: a kernel of our own");
+  const int blocks = static_cast<int>(std::min(tiles, clusters) * kernel->cluster);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto launched = [&] {
+    if (product.residual == nullptr) return launch_gemm(*kernel, params, blocks, stream);
+    const auto residual = matrix_map(product.residual, product.out_type, product.m, product.n,
+                                     product.residual_stride, kWarpRows);
+    return launch_residual(*kernel, {params, residual}, blocks, stream);
+  };
+  cuda::check(launched(), "gemm: a kernel of our own");
 }
 
 }  // namespace torch_overlap::sm90

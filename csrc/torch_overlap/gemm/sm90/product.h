@@ -11,8 +11,8 @@
 // Our own plain products on Hopper, as candidates beside the library's.
 namespace torch_overlap::sm90 {
 
-// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU) of types that multiplies() takes.
-// Strides are those of rows in memory, in elements.
+// out [m, n] = lhs [m, k] * rhs [k, n] (+ bias, then GELU, then + residual) of types that
+// multiplies() takes. Strides are those of rows in memory, in elements.
 struct Product {
   at::ScalarType lhs_type = at::kBFloat16;
   at::ScalarType rhs_type = at::kBFloat16;
@@ -34,6 +34,8 @@ struct Product {
   const void* bias = nullptr;
   VectorType bias_type = VectorType::none;
   bool gelu = false;
+  const void* residual = nullptr;  // [m, n] of out_type; it may be out, else it is apart from that
+  int64_t residual_stride = 0;
 };
 
 // A way to compute it: the tile.

@@ -220,25 +220,6 @@ class Mover {
   uint32_t takes_ = 0;
 };
 
-// sums += what another rank has stored, as put_to_shared() would have put it there.
-template <typename Config>
-__device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
-                                                uint32_t from) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t others[4];
-    sm90::load_matrices(sm90::matrix_row(from, i), others);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      float a;
-      float b;
-      sm90::unpack(typename Config::Out{}, others[r], a, b);
-      sums[chunk * 32 + 8 * i + 2 * r] += a;
-      sums[chunk * 32 + 8 * i + 2 * r + 1] += b;
-    }
-  }
-}
-
 // What becomes of a warpgroup's sums: see sm90::Tiles.
 template <typename Config>
 class ScatterOutputs {
@@ -246,6 +227,8 @@ class ScatterOutputs {
   using Sums = float[Config::kAccumulators];
 
  public:
+  static constexpr bool kFetches = false;
+
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
       : p_(p),
@@ -315,7 +298,7 @@ class ScatterOutputs {
     ++loads_;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      add_from_shared<Config>(sums, i, mine_at_ + i * Config::kStoreBytes);
+      sm90::add_from_shared<Config>(sums, i, mine_at_ + i * Config::kStoreBytes);
     }
     arrive(barriers_.taken);
   }
