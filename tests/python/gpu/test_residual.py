@@ -19,7 +19,7 @@ from gemm_gpu_cases import case_of, on_hopper
 
 pytestmark = pytest.mark.gpu(1)
 
-TILES = ["128x256", "128x192", "128x128", "64x256"]
+TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]
 FUSED = ("none", "bias", "gelu", "bias_gelu")
 PARTS = ("bias", "gelu", "pre_gelu_out", "gelu_input", "bias_grad")
 # Less than a tile, fewer tiles than SMs, several of each kind for a block; one to several stages of k.
@@ -79,7 +79,8 @@ def run_all(case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels(dtype, layout, sizes):
     for epilogue in FUSED:
-        assert run_all(rounded_once(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)) == TILES
+        kernels = run_all(rounded_once(*sizes, dtype=dtype, layout=layout, epilogue=epilogue))
+        assert kernels == [tile for tile in TILES if layout == "NT" or tile != "128x224"]
 
 
 @on_hopper
