@@ -29,7 +29,7 @@
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
-// every so many-th of the blocks of 64 columns.
+// every so many-th of the blocks of columns.
 template <typename Config>
 __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint32_t full, int depth,
                                          int column) {
@@ -46,8 +46,9 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
     load(first, depth, column + first);
   } else {
 #pragma unroll
-    for (int i = 0; i < Config::kColumns / 64; ++i) {
-      if (i % Config::kCluster == rank) load(64 * i, column + 64 * i, depth);
+    for (int i = 0; i < Config::kColumns / Config::kRhsBlock; ++i) {
+      const int first = Config::kRhsBlock * i;
+      if (i % Config::kCluster == rank) load(first, column + first, depth);
     }
   }
 }

@@ -26,22 +26,18 @@ struct Tile {
                                  ((kRows + kColumns) * 128);
 };
 
-// Of no rows, where there is none: rhs that does not lie along k comes in blocks of 64 columns.
 template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlongK>
 KernelInfo instance() {
-  if constexpr (kRhsAlongK || T::kColumns % 64 == 0) {
-    using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK,
-                              T::kCluster, T::kStages, T::kStoreBuffers, T::kSets>;
-    return {Kernel::template of<Config>(),
-            Config::kRows,
-            Config::kColumns,
-            Config::kCluster,
-            Config::kDepth,
-            Config::kThreads,
-            Config::kSharedBytes};
-  } else {
-    return {};
-  }
+  using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
+                            T::kStages, T::kStoreBuffers, T::kSets>;
+  return {Kernel::template of<Config>(),
+          Config::kRows,
+          Config::kColumns,
+          Config::kCluster,
+          Config::kRhsBlock,
+          Config::kDepth,
+          Config::kThreads,
+          Config::kSharedBytes};
 }
 
 template <typename Kernel, typename In, typename Out, bool kRhsAlongK, typename... Tiles>

@@ -8,7 +8,6 @@ namespace torch_overlap::sm90 {
 namespace {
 
 constexpr int64_t kAlignment = 16;
-constexpr size_t kBoxBytes = 128;  // of a row
 
 CUtensorMapDataType map_type(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -35,17 +34,18 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 }  // namespace
 
 CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
-                       int64_t stride, int box_rows) {
+                       int64_t stride, int box_rows, int box_bytes) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const size_t element = c10::elementSize(dtype);
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * element};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(kBoxBytes / element),
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(static_cast<size_t>(box_bytes) / element),
                             static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
   CUtensorMap map;
   const CUresult status =
       encoder()(&map, map_type(dtype), 2, const_cast<void*>(data), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE,
+                box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kRuntime,
                       "gemm: expected a matrix that tensor copies take, got ", rows, " x ", columns,

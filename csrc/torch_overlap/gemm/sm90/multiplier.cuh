@@ -98,7 +98,7 @@ class Multiplier {
   template <bool kAlongK>
   static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
     if constexpr (kAlongK) return descriptor_k(address + step * 32);
-    return descriptor_mn(address + step * 2048);
+    return descriptor_mn<Config::kRhsBlock>(address + step * Config::kRhsBlock * 32);
   }
   __device__ __forceinline__ void release(int stage) {
     const uint32_t lane = threadIdx.x % 32;

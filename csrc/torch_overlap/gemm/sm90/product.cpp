@@ -89,11 +89,11 @@ void run(const Product& product, const Choice& choice) {
   GemmParams params{};
   params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
                           kernel->rows);
-  params.rhs =
-      product.rhs_along_k
-          ? matrix_map(product.rhs, product.rhs_type, product.n, product.k, product.rhs_stride,
-                       kernel->columns / kernel->cluster)
-          : matrix_map(product.rhs, product.rhs_type, product.k, product.n, product.rhs_stride, 64);
+  params.rhs = product.rhs_along_k
+                   ? matrix_map(product.rhs, product.rhs_type, product.n, product.k,
+                                product.rhs_stride, kernel->columns / kernel->cluster)
+                   : matrix_map(product.rhs, product.rhs_type, product.k, product.n,
+                                product.rhs_stride, kernel->depth, kernel->rhs_block * 2);
   params.out = matrix_map(product.out, product.out_type, product.m, product.n, product.out_stride,
                           kWarpRows);
   params.m = static_cast<int>(product.m);

@@ -46,6 +46,8 @@ struct TileConfig {
 
   static constexpr int kLhsBytes = kRows * 128;
   static constexpr int kRhsBytes = kColumns * 128;
+  // Where rhs does not lie along k, a stage has blocks of so many of its columns.
+  static constexpr int kRhsBlock = kColumns % 64 == 0 ? 64 : 32;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes;
   static constexpr int kStoreBytes = 64 * 128;
   static constexpr int kSharedBytes =
@@ -55,7 +57,7 @@ struct TileConfig {
   static_assert(kRows == 64 * kRowGroups);
   static_assert(kWidth % 64 == 0 || (kWidth % 32 == 0 && kColumnGroups == 1));
   static_assert(kRhsAlongK || !kIsScaled, "8-bit operands run along k");
-  static_assert(kRhsAlongK || kColumns % 64 == 0, "blocks of 64 columns");
+  static_assert(kColumns % kRhsBlock == 0);
   static_assert(kSets * kAccumulators <= 192 && kSets <= 2, "the sums of a thread");
   static_assert(kColumns % (8 * kCluster) == 0);
   static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");

@@ -3,9 +3,9 @@
 #include <cstdint>
 
 // Products of a warpgroup (PTX ISA, wgmma.mma_async): d [64, n] += a [64, k] b [k, n], both
-// operands in shared memory under the 128-byte swizzle, k as long as 32 bytes. A thread holds n / 2
-// of d: of rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 * (lane % 4) (+ 1) in d[4 * i + 2
-// * row + column].
+// operands in shared memory under the 128-byte swizzle, or b under the 64-byte one, k as long as 32
+// bytes. A thread holds n / 2 of d: of rows 16 * warp + lane / 4 (+ 8) the columns 8 * i + 2 *
+// (lane % 4) (+ 1) in d[4 * i + 2 * row + column].
 namespace torch_overlap::sm90 {
 
 // Types of the operands; the name is that of the instruction. 8-bit ones run along k, both.
@@ -35,11 +35,14 @@ __device__ __forceinline__ uint64_t descriptor_k(uint32_t address) {
          (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 }
 
-// One whose rows run along m or n: blocks of 64 elements (128 bytes) wide and 64 rows (of k) deep,
-// 8192 bytes each, one behind the other.
+// One whose rows run along m or n: blocks of 64 elements (128 bytes, which is their swizzle) or 32
+// (64 bytes) wide and 64 rows (of k) deep, one behind the other.
+template <int kBlock>
 __device__ __forceinline__ uint64_t descriptor_mn(uint32_t address) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{8192 >> 4} << 16) |
-         (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+  static_assert(kBlock == 64 || kBlock == 32);
+  constexpr uint64_t kSwizzle = kBlock == 64 ? 1 : 2;
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (uint64_t{kBlock * 128 >> 4} << 16) |
+         (uint64_t{kBlock * 16 >> 4} << 32) | (kSwizzle << 62);
 }
 
 __device__ __forceinline__ void wgmma_fence() {
