@@ -8,6 +8,7 @@
 import os
 import sys
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -448,25 +449,92 @@ def test_our_own_kernels(dtype, layout, sizes):
     assert (ran > 0) == (layout[0] == "N")
 
 
+def in_wider_rows(matrix):
+    """The same matrix in rows that begin at multiples of 16 bytes, with NaN behind each."""
+    rows, columns = matrix.shape
+    wide = torch.full((rows, columns + 8 + -columns % 8), float("nan"), dtype=matrix.dtype, device="cuda")
+    wide[:, :columns] = matrix
+    return wide[:, :columns]
+
+
+def check_in_a_frame(case, kernels):
+    """Each kernel into a part of a larger matrix, of which the rest stays as it was."""
+    args = case.args
+    m, n = args.out.shape
+    frame = torch.empty(m + 32, n + 272 + -n % 8, dtype=args.out.dtype, device="cuda")
+    case.args = GemmArgs(args.lhs, args.rhs, frame[16 : 16 + m, 16 : 16 + n], bias=args.bias, gelu=args.gelu)
+    assert own_gemm_kernels(case.args) == kernels
+    for kernel in kernels:
+        frame.fill_(float("nan"))
+        run_own_gemm_kernel(case.args, kernel)
+        torch.cuda.synchronize()
+        case.check()
+        assert frame.isnan().sum() == frame.numel() - m * n, kernel
+
+
 @on_hopper
 @pytest.mark.parametrize("n", [8, 56, 72, 136, 160, 168, 192, 200, 216, 224, 232, 384, 424, 448, 456])
 @pytest.mark.parametrize("layout", ["NN", "NT"])
 def test_our_own_kernels_write_nothing_beside_the_result(layout, n):
-    """Of tiles cut off at every kind of column, in a frame of a larger matrix."""
+    """Of tiles cut off at every kind of column."""
     for m in (8, 136, 328):
         for epilogue in ("none", "bias_gelu"):
-            case = case_of(m, n, 328, dtype=torch.bfloat16, layout=layout, epilogue=epilogue)
-            frame = torch.empty(m + 32, n + 272, dtype=torch.bfloat16, device="cuda")
-            out = frame[16 : 16 + m, 16 : 16 + n]
-            case.args = GemmArgs(case.args.lhs, case.args.rhs, out, bias=case.args.bias, gelu=case.args.gelu)
-            kernels = own_gemm_kernels(case.args)
-            assert kernels == TILES
-            for kernel in kernels:
-                frame.fill_(float("nan"))
+            check_in_a_frame(case_of(m, n, 328, dtype=torch.bfloat16, layout=layout, epilogue=epilogue), TILES)
+
+
+@on_hopper
+@pytest.mark.parametrize("sizes", [(2, 3, 5), (65, 63, 65), (129, 161, 127), (131, 225, 191), (300, 451, 333)], ids=str)
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_our_own_kernels_of_odd_sizes(dtype, layout, sizes):
+    """Rows begin at multiples of 16 bytes and end anywhere; what is behind them is not read."""
+    for epilogue in ("none", "bias_gelu"):
+        case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
+        lhs, rhs = (GemmOperand(in_wider_rows(x.data), x.transposed) for x in (case.args.lhs, case.args.rhs))
+        case.args = GemmArgs(lhs, rhs, case.args.out, bias=case.args.bias, gelu=case.args.gelu)
+        check_in_a_frame(case, TILES)
+
+
+@on_hopper
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_our_own_kernels_give_the_same_bits_each_time(layout):
+    """Several tiles for each block, with nothing left of the run before."""
+    case = case_of(4104, 2568, 584, dtype=torch.bfloat16, layout=layout, epilogue="bias_gelu")
+    out = case.args.out
+    for kernel in own_gemm_kernels(case.args):
+        run_own_gemm_kernel(case.args, kernel)
+        first = out.clone()
+        case.check()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(200):
+            out.fill_(float("nan"))
+            run_own_gemm_kernel(case.args, kernel)
+            wrong += (out != first).sum()
+        assert wrong == 0, kernel
+
+
+@on_hopper
+def test_matrices_that_begin_at_one_address():
+    """One memory as operands and results of other sizes, types, and distances of rows, in turns."""
+    memory = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    shapes = [(136, 200, 264), (264, 136, 200), (200, 264, 136)]
+    for _ in range(3):
+        for (m, n, k), dtype, layout, gap in product(shapes, (torch.bfloat16, torch.float16), ("NN", "NT"), (0, 8)):
+            case = case_of(m, n, k, dtype=dtype, layout=layout)
+
+            def placed(at, like, gap=gap):
+                rows, columns = like.shape
+                flat = memory[at].view(like.dtype)[: rows * (columns + gap)]
+                return flat.view(rows, columns + gap)[:, :columns].copy_(like)
+
+            lhs, rhs = case.args.lhs, case.args.rhs
+            operands = (GemmOperand(placed(i, x.data), x.transposed) for i, x in enumerate((lhs, rhs)))
+            case.args = GemmArgs(*operands, placed(2, case.args.out))
+            for kernel in TILES:
+                case.args.out.fill_(float("nan"))
                 run_own_gemm_kernel(case.args, kernel)
                 torch.cuda.synchronize()
                 case.check()
-                assert frame.isnan().sum() == frame.numel() - m * n, kernel
 
 
 @on_hopper

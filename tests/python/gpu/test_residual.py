@@ -97,17 +97,15 @@ def test_our_own_kernels_of_8_bits(scaling, types, sizes):
 
 @on_hopper
 @pytest.mark.parametrize("strides", [(0, 24), (24, 0), (8, 272), (272, 16)], ids=str)
-@pytest.mark.parametrize("n", [8, 72, 136, 200, 224, 232, 256, 424])
+@pytest.mark.parametrize("n", [3, 8, 72, 136, 161, 200, 224, 225, 232, 256, 424])
 def test_rows_of_the_residual_are_as_far_apart_as_they_like(n, strides):
     """Nothing is written but the result, and nothing read beside the residual: NaN is all around both."""
-    out_gap, residual_gap = strides
-    for m in (1, 8, 136, 328):
+    for m in (8, 136, 328) if n % 8 else (1, 8, 136, 328):  # what the rows of a single one are apart is not asked
         case = rounded_once(m, n, 328, dtype=torch.bfloat16, epilogue="bias")
         frames = [
-            torch.full((m + 2, n + gap), float("nan"), dtype=torch.bfloat16, device="cuda")
-            for gap in (out_gap, residual_gap)
+            torch.full((m + 2, n + -n % 8 + gap), float("nan"), dtype=torch.bfloat16, device="cuda") for gap in strides
         ]
-        out, residual = (frame[1:-1, frame.size(1) - n :] for frame in frames)
+        out, residual = (frame[1:-1, gap : gap + n] for frame, gap in zip(frames, strides, strict=True))
         between(case, out, residual)
         kernels = own_gemm_kernels(case.args)
         assert kernels == TILES
@@ -174,12 +172,16 @@ def test_all_epilogues(tuning, scaling, epilogue):
 
 
 @on_hopper
-def test_gelu_and_residual_are_one_kernel_in_the_best_tuning():
-    """The library adds before its GELU."""
-    for tuning, composed in (("heuristic", 1), ("best", 0)):
+@pytest.mark.parametrize(
+    ("scaling", "sizes"), [(None, (520, 1032, 776)), ("current", (520, 1040, 784)), ("row", (520, 1040, 784))]
+)
+def test_gelu_and_residual_are_one_kernel(scaling, sizes):
+    """The library adds before its GELU: 16-bit operands wait for what the tuning says."""
+    options = {"dtype": E4M3 if scaling else torch.bfloat16, "scaling": scaling, "residual": True}
+    for tuning, composed in (("heuristic", 0 if scaling else 1), ("best", 0)):
         layer.set_gemm_tuning(tuning)
         layer.reset_gemm_statistics()
-        case = case_of(520, 1032, 776, dtype=torch.bfloat16, epilogue="bias_gelu", residual=True)
+        case = case_of(*sizes, epilogue="bias_gelu", **options)
         gemm(case.args)
         torch.cuda.synchronize()
         case.check()
