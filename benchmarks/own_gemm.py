@@ -3,10 +3,11 @@
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --out results
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --cutlass cutlass_gemm.so --out results
 
-One GPU; the shapes are those of one of `tp` ranks, weights [n, k], results bfloat16; fp8: e4m3 with one factor for
-each operand; --residual: a matrix like the result is added. Each variant is captured in a CUDA graph of several calls
-on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of the ratio
-within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
+One GPU; the shapes are those of one of `tp` ranks, weights [n, k] or with --weights kn (16 bits) [k, n], results
+bfloat16; fp8: e4m3 with one factor for each operand; --residual: a matrix like the result is added. Each variant is
+captured in a CUDA graph of several calls on operands that rotate; variants take turns within every round, and a ratio
+is the median over rounds of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the
+quickest of its heuristics.
 --cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/performance.md says how). Each must give
 cuBLASLt's result in every order in which it can go through the tiles, and takes its turns in the quickest.
 At the end: the geometric mean and the worst over all shapes of the quickest of our kernels, and of CUTLASS's.
@@ -46,14 +47,13 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
-def products_of(shape: tuple[int, int, int], dtype: str, adds: bool) -> list[GemmArgs]:
+def products_of(shape: tuple[int, int, int], dtype: str, weights: str, adds: bool) -> list[GemmArgs]:
     """As many as do not fit into the L2 cache together, and two at least."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-    residual = torch.randn(m, n, device="cuda").bfloat16() if adds else None
 
-    def random(rows: int, transposed: bool) -> GemmOperand:
-        data = torch.randn(rows, k, device="cuda")
+    def random(rows: int, columns: int, transposed: bool) -> GemmOperand:
+        data = torch.randn(rows, columns, device="cuda")
         if dtype == "bf16":
             return GemmOperand(data.bfloat16(), transposed)
         factor = torch.rand(1, device="cuda") + 0.5
@@ -61,8 +61,14 @@ def products_of(shape: tuple[int, int, int], dtype: str, adds: bool) -> list[Gem
             data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=factor
         )
 
+    def random_weights() -> GemmOperand:
+        return random(n, k, True) if weights == "nk" else random(k, n, False)
+
+    def random_residual() -> torch.Tensor | None:
+        return torch.randn(m, n, device="cuda").bfloat16() if adds else None
+
     sets = Case("gemm", shape, dtype).sets(1)
-    return [GemmArgs(random(m, False), random(n, True), out, residual=residual) for _ in range(sets)]
+    return [GemmArgs(random(m, k, False), random_weights(), out, residual=random_residual()) for _ in range(sets)]
 
 
 def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
@@ -137,19 +143,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--weights", choices=["nk", "kn"], default="nk")
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--cutlass", type=Path, help="a library of CUTLASS's kernels")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    if args.cutlass and args.residual:
-        parser.error("CUTLASS's kernels are compiled without a residual: give --cutlass or --residual")
+    if args.cutlass and (args.residual or args.weights != "nk"):
+        parser.error("CUTLASS's kernels are compiled for weights [n, k] and without a residual: leave out --cutlass")
+    if args.dtype == "fp8" and args.weights != "nk":
+        parser.error("expected weights [n, k] of 8 bits, got --weights kn: give --dtype bf16")
     kernels = CutlassKernels(args.cutlass) if args.cutlass else None
     set_gemm_tuning("measured")
     torch.manual_seed(0)
     rows, best = [], defaultdict(list)
     for name, shape in shapes_of(args.tp).items():
-        products = products_of(shape, args.dtype, args.residual)
+        products = products_of(shape, args.dtype, args.weights, args.residual)
         settings = cutlass_settings(kernels, products, args.dtype) if kernels else {}
         others = {
             CUTLASS + kernel: partial(kernels.run, kernel=kernel, setting=setting)
@@ -179,7 +188,8 @@ def main() -> None:
         text = "  ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in ratios.items())
         print(f"{name:12s} {shape!s:22s} {spread_of(samples[BASELINE]).median:8.1f} us  {text}", flush=True)
     print(f"tp {args.tp}: {summary(best)}")
-    name = "own_gemm" + ("" if args.dtype == "bf16" else "_fp8") + ("_residual" if args.residual else "")
+    parts = {"fp8": args.dtype == "fp8", "kn": args.weights == "kn", "residual": args.residual}
+    name = "_".join(["own_gemm", *(part for part, is_so in parts.items() if is_so)])
     versions = {"cutlass": kernels.version} if kernels else {}
     print(write(result(name, rows, **versions), 1, args.out))
 
