@@ -54,9 +54,9 @@ CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int
   return map;
 }
 
-CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows) {
+CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows, int box_bytes) {
   return matrix_map(matrix.const_data_ptr(), matrix.scalar_type(), matrix.size(0), matrix.size(1),
-                    matrix.stride(0), box_rows);
+                    matrix.stride(0), box_rows, box_bytes);
 }
 
 bool is_mappable(const at::Tensor& matrix) {

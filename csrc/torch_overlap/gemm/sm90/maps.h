@@ -13,7 +13,7 @@ namespace torch_overlap::sm90 {
 // the driver has no such maps.
 CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
                        int64_t stride, int box_rows, int box_bytes = 128);
-CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows);
+CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows, int box_bytes = 128);
 
 // Whether it can be one: contiguous rows that begin at multiples of 16 bytes.
 bool is_mappable(const at::Tensor& matrix);

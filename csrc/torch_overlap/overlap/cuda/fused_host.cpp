@@ -114,8 +114,9 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
                              const KernelInfo& kernel) {
   sm90::GemmParams params{};
   params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
-  params.rhs =
-      sm90::matrix_map(operands.rhs, operands.rhs_along_k ? kernel.columns / kernel.cluster : 64);
+  params.rhs = operands.rhs_along_k
+                   ? sm90::matrix_map(operands.rhs, kernel.columns / kernel.cluster)
+                   : sm90::matrix_map(operands.rhs, kernel.depth, kernel.rhs_block * 2);
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
