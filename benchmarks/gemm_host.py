@@ -1,27 +1,35 @@
 """Host time of one product with a plan, beside torch's own products on the same operands.
 
     python benchmarks/gemm_host.py --out results
+    python benchmarks/gemm_host.py --out results --loops <build>/benchmarks/cpp/libtorch_overlap_loops.so
 
 A sample is the time that the host spends in 100 calls in a row, divided by 100; then it synchronizes.
 All variants take turns within every round. The products are so small that the device keeps up.
 `prepared` calls gemm() again with one GemmArgs; `built` makes GemmArgs and operands for each call.
 No plan is made and nothing asked of cuBLASLt in what is timed, which the program checks.
+`own` runs a kernel of ours for Hopper, and looks for it among all that there are each time. With --loops: a tensor map,
+of which such a kernel takes three or four, and a fused operator two or three and one for each rank; for one matrix
+again and again, and for 65536 in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
 from torch_overlap.bench.result import write_result
 from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, spread_of
 from torch_overlap.gemm import GemmArgs, GemmOperand, ScalingMode, gemm, gemm_statistics, set_gemm_tuning
 
 CALLS = 100
 SIZE = 256
+MAPS = 1 << 16
 Variants = dict[str, Callable[[], object]]
 
 
@@ -32,8 +40,11 @@ def plain(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> dict[str, Var
         return GemmArgs(GemmOperand(x), GemmOperand(w, True), out, **epilogue)
 
     product, with_bias = build(), build(bias=bias)
+    kernels = own_gemm_kernels(product)
+    own: Variants = {"own": partial(run_own_gemm_kernel, product, kernels[0])} if kernels else {}
     return {
-        "bf16 x w^T": {
+        "bf16 x w^T": own
+        | {
             "prepared": lambda: gemm(product),
             "built": lambda: gemm(build()),
             "torch.mm": lambda: torch.mm(x, w.t(), out=out),
@@ -68,10 +79,23 @@ def scaled(x: torch.Tensor, w: torch.Tensor) -> dict[str, Variants]:
     }
 
 
+def tensor_maps(library: Path, x: torch.Tensor) -> dict[str, Callable[[], float]]:
+    """Samplers of one map, found again and encoded."""
+    loop = ctypes.CDLL(str(library)).tensor_map_loop
+    loop.restype = ctypes.c_double
+    loop.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+
+    def sample(matrices: int) -> float:
+        return float(loop(x.data_ptr(), matrices, MAPS)) * 1e6 / MAPS
+
+    return {"of one matrix": partial(sample, 1), "of others each time": partial(sample, MAPS)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--loops", type=Path, help="libtorch_overlap_loops.so; without it no tensor maps")
     args = parser.parse_args()
 
     set_gemm_tuning("heuristic")
@@ -81,14 +105,17 @@ def main() -> None:
     if torch.cuda.get_device_capability() >= (8, 9):
         problems |= scaled(x, w)
 
-    rows = []
+    samplers = {}
     for problem, variants in problems.items():
         for call in variants.values():
             call()  # plans, handles and kernels are there
+        samplers[problem] = {name: host_sampler(call, CALLS) for name, call in variants.items()}
+    if args.loops:
+        samplers["tensor map"] = tensor_maps(args.loops.resolve(), x)
+    rows = []
+    for problem, of_problem in samplers.items():
         before = gemm_statistics()
-        samples = interleave(
-            {name: host_sampler(call, CALLS) for name, call in variants.items()}, args.rounds, warmup=10
-        )
+        samples = interleave(of_problem, args.rounds, warmup=10)
         after = gemm_statistics()
         assert (before["plans"], before["queries"]) == (after["plans"], after["queries"]), (before, after)
         for name, values in samples.items():
@@ -96,7 +123,7 @@ def main() -> None:
             peers = {other: ratio_of(samples, name, other)[0] for other in samples if other != name}
             rows.append({"what": f"{problem}, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
             text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
-            print(f"{problem:20s} {name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)
+            print(f"{problem:20s} {name:20s} {us:7.3f} us (iqr {iqr:.3f})   {text}", flush=True)
     print(write_result("gemm_host", 1, rows, args.out))
 
 

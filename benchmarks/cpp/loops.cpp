@@ -9,6 +9,7 @@
 
 #include "torch_overlap/comm/registry.h"
 #include "torch_overlap/comm/torch_comm.h"
+#include "torch_overlap/gemm/sm90/maps.h"
 
 namespace {
 
@@ -42,4 +43,17 @@ double torch_comm_all_reduce_loop(const char* name, size_t count, int calls) {
   const double seconds = seconds_since(begin);
   works.back()->wait();
   return seconds;
+}
+
+double tensor_map_loop(const void* data, int matrices, int calls) {
+  constexpr int kSize = 256;
+  constexpr int kBoxRows = 128;
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < calls; ++i) {
+    const auto* const at = static_cast<const char*>(data) + std::ptrdiff_t{16} * (i % matrices);
+    const auto map =
+        torch_overlap::sm90::matrix_map(at, at::kBFloat16, kSize, kSize, kSize, kBoxRows);
+    asm volatile("" ::"r"(&map) : "memory");  // it is made
+  }
+  return seconds_since(begin);
 }
