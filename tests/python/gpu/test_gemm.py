@@ -538,6 +538,17 @@ def test_matrices_that_begin_at_one_address():
 
 
 @on_hopper
+def test_more_matrices_than_tensor_maps_are_kept():
+    case = case_of(8, 8, 64, dtype=torch.bfloat16)
+    frame = torch.empty(2500, 8, 8, dtype=torch.bfloat16, device="cuda")
+    for _ in range(2):
+        frame.fill_(float("nan"))
+        for out in frame:
+            run_own_gemm_kernel(GemmArgs(case.args.lhs, case.args.rhs, out), "64x256")
+        assert ((frame.double() - case.expected["out"]).abs() <= case.allowed["out"]).all()
+
+
+@on_hopper
 @pytest.mark.parametrize(
     "sizes",
     [(8, 8, 16), (264, 136, 208), (130, 2056, 4096), *[(4104, 2568, k) for k in (128, 144, 384, 512, 2192)]],

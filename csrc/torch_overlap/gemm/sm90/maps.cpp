@@ -2,6 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <bit>
+#include <vector>
+
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap::sm90 {
@@ -31,10 +34,39 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return function;
 }
 
-}  // namespace
+// All that an encoding depends on: it holds for whatever memory is at the address by then.
+struct MapKey {
+  const void* data = nullptr;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t stride = 0;
+  at::ScalarType dtype = at::kByte;
+  int box_rows = 0;  // of no key but that of an empty entry
+  int box_bytes = 0;
 
-CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
-                       int64_t stride, int box_rows, int box_bytes) {
+  bool operator==(const MapKey&) const = default;
+};
+
+struct MapEntry {
+  MapKey key;
+  CUtensorMap map{};
+};
+
+constexpr size_t kEntries = 1024;
+
+size_t slot_of(const MapKey& key) {
+  const uint64_t words[] = {
+      reinterpret_cast<uintptr_t>(key.data), static_cast<uint64_t>(key.rows),
+      static_cast<uint64_t>(key.columns),    static_cast<uint64_t>(key.stride),
+      static_cast<uint64_t>(key.dtype),      static_cast<uint64_t>(key.box_rows),
+      static_cast<uint64_t>(key.box_bytes)};
+  uint64_t hash = 0;
+  for (const uint64_t word : words) hash = std::rotl((hash ^ word) * 0x9E3779B97F4A7C15U, 29);
+  return (hash ^ (hash >> 32U)) % kEntries;
+}
+
+CUtensorMap encode(const MapKey& key) {
+  const auto& [data, rows, columns, stride, dtype, box_rows, box_bytes] = key;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const size_t element = c10::elementSize(dtype);
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * element};
@@ -52,6 +84,18 @@ CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int
                       " of ", dtype, " with rows ", stride, " elements apart (CUDA error ",
                       static_cast<int>(status), ")");
   return map;
+}
+
+}  // namespace
+
+CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int64_t columns,
+                       int64_t stride, int box_rows, int box_bytes) {
+  // By hash, the last one of each: nothing is shared with other threads, and nothing grows.
+  thread_local std::vector<MapEntry> entries(kEntries);
+  const MapKey key{data, rows, columns, stride, dtype, box_rows, box_bytes};
+  MapEntry& entry = entries[slot_of(key)];
+  if (entry.key != key) entry = {key, encode(key)};
+  return entry.map;
 }
 
 CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows, int box_bytes) {

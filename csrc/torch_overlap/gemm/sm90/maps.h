@@ -12,7 +12,8 @@ namespace torch_overlap::sm90 {
 // A matrix of 8- or 16-bit floats as tensor copies see it: boxes of `box_bytes`, 128 or 64, and
 // `box_rows` rows lie in shared memory under the swizzle of as many bytes; what is outside the
 // matrix reads as 0 and is not written. Rows lie `stride` elements apart. Throws kUnsupported where
-// the driver has no such maps.
+// the driver has no such maps. A thread keeps what it asked for, as far as there is room, and finds
+// it again.
 TORCH_OVERLAP_API CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows,
                                          int64_t columns, int64_t stride, int box_rows,
                                          int box_bytes = 128);
