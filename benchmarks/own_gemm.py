@@ -176,6 +176,8 @@ def main() -> None:
                 "shape": list(shape),
                 "dtype": args.dtype,
                 "tp": args.tp,
+                "weights": args.weights,
+                "residual": args.residual,
                 "mode": "graph",
             }
             row |= {"algorithm": OWN * is_own + kernel, "us": us, "iqr_us": iqr}
