@@ -296,4 +296,5 @@ def test_explain_names_the_reason(make_comm):
         assert found[op].algorithm in ("chunked", "sequential")
         if found[op].decided_by == "rule":
             assert found[op].algorithm == "chunked"
-            assert far in found[op].why, found[op]
+            if op != "scaled_matmul_all_reduce":  # which goes in pieces by rule, whatever the ranks reach
+                assert far in found[op].why, found[op]
