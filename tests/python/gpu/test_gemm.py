@@ -458,15 +458,16 @@ def in_wider_rows(matrix):
 
 
 def check_in_a_frame(case, kernels):
-    """Each kernel into a part of a larger matrix, of which the rest stays as it was."""
+    """Each kernel, and gemm(), into a part of a larger matrix, of which the rest stays as it was."""
     args = case.args
     m, n = args.out.shape
     frame = torch.empty(m + 32, n + 272 + -n % 8, dtype=args.out.dtype, device="cuda")
-    case.args = GemmArgs(args.lhs, args.rhs, frame[16 : 16 + m, 16 : 16 + n], bias=args.bias, gelu=args.gelu)
+    out = frame[16 : 16 + m, 16 : 16 + n]
+    case.args = GemmArgs(args.lhs, args.rhs, out, bias=args.bias, gelu=args.gelu)
     assert own_gemm_kernels(case.args) == kernels
-    for kernel in kernels:
+    for kernel in [*kernels, None]:
         frame.fill_(float("nan"))
-        run_own_gemm_kernel(case.args, kernel)
+        run_own_gemm_kernel(case.args, kernel) if kernel else gemm(case.args)
         torch.cuda.synchronize()
         case.check()
         assert frame.isnan().sum() == frame.numel() - m * n, kernel
@@ -482,17 +483,33 @@ def test_our_own_kernels_write_nothing_beside_the_result(layout, n):
             check_in_a_frame(case_of(m, n, 328, dtype=torch.bfloat16, layout=layout, epilogue=epilogue), TILES)
 
 
+def with_wider_operands(case):
+    lhs, rhs = (GemmOperand(in_wider_rows(x.data), x.transposed) for x in (case.args.lhs, case.args.rhs))
+    case.args = GemmArgs(lhs, rhs, case.args.out, bias=case.args.bias, gelu=case.args.gelu)
+    return case
+
+
 @on_hopper
-@pytest.mark.parametrize("sizes", [(2, 3, 5), (65, 63, 65), (129, 161, 127), (131, 225, 191), (300, 451, 333)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 8, 5), (65, 56, 65), (129, 168, 127), (131, 232, 191), (300, 456, 333)], ids=str)
 @pytest.mark.parametrize("layout", ["NN", "NT"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels_of_odd_sizes(dtype, layout, sizes):
-    """Rows begin at multiples of 16 bytes and end anywhere; what is behind them is not read."""
+    """Rows begin at multiples of 16 bytes, those of operands end anywhere; what is behind them is not read."""
     for epilogue in ("none", "bias_gelu"):
-        case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
-        lhs, rhs = (GemmOperand(in_wider_rows(x.data), x.transposed) for x in (case.args.lhs, case.args.rhs))
-        case.args = GemmArgs(lhs, rhs, case.args.out, bias=case.args.bias, gelu=case.args.gelu)
-        check_in_a_frame(case, TILES)
+        check_in_a_frame(with_wider_operands(case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)), TILES)
+
+
+@on_hopper
+@pytest.mark.parametrize("n", [1, 3, 63, 161, 225, 451])
+@pytest.mark.parametrize("tuning", ["heuristic", "best"])
+def test_rows_that_end_within_16_bytes(tuning, n):
+    """Tensor copies would store what is behind them too."""
+    layer.set_gemm_tuning(tuning)
+    for layout, m in product(["NN", "NT"], (1, 2, 130)):
+        case = with_wider_operands(case_of(m, n, 40, dtype=torch.bfloat16, layout=layout))
+        check_in_a_frame(case, [])
+    for scaling in ("current", "row"):
+        check_in_a_frame(case_of(32, n, 64, dtype=E4M3, scaling=scaling, layout="NT"), [])
 
 
 @on_hopper

@@ -25,6 +25,11 @@ bool is_aligned(const void* data, at::ScalarType type, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && stride * element % kAlignment == 0;
 }
 
+// Tensor copies store 16 bytes at a time, also where a row of the result ends within them.
+bool ends_aligned(const Product& product) {
+  return product.n * static_cast<int64_t>(c10::elementSize(product.out_type)) % kAlignment == 0;
+}
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
@@ -55,7 +60,7 @@ std::vector<Choice> choices(const Product& product) {
   if (!multiplies(product.lhs_type, product.rhs_type, product.out_type) ||
       !is_aligned(product.lhs, product.lhs_type, product.lhs_stride) ||
       !is_aligned(product.rhs, product.rhs_type, product.rhs_stride) ||
-      !is_aligned(product.out, product.out_type, product.out_stride) ||
+      !is_aligned(product.out, product.out_type, product.out_stride) || !ends_aligned(product) ||
       !is_aligned(product.residual, product.out_type, product.residual_stride)) {
     return all;
   }

@@ -45,7 +45,8 @@ struct Choice {
 };
 
 // All ways there are on the current device; none where it is no sm_90, or where tensor copies
-// cannot read the matrices: they want rows at multiples of 16 bytes.
+// cannot take the matrices: they want rows that begin at multiples of 16 bytes, and of the result
+// rows that end there too.
 std::vector<Choice> choices(const Product& product);
 
 // The one whose waves of tiles take the least time, by their number and size; nothing was measured.
