@@ -91,8 +91,8 @@ def set_gemm_tuning(tuning: Literal["heuristic", "measured", "best"]) -> None:
 
     "heuristic" (the default) takes cuBLASLt's first proposal. "measured" times its first eight on the operands of the
     first call outside of a capture, for which that call waits; choices that were measured stay. "best" times our own
-    kernels too, which an sm_90 has for float16 and bfloat16: with rhs transposed or not, lhs as it is, a bias, GELU, a
-    residual.
+    kernels too, which an sm_90 has for float16, bfloat16 and 8-bit floats: with rhs transposed or not, lhs as it is, a
+    bias, GELU, a residual.
     """
     _gemm.set_gemm_tuning(tuning)
 

@@ -10,7 +10,7 @@ namespace torch_overlap {
 
 // How a plan gets its algorithm: the library's first proposal; the fastest of its first eight,
 // measured on the operands of the first call (never during a capture); or the fastest of those and
-// of our own kernels, which Hopper has for 16-bit types. Plans that exist stay.
+// of our own kernels, which Hopper has for 8- and 16-bit floats. Plans that exist stay.
 enum class GemmTuning { kHeuristic, kMeasured, kBest };
 // "heuristic" (the default), "measured" or "best".
 TORCH_OVERLAP_API void set_gemm_tuning(std::string_view tuning);

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gemm_cases import make_case
 
+TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]  # of our own kernels
 GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
 # Beside float32 sums, relative to the sum of |lhs||rhs|:
 TRUNCATED = 2.0**-20  # tensor cores do not round to nearest

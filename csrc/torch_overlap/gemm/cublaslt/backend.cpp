@@ -72,15 +72,7 @@ class Runner {
 
   bool matmul(cublasLtEpilogue_t epilogue, const at::Tensor& out) {
     const LtCall call = make_call(problem_, epilogue, out, workspace_);
-    if (PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_)) {
-      return true;
-    }
-    // 8-bit operands whose sizes are no multiples of 16, or GELU with a residual: our kernels, or
-    // bf16.
-    const auto product = problem_.lhs.scaled() ? own_product(call, call.d) : std::nullopt;
-    const auto choice = product ? sm90::guess(*product) : std::nullopt;
-    if (choice) sm90::run(*product, *choice);
-    return choice.has_value();
+    return PlanCache::instance().plan_of(handle_, call)->run(handle_, call, workspace_, stream_);
   }
 
   const GemmProblem& problem_;

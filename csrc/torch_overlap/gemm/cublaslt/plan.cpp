@@ -52,7 +52,19 @@ Plan::Plan(cublasLtHandle_t handle, const LtCall& call)
   count(gemm_counters().plans);
   set_addresses(call);
   const auto found = query(handle, 1);
-  if (!found.empty()) algorithm_ = found[0];
+  if (found.empty()) {
+    refuse(call);
+  } else {
+    algorithm_ = found[0];
+  }
+}
+
+// 8-bit operands whose sizes are no multiples of 16, or GELU with a residual. Addresses are aligned
+// alike in all calls with one key.
+void Plan::refuse(const LtCall& call) {
+  algorithm_.reset();
+  if (key_.scale_mode_a < 0) return;
+  if (const auto product = own_product(call, call.d)) own_ = sm90::guess(*product);
 }
 
 std::vector<cublasLtMatmulAlgo_t> Plan::query(cublasLtHandle_t handle, int most) const {
@@ -111,21 +123,21 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
 bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  set_addresses(call);
   if (!measured_ && gemm_tuning() != GemmTuning::kHeuristic && !cuda::capture_of(stream)) {
+    set_addresses(call);
     measure(handle, call, workspace, stream);
   }
-  if (own_) {
-    sm90::run(*own_product(call, call.d), *own_);
-    return true;
+  if (algorithm_ && !own_) {
+    set_addresses(call);
+    const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);
+    if (!is_refusal(status)) {
+      check(status, "cublasLtMatmul");
+      return true;
+    }
+    refuse(call);  // what the heuristics let pass
   }
-  if (!algorithm_) return false;
-  const auto status = launch(handle, call, call.d, *algorithm_, workspace, stream);
-  if (is_refusal(status)) {  // of what the heuristics let pass
-    algorithm_.reset();
-    return false;
-  }
-  check(status, "cublasLtMatmul");
+  if (!own_) return false;
+  sm90::run(*own_product(call, call.d), *own_);
   return true;
 }
 

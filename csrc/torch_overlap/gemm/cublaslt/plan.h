@@ -17,15 +17,16 @@ namespace torch_overlap::cublaslt {
 class Plan {
  public:
   // Asks the library for an algorithm. A problem that it refuses makes a plan too, so that it is
-  // asked once.
+  // asked once: of one of our own kernels, where operands have 8 bits and there is one.
   Plan(cublasLtHandle_t handle, const LtCall& call);
 
-  // False where the library refuses the problem; then nothing is on the stream. With measured
+  // False where nothing here computes the problem; then nothing is on the stream. With measured
   // tuning, and outside of captures, the first call measures.
   bool run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
            cudaStream_t stream);
 
  private:
+  void refuse(const LtCall& call);
   std::vector<cublasLtMatmulAlgo_t> query(cublasLtHandle_t handle, int most) const;
   void set_addresses(const LtCall& call) const;
   cublasStatus_t launch(cublasLtHandle_t handle, const LtCall& call, void* d,
@@ -40,7 +41,7 @@ class Plan {
   Owned<cublasLtMatmulDesc_t> matmul_;
   Owned<cublasLtMatrixLayout_t> a_, b_, c_, d_;
   std::optional<cublasLtMatmulAlgo_t> algorithm_;  // none: refused
-  std::optional<sm90::Choice> own_;  // in its place, where that was measured as faster
+  std::optional<sm90::Choice> own_;  // in its place: measured as faster, or as nothing else will do
   bool measured_ = false;
 };
 

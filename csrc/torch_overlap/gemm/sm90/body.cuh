@@ -23,9 +23,11 @@
 //                                     loads before it does: waits until they are there
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
-//   residual(), loaded()              the map of what is added to the outputs before they are
-//                                     rounded, and this warp's barrier for it. The part of a tile
-//                                     comes to where its outputs will lie, while it is multiplied
+//   kFetches                          whether something is added to the outputs before they are
+//                                     rounded
+//   residual(), loaded()              then its map, and this warp's barrier for it. The part of a
+//                                     tile comes to where its outputs will lie, while it is
+//                                     multiplied
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -217,7 +219,7 @@ class Tiles {
 template <typename Config, typename Work>
 class StoredOutputs {
  public:
-  static constexpr bool kFetches = requires(Work& work) { work.residual(); };
+  static constexpr bool kFetches = Work::kFetches;
   static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
 
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,

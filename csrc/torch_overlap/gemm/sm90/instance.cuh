@@ -30,14 +30,15 @@ template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlong
 KernelInfo instance() {
   using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
                             T::kStages, T::kStoreBuffers, T::kSets>;
-  return {Kernel::template of<Config>(),
-          Config::kRows,
-          Config::kColumns,
-          Config::kCluster,
-          Config::kRhsBlock,
-          Config::kDepth,
-          Config::kThreads,
-          Config::kSharedBytes};
+  constexpr int kRhsBytes = 2;  // of an element that does not lie along k
+  return {.kernel = Kernel::template of<Config>(),
+          .rows = Config::kRows,
+          .columns = Config::kColumns,
+          .cluster = Config::kCluster,
+          .rhs_box_bytes = Config::kRhsBlock * kRhsBytes,
+          .depth = Config::kDepth,
+          .threads = Config::kThreads,
+          .shared_bytes = Config::kSharedBytes};
 }
 
 template <typename Kernel, typename In, typename Out, bool kRhsAlongK, typename... Tiles>

@@ -24,9 +24,10 @@ struct KernelInfo {
   int rows;
   int columns;
   int cluster;
-  int rhs_block;  // columns of rhs that are loaded at a time, where it does not lie along k
-  int depth;      // of k in a stage
-  int threads;    // of a block
+  int rhs_box_bytes;  // of the columns of rhs that are loaded at a time, where it does not lie
+                      // along k
+  int depth;          // of k in a stage
+  int threads;        // of a block
   int shared_bytes;
 };
 // Null: there is none.

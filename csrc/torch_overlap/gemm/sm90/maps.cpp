@@ -10,8 +10,6 @@
 namespace torch_overlap::sm90 {
 namespace {
 
-constexpr int64_t kAlignment = 16;
-
 CUtensorMapDataType map_type(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return dtype == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
@@ -35,6 +33,7 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 }
 
 // All that an encoding depends on: it holds for whatever memory is at the address by then.
+// Addresses of all devices differ.
 struct MapKey {
   const void* data = nullptr;
   int64_t rows = 0;
@@ -103,11 +102,25 @@ CUtensorMap matrix_map(const at::Tensor& matrix, int box_rows, int box_bytes) {
                     matrix.stride(0), box_rows, box_bytes);
 }
 
+bool is_mappable(const void* data, at::ScalarType dtype, int64_t stride) {
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  return reinterpret_cast<uintptr_t>(data) % kCopyAlignment == 0 &&
+         stride * element % kCopyAlignment == 0;
+}
+
 bool is_mappable(const at::Tensor& matrix) {
+  return (matrix.size(1) == 1 || matrix.stride(1) == 1) && matrix.stride(0) >= matrix.size(1) &&
+         is_mappable(matrix.const_data_ptr(), matrix.scalar_type(), matrix.stride(0));
+}
+
+bool is_storable(const void* data, at::ScalarType dtype, int64_t columns, int64_t stride) {
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  return is_mappable(data, dtype, stride) && columns * element % kCopyAlignment == 0;
+}
+
+bool is_storable(const at::Tensor& matrix) {
   const auto element = static_cast<int64_t>(matrix.element_size());
-  return (matrix.size(1) == 1 || matrix.stride(1) == 1) &&
-         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kAlignment == 0 &&
-         matrix.stride(0) >= matrix.size(1) && matrix.stride(0) * element % kAlignment == 0;
+  return is_mappable(matrix) && matrix.size(1) * element % kCopyAlignment == 0;
 }
 
 }  // namespace torch_overlap::sm90

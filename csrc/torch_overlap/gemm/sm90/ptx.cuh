@@ -98,6 +98,7 @@ __device__ __forceinline__ void tensor_load_to_all(uint32_t to, const CUtensorMa
       : "memory");
 }
 
+// Whole 16 bytes, also of a row that ends within them.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t from, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

@@ -11,6 +11,7 @@ constexpr int kMultiplyingWarps = 8;  // behind the four of the first warpgroup
 
 template <typename Config>
 struct ResidualWork : PlainWork<Config> {
+  static constexpr bool kFetches = true;
   const CUtensorMap* map;
   uint32_t barriers;
   __device__ __forceinline__ const CUtensorMap* residual() const { return map; }

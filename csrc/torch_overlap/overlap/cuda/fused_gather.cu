@@ -46,6 +46,7 @@ class GatherUnits {
 
 template <typename Config>
 struct GatherWork {
+  static constexpr bool kFetches = false;
   const FusedGatherParams& p;
   int arrived;
 

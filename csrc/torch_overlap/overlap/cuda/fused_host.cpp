@@ -23,8 +23,7 @@ using sm90::KernelKey;
 using sm90::VectorType;
 
 constexpr int kHopper = 9;
-constexpr int64_t kAlignment = 16;  // bytes, of rows
-constexpr int kPieceRows = 64;      // of outputs that the reduce-scatter stores and loads at a time
+constexpr int kPieceRows = 64;  // of outputs that the reduce-scatter stores and loads at a time
 
 // Tiles, and how much longer than the first they take for each output.
 struct TileChoice {
@@ -47,7 +46,7 @@ at::Tensor mappable(const at::Tensor& matrix) {
 
 // Where such a matrix may be written; copied to where it belongs afterwards.
 at::Tensor mappable_out(const at::Tensor& matrix) {
-  return sm90::is_mappable(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
+  return sm90::is_storable(matrix) ? matrix : at::empty(matrix.sizes(), matrix.options());
 }
 
 at::Tensor contiguous(const at::Tensor& scales) {
@@ -116,7 +115,7 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
   params.lhs = sm90::matrix_map(operands.lhs, kernel.rows);
   params.rhs = operands.rhs_along_k
                    ? sm90::matrix_map(operands.rhs, kernel.columns / kernel.cluster)
-                   : sm90::matrix_map(operands.rhs, kernel.depth, kernel.rhs_block * 2);
+                   : sm90::matrix_map(operands.rhs, kernel.depth, kernel.rhs_box_bytes);
   params.m = std::numeric_limits<int>::max();  // rows are looked after by the maps of the outputs
   params.k = static_cast<int>(operands.lhs.size(1));
   params.n = static_cast<int>(operands.rhs.size(operands.rhs_along_k ? 0 : 1));
@@ -185,8 +184,9 @@ std::string fused_obstacle(const FusedShape& shape) {
            "use_split_accumulator=False";
   }
   if (shape.k == 0 || shape.n == 0 || shape.rows.rows == 0) return "there is nothing to compute";
+  // Rows of copies of the operands, and of what is stored, also to other ranks.
   const auto per_row = [](at::ScalarType type) {
-    return kAlignment / static_cast<int64_t>(c10::elementSize(type));
+    return sm90::kCopyAlignment / static_cast<int64_t>(c10::elementSize(type));
   };
   if (shape.k % per_row(types.lhs) != 0 || shape.n % per_row(types.out) != 0) {
     return concat("fused kernels take k that is a multiple of ", per_row(types.lhs), " and n of ",
