@@ -6,10 +6,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/gemm/apart.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/gemm/counters.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/grouped.h"
@@ -29,6 +31,15 @@ bool finish_empty(const GemmProblem& problem) {
   return true;
 }
 
+void run_checked(GemmBackend& backend, const GemmProblem& problem) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  if (finish_empty(problem)) return;
+  count(gemm_counters().calls);
+  const c10::DeviceGuard guard(problem.args.out.device());
+  backend.run(problem);
+}
+
 }  // namespace
 
 GemmShape gemm_shape(const GemmArgs& args) {
@@ -43,12 +54,20 @@ void gemm(std::string_view op, const GemmArgs& args) {
   const GemmProblem problem = checked_problem(op, args);
   GemmBackend& backend = gemm_backend(op, args.out.device().type());
   backend.check(problem);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  if (finish_empty(problem)) return;
-  count(gemm_counters().calls);
-  const c10::DeviceGuard guard(args.out.device());
-  backend.run(problem);
+  run_checked(backend, problem);
+}
+
+CheckedGemm::CheckedGemm(std::string_view op, GemmArgs args) : op_(op), args_(std::move(args)) {
+  GemmProblem problem = checked_problem(op_, args_);
+  gemm_backend(op_, args_.out.device().type()).check(problem);
+  shape_ = problem.shape;
+  lhs_ = std::move(problem.lhs);
+  rhs_ = std::move(problem.rhs);
+}
+
+void CheckedGemm::run() const {
+  run_checked(gemm_backend(op_, args_.out.device().type()),
+              {.op = op_, .args = args_, .shape = shape_, .lhs = lhs_, .rhs = rhs_});
 }
 
 std::vector<std::string> own_gemm_kernels(std::string_view op, const GemmArgs& args) {

@@ -1,6 +1,7 @@
 #include "torch_overlap/gemm/operand.h"
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/quantize.h"
 
 namespace torch_overlap {
@@ -124,18 +125,18 @@ OperandView view_of(std::string_view op, Side side, const GemmOperand& operand) 
   return view;
 }
 
-GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int64_t begin,
+GemmOperand cut(std::string_view op, Side side, const OperandView& view, int64_t begin,
                 int64_t length) {
-  const OperandView view = view_of(op, side, operand);
   const int64_t dim = runs_along_k(side, view.transposed) ? 0 : 1;
   const int64_t end = begin + length;
-  GemmOperand part{.data = view.data.narrow(dim, begin, length),
-                   .transposed = view.transposed,
-                   .scaling = view.scaling,
-                   .scale_inv = view.scale_inv,
-                   .swizzled = view.swizzled,
-                   .columnwise_data = {},
-                   .columnwise_scale_inv = {}};
+  GemmOperand part{
+      .data = dim == 0 ? row_view(view.data, begin, length) : view.data.narrow(1, begin, length),
+      .transposed = view.transposed,
+      .scaling = view.scaling,
+      .scale_inv = view.scale_inv,
+      .swizzled = view.swizzled,
+      .columnwise_data = {},
+      .columnwise_scale_inv = {}};
   if (!view.scaled() || is_tensor_scaling(view.scaling) || view.data.numel() == 0) return part;
   TORCH_OVERLAP_CHECK(
       has_scales_by_row(view) ||
@@ -145,14 +146,14 @@ GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int6
   if (length == 0) {
     part.scale_inv = at::Tensor();
   } else if (view.scaling == ScalingMode::BLOCK_2D_SCALING) {
-    part.scale_inv = view.scale_inv.narrow(0, begin / kScaleBlock, ceil_div(length, kScaleBlock));
+    part.scale_inv = row_view(view.scale_inv, begin / kScaleBlock, ceil_div(length, kScaleBlock));
   } else if (view.swizzled) {
     // Tiles of 128 rows follow each other.
     const int64_t padded = round_up(view.data.size(0), kMxTileRows);
     part.scale_inv =
         view.scale_inv.view({padded, -1}).narrow(0, begin, round_up(length, kMxTileRows));
   } else {
-    part.scale_inv = view.scale_inv.narrow(0, begin, length);
+    part.scale_inv = row_view(view.scale_inv, begin, length);
   }
   return part;
 }

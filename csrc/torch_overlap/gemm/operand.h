@@ -49,7 +49,7 @@ constexpr bool runs_along_k(Side side, bool transposed) {
 OperandView view_of(std::string_view op, Side side, const GemmOperand& operand);
 
 // Rows of op(lhs), or columns of op(rhs).
-GemmOperand cut(std::string_view op, Side side, const GemmOperand& operand, int64_t begin,
+GemmOperand cut(std::string_view op, Side side, const OperandView& view, int64_t begin,
                 int64_t length);
 
 // data * scale_inv of a scaled operand, rounded once from fp32.

@@ -1,4 +1,6 @@
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/gemm/validate.h"
 
 namespace torch_overlap {
@@ -10,7 +12,9 @@ struct Range {
 };
 
 at::Tensor part_of(const at::Tensor& tensor, int64_t dim, Range range) {
-  return tensor.defined() ? tensor.narrow(dim, range.begin, range.length) : at::Tensor();
+  if (!tensor.defined()) return {};
+  return dim == 0 ? row_view(tensor, range.begin, range.length)
+                  : tensor.narrow(dim, range.begin, range.length);
 }
 
 void check_range(std::string_view op, std::string_view what, int64_t size, Range range) {
@@ -40,35 +44,41 @@ at::Tensor workspace_part(const at::Tensor& workspace, int64_t part, int64_t par
   return workspace.flatten().narrow(0, part * length, length);
 }
 
-GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, int64_t begin, int64_t length) {
-  const auto shape = checked_problem(op, args).shape;
+GemmArgs CheckedGemm::rows(int64_t begin, int64_t length) const {
   const Range range{begin, length};
-  check_range(op, "rows", shape.m, range);
-  if (length == shape.m) return args;
-  TORCH_OVERLAP_CHECK(!args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(),
-                      kUnsupported, op,
+  check_range(op_, "rows", shape_.m, range);
+  if (length == shape_.m) return args_;
+  TORCH_OVERLAP_CHECK(!args_.epilogue.bias_grad.defined() || !args_.epilogue.gelu_input.defined(),
+                      kUnsupported, op_,
                       ": expected no bias_grad with gelu_input in a product that is cut in rows, "
                       "got one, of which every piece has only a part; sum the rows of out");
-  GemmArgs piece = sliced(op, args, 0, range);
-  piece.lhs = cut(op, Side::kLhs, args.lhs, begin, length);
-  piece.epilogue.bias_grad = part_of(args.epilogue.bias_grad, 0, range);
+  GemmArgs piece = sliced(op_, args_, 0, range);
+  piece.lhs = cut(op_, Side::kLhs, lhs_, begin, length);
+  piece.epilogue.bias_grad = part_of(args_.epilogue.bias_grad, 0, range);
   return piece;
 }
 
-GemmArgs gemm_columns(std::string_view op, const GemmArgs& args, int64_t begin, int64_t length) {
-  const auto shape = checked_problem(op, args).shape;
+GemmArgs CheckedGemm::columns(int64_t begin, int64_t length) const {
   const Range range{begin, length};
-  check_range(op, "columns", shape.n, range);
-  if (length == shape.n) return args;
-  GemmArgs piece = sliced(op, args, 1, range);
-  piece.rhs = cut(op, Side::kRhs, args.rhs, begin, length);
-  piece.epilogue.bias = part_of(args.epilogue.bias, 0, range);
-  if (args.epilogue.gelu_input.defined()) {
-    piece.epilogue.bias_grad = part_of(args.epilogue.bias_grad, 0, range);
+  check_range(op_, "columns", shape_.n, range);
+  if (length == shape_.n) return args_;
+  GemmArgs piece = sliced(op_, args_, 1, range);
+  piece.rhs = cut(op_, Side::kRhs, rhs_, begin, length);
+  piece.epilogue.bias = part_of(args_.epilogue.bias, 0, range);
+  if (args_.epilogue.gelu_input.defined()) {
+    piece.epilogue.bias_grad = part_of(args_.epilogue.bias_grad, 0, range);
   } else if (begin != 0) {
     piece.epilogue.bias_grad = at::Tensor();  // the same for all columns: the first piece has it
   }
   return piece;
+}
+
+GemmArgs gemm_rows(std::string_view op, const GemmArgs& args, int64_t begin, int64_t length) {
+  return CheckedGemm(op, args).rows(begin, length);
+}
+
+GemmArgs gemm_columns(std::string_view op, const GemmArgs& args, int64_t begin, int64_t length) {
+  return CheckedGemm(op, args).columns(begin, length);
 }
 
 }  // namespace torch_overlap

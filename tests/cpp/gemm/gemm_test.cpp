@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/gemm/grouped.h"
 #include "torch_overlap/gemm/options.h"
 
@@ -61,6 +62,22 @@ TEST(Gemm, RowsAndColumnsMakeTheWhole) {
     }
   }
   EXPECT_TRUE(at::allclose(args.out, expected(args)));
+}
+
+TEST(Gemm, WhatIsCheckedRunsAgainOnNewValues) {
+  const CheckedGemm whole("test", linear(9, 12, 4));
+  std::vector<CheckedGemm> pieces;
+  for (const int64_t row : {0, 4, 8}) {
+    pieces.emplace_back("test", whole.rows(row, std::min<int64_t>(4, 9 - row)));
+  }
+  for (int turn = 0; turn < 2; ++turn) {
+    whole.args().lhs.data.normal_();
+    for (const CheckedGemm& piece : pieces) piece.run();
+    EXPECT_TRUE(at::allclose(whole.args().out, expected(whole.args())));
+  }
+  GemmArgs wrong = linear(4, 4, 4);
+  wrong.out = poisoned(4, 5);
+  EXPECT_THROW(CheckedGemm("test", wrong), Error);
 }
 
 TEST(Gemm, RefusalsHaveAKindAndComputeNothing) {

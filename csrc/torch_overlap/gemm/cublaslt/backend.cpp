@@ -15,6 +15,7 @@
 #include "torch_overlap/gemm/cublaslt/cache.h"
 #include "torch_overlap/gemm/cublaslt/epilogue.h"
 #include "torch_overlap/gemm/cublaslt/group_streams.h"
+#include "torch_overlap/gemm/cublaslt/handle.h"
 #include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/scales.h"
 #include "torch_overlap/gemm/cublaslt/workspace.h"
@@ -129,9 +130,7 @@ class CublasLtGemm final : public GemmBackend {
         device->minor, "; call set_gemm_mxfp8(\"dequantize\") to multiply in bfloat16");
   }
 
-  void run(const GemmProblem& problem) override {
-    run_problem(at::cuda::getCurrentCUDABlasLtHandle(), problem);
-  }
+  void run(const GemmProblem& problem) override { run_problem(current_handle(), problem); }
 
   std::vector<std::string> own_kernels(const GemmProblem& problem) override {
     std::vector<std::string> names;
@@ -150,8 +149,7 @@ class CublasLtGemm final : public GemmBackend {
 
   void run_group(const std::vector<GemmProblem>& problems) override {
     if (problems.size() < 2) return GemmBackend::run_group(problems);
-    // Once: with the handle torch makes a workspace of its own for the current stream.
-    const auto handle = at::cuda::getCurrentCUDABlasLtHandle();
+    const auto handle = current_handle();
     const auto current = c10::cuda::getCurrentCUDAStream();
     GroupStreams side(current, std::min(problems.size() - 1, GroupStreams::kMost));
     const size_t streams = side.count() + 1;
