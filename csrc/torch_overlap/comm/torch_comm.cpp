@@ -278,15 +278,15 @@ void TorchComm::finalize() {
   hooks_->around(event, [&] { membership()->backend->finalize(); });
 }
 
-std::shared_ptr<CommAttachment> TorchComm::attachment(const std::string& name) const {
+std::shared_ptr<CommAttachment> TorchComm::attachment(std::string_view name) const {
   const std::lock_guard lock(attachments_mutex_);
   const auto found = attachments_.find(name);
   return found == attachments_.end() ? nullptr : found->second;
 }
 
-void TorchComm::attach(const std::string& name, std::shared_ptr<CommAttachment> what) {
+void TorchComm::attach(std::string_view name, std::shared_ptr<CommAttachment> what) {
   const std::lock_guard lock(attachments_mutex_);
-  attachments_[name].swap(what);  // the old one ends after the lock
+  attachments_[std::string(name)].swap(what);  // the old one ends after the lock
 }
 
 std::vector<std::shared_ptr<CommAttachment>> TorchComm::attachments() const {
@@ -325,7 +325,7 @@ std::string TorchComm::out_of_step(uint64_t generation, bool has_left) {
 }
 
 void TorchComm::drop_attachments() {
-  std::map<std::string, std::shared_ptr<CommAttachment>> dropped;
+  Attachments dropped;
   const std::lock_guard lock(attachments_mutex_);
   dropped.swap(attachments_);
 }

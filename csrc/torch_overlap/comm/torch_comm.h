@@ -265,8 +265,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // What else is made once for these members and ends with them: by finalize(), reconfigure() or
   // the end of the object. It may not keep the communicator. Null if nothing was attached by the
   // name.
-  std::shared_ptr<CommAttachment> attachment(const std::string& name) const;
-  void attach(const std::string& name, std::shared_ptr<CommAttachment> what);
+  std::shared_ptr<CommAttachment> attachment(std::string_view name) const;
+  void attach(std::string_view name, std::shared_ptr<CommAttachment> what);
 
   // For something that all ranks set up together; null for a backend without peers. `name` is equal
   // on all ranks, and that thing's alone: it has a number that they count. A rank that is waited
@@ -327,7 +327,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   void drop_attachments();
   std::vector<std::shared_ptr<CommAttachment>> attachments() const;
   mutable std::mutex attachments_mutex_;
-  std::map<std::string, std::shared_ptr<CommAttachment>> attachments_;
+  using Attachments = std::map<std::string, std::shared_ptr<CommAttachment>, std::less<>>;
+  Attachments attachments_;
 };
 
 // Sends and receives that are issued together. Made by TorchComm; may be filled again after issue.

@@ -2,17 +2,21 @@
 
 #include <ATen/ops/empty.h>
 
+#include <atomic>
 #include <iostream>
 #include <mutex>
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/store_bootstrap.h"
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/overlap/comm_transport.h"
 #include "torch_overlap/symm/pretend_unreachable.h"
 
 namespace torch_overlap {
 namespace {
+
+std::atomic<uint64_t> channel_changes{0};
 
 class CallbackBootstrap final : public Bootstrap {
  public:
@@ -173,15 +177,14 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
     channel->transport_ = std::make_unique<CommTransport>(group->comm());
   }
   channel->group_ = std::move(group);
+  ++channel_changes;
   return channel;
 }
 
 bool OverlapChannel::shares_devices() const { return memory_ && memory_->shares_devices(); }
 
 at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const {
-  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  for (const int64_t size : sizes) bytes *= size;
-  return part_.narrow(0, at, bytes).view(dtype).view(sizes);
+  return typed_view(part_, at, sizes, dtype);
 }
 
 int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
@@ -190,11 +193,10 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
 
-void OverlapChannel::Session::gemm(int lane, std::string_view op, const GemmArgs& args) {
-  if (channel.logs_) channel.log_gemm(lane, args);
-  GemmArgs own = args;
-  own.workspace = workspace_part(args.workspace, lane, lanes.computes());
-  lanes.run(lane, "gemm", [op, own] { torch_overlap::gemm(op, own); });
+void OverlapChannel::Session::gemm(int lane, CheckedGemm& product) {
+  if (channel.logs_) channel.log_gemm(lane, product.args());
+  product.take_workspace_part(lane, lanes.computes());
+  lanes.run(lane, "gemm", [&product] { product.run(); });
 }
 
 void OverlapChannel::Session::sum(int lane, const SumArgs& args) {
@@ -252,7 +254,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   channel.group_->require_active(op);
   try {
     channel.keep_for_graph();
-    channel.lanes_->enter();
+    channel.enter();
     channel.transport_->begin(call.rows);
     session_.lanes.fork();
   } catch (...) {
@@ -265,14 +267,13 @@ OverlapChannel::Operation::~Operation() {
   if (!open_) return;
   session_.lanes.cancel();
   channel_.end_quietly();
-  channel_.broken_ = "it was given up";
+  channel_.set_broken("it was given up");
 }
 
 void OverlapChannel::Operation::finish() {
   try {
     session_.lanes.join();
-    channel_.transport_->end();
-    channel_.lanes_->leave();
+    channel_.leave();
   } catch (...) {
     fail();
     throw;
@@ -283,7 +284,7 @@ void OverlapChannel::Operation::finish() {
 void OverlapChannel::Operation::fail() noexcept {
   session_.lanes.cancel();
   channel_.end_quietly();
-  channel_.broken_ = Fault::current().text;
+  channel_.set_broken(Fault::current().text);
   open_ = false;
 }
 
@@ -294,6 +295,13 @@ void OverlapChannel::keep_for_graph() {
   what.push_back(std::make_shared<at::Tensor>(part_));
   device_->keep_for_graph(std::move(what));
   kept_for_ = capture;
+}
+
+uint64_t OverlapChannel::changes() { return channel_changes; }
+
+void OverlapChannel::set_broken(std::string why) {
+  broken_ = std::move(why);
+  ++channel_changes;
 }
 
 bool OverlapChannel::is_broken() const {
@@ -311,10 +319,23 @@ void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept {
 }
 
 OverlapChannel::Use::Use(OverlapChannel& channel) : channel_(channel), lock_(channel.mutex_) {
-  channel_.lanes_->enter();
+  channel_.enter();
+  ++channel_.uses_;
 }
 
-OverlapChannel::Use::~Use() { channel_.end_quietly(); }
+OverlapChannel::Use::~Use() {
+  if (--channel_.uses_ == 0) channel_.end_quietly();
+}
+
+void OverlapChannel::enter() {
+  if (uses_ == 0) lanes_->enter();
+}
+
+void OverlapChannel::leave() {
+  if (uses_ > 0) return;
+  transport_->end();
+  lanes_->leave();
+}
 
 void OverlapChannel::end_quietly() noexcept {
   try {
@@ -322,13 +343,6 @@ void OverlapChannel::end_quietly() noexcept {
     lanes_->leave();
   } catch (const std::exception&) {  // the device is broken, or the capture
   }
-}
-
-void OverlapChannel::operate(std::string_view op, const std::function<void(Session&)>& body,
-                             const OverlapCall& call) {
-  Operation operation(op, *this, call);
-  operation.put(body);
-  operation.finish();
 }
 
 }  // namespace torch_overlap

@@ -10,7 +10,7 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/torch_comm.h"
-#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/overlap/device.h"
 #include "torch_overlap/symm/bootstrap.h"
 
@@ -117,7 +117,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
   // What reads or writes the data outside of an operation does so while this lives: it comes behind
   // the operation before, and the next one behind it, also on other streams. Operations may lie
-  // within.
+  // within, on the same stream.
   class TORCH_OVERLAP_API Use {
    public:
     explicit Use(OverlapChannel& channel);
@@ -135,6 +135,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
   // Whether an operation ended half way: none is taken any more.
   bool is_broken() const;
+  // How often in this process a channel was made, or broke: what one can do is known until then.
+  static uint64_t changes();
   // Throws if a wait of an operation has expired since, in a replay too.
   void check() const;
   // Waits until the device is done with what was issued, at most so long.
@@ -151,15 +153,15 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
       if (channel.logs_) channel.log_exchange(move);
       transport.exchange(lanes, lane, move);
     }
-    // Puts a product on the lane.
-    void gemm(int lane, std::string_view op, const GemmArgs& args);
+    // Puts a product on the lane. It lives until the lanes are joined.
+    void gemm(int lane, CheckedGemm& product);
     // Puts a sum on the lane.
     void sum(int lane, const SumArgs& args);
     void arrived(int lane, const std::vector<int>& flags) { transport.arrived(lanes, lane, flags); }
     void post(int lane, int flag) { transport.post(lanes, lane, flag); }
   };
-  void operate(std::string_view op, const std::function<void(Session&)>& body,
-               const OverlapCall& call = {});
+  template <typename Body>
+  void operate(std::string_view op, const Body& body, const OverlapCall& call = {});
 
   // One that goes on while the caller does other things, on other channels too: the lanes are
   // joined by finish(). Dropped without it, the channel is of no more use.
@@ -206,15 +208,27 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Transport> transport_;
   mutable std::recursive_mutex mutex_;
+  int uses_ = 0;           // that live
   uint64_t kept_for_ = 0;  // the last capture whose graph keeps it
   bool logs_ = false;
   void keep_for_graph();
+  // Of operations and uses; those within a use are ordered by that.
+  void enter();
+  void leave();
   // What comes after it is ordered behind all that was issued, also after an error.
   void end_quietly() noexcept;
+  void set_broken(std::string why);
   void log_exchange(const Transport::Move& move) const;
   void log_gemm(int lane, const GemmArgs& args) const;
   void log_sum(int lane, const SumArgs& args) const;
   std::string broken_;  // what ended an operation half way; empty: nothing has
 };
+
+template <typename Body>
+void OverlapChannel::operate(std::string_view op, const Body& body, const OverlapCall& call) {
+  Operation operation(op, *this, call);
+  operation.put(body);
+  operation.finish();
+}
 
 }  // namespace torch_overlap

@@ -130,16 +130,17 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
   const auto received =
       room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);
   std::vector<at::Tensor> blocks;
-  std::vector<GemmArgs> products;
-  GemmArgs whole = problem.gemm;
-  AmaxOfParts largest(std::exchange(whole.out_amax, {}), found.size());
+  std::vector<CheckedGemm> products;
+  GemmArgs args = problem.gemm;
+  AmaxOfParts largest(std::exchange(args.out_amax, {}), found.size());
+  const CheckedGemm whole(op, std::move(args));
   for (const Piece& piece : found) {
     blocks.push_back(channel.data(piece.begin * problem.rows.rows * element,
                                   {problem.rows.rows, piece.length}, problem.dtype));
-    products.push_back(gemm_columns(op, whole, piece.begin, piece.length));
-    products.back().out = blocks.back();
-    largest.next(products.back());
-    check_gemm(op, products.back());
+    GemmArgs part = whole.columns(piece.begin, piece.length);
+    part.out = blocks.back();
+    largest.next(part);
+    products.emplace_back(op, std::move(part));
   }
   const auto body = [&](OverlapChannel::Session& session) {
     Lanes& lanes = session.lanes;
@@ -148,7 +149,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     for (const auto [is_product, i] : pipeline_order(count, problem.overlap_first_gemm)) {
       if (is_product) {
         const int lane = i % lanes.computes();
-        session.gemm(lane, op, products[i]);
+        session.gemm(lane, products[i]);
         made[i] = lanes.mark(lane);
         continue;
       }
@@ -192,7 +193,8 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const auto data = channel.data(0, {rows.rows, problem.columns}, problem.dtype);
   const auto received =
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
-  for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  std::vector<CheckedGemm> products;
+  for (const GemmArgs& args : problem.gemms) products.emplace_back(op, args);
   channel.operate(op,
                   [&](OverlapChannel::Session& session) {
                     Lanes& lanes = session.lanes;
@@ -219,8 +221,8 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
                                          received);
                       put_end_of_reads(channel, session, comm, size);
                     }
-                    for (size_t i = 0; i < problem.gemms.size(); ++i) {
-                      session.gemm(static_cast<int>(i) % lanes.computes(), op, problem.gemms[i]);
+                    for (size_t i = 0; i < products.size(); ++i) {
+                      session.gemm(static_cast<int>(i) % lanes.computes(), products[i]);
                     }
                   },
                   {.rows = rows.rows, .lender = problem.lender});

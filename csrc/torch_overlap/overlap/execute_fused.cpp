@@ -1,3 +1,5 @@
+#include <ATen/record_function.h>
+
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/execute_parts.h"
 
@@ -62,7 +64,8 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   check_gemm(op, fused.gemm);
   fused.gemm.epilogue.bias = problem.bias;
   const auto body = [&](OverlapChannel::Session& session) {
-    session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+    RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
+    channel.device().run_fused(session.transport, fused);
   };
   channel.operate(op, body, {.rows = problem.rows.rows});
 }

@@ -7,7 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "torch_overlap/gemm/gemm.h"
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/schedule.h"
@@ -20,7 +21,7 @@ inline int64_t row_bytes(const at::Tensor& tensor) {
 }
 
 inline at::Tensor rows_of_rank(const at::Tensor& tensor, const RowShare& rows, int rank) {
-  return tensor.narrow(0, rows.begin(rank), rows.length(rank));
+  return row_view(tensor, rows.begin(rank), rows.length(rank));
 }
 
 // Of `size` flags from `first` on, those of the other ranks.

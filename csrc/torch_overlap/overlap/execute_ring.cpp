@@ -42,25 +42,25 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       if (own.data_ptr() != slot.data_ptr()) to_slots.emplace_back(slot, own);
     }
   }
-  std::vector<GemmArgs> gemms = problem.gemms;
+  std::vector<CheckedGemm> gemms;
   std::vector<AmaxOfParts> largest;
-  for (GemmArgs& whole : gemms) {
+  for (GemmArgs whole : problem.gemms) {
     largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
+    gemms.emplace_back(op, std::move(whole));
   }
   // By step; checked before anything is sent.
-  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     const Piece piece = rows_of_step(rows, schedule.steps[i]);
     if (piece.length == 0) continue;
     for (size_t j = 0; j < gemms.size(); ++j) {
-      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      GemmArgs part = gemms[j].rows(piece.begin, piece.length);
       if (schedule.steps[i] == ChunkStep{rank}) {
         part.lhs.data = parts[0].own;
         if (parts.size() > 1) part.lhs.scale_inv = parts[1].own;
       }
       largest[j].next(part);
-      check_gemm(op, part);
-      products[i].push_back(std::move(part));
+      products[i].emplace_back(op, std::move(part));
     }
   }
   const auto body = [&](OverlapChannel::Session& session) {
@@ -69,7 +69,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
     for (const auto& [slot, own] : to_slots) {
       lanes.run(comm, "copy", [slot = slot, own = own] { slot.copy_(own); });
     }
-    const auto copied = lanes.mark(comm);
+    const auto copied = to_slots.empty() ? Lanes::Mark{} : lanes.mark(comm);
     // The flags of `count` chunks from `first` on that come from others.
     const auto flags_of = [&](int first, int count) {
       std::vector<int> flags;
@@ -94,7 +94,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       const bool has_own = first <= rank && rank < first + count;
       if (!to_slots.empty() && has_own) lanes.after(lane, copied);
       if (const auto flags = flags_of(first, count); !flags.empty()) session.arrived(lane, flags);
-      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
       const auto [begin, length] = rows_of_step(rows, schedule.steps[i]);
       if (length == 0) continue;
       const bool from_own = schedule.steps[i] == ChunkStep{rank};
@@ -102,8 +102,8 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
         if (!part.copy.defined()) continue;
         lanes.run(
             lane, "copy",
-            [to = part.copy.narrow(0, begin, length),
-             from = from_own ? part.own : part.all.narrow(0, begin, length)] { to.copy_(from); });
+            [to = row_view(part.copy, begin, length),
+             from = from_own ? part.own : row_view(part.all, begin, length)] { to.copy_(from); });
       }
     }
   };
@@ -130,19 +130,21 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
                                      : channel.data(problem.at + peer * slot, {length, columns},
                                                     problem.partial.scalar_type()));
   }
-  std::vector<GemmArgs> gemms = problem.gemms;
-  AmaxOfParts largest(std::exchange(gemms.at(0).out_amax, {}), schedule.steps.size());
+  GemmArgs first = problem.gemms.at(0);
+  AmaxOfParts largest(std::exchange(first.out_amax, {}), schedule.steps.size());
+  std::vector<CheckedGemm> gemms;
+  gemms.emplace_back(op, std::move(first));
+  for (size_t j = 1; j < problem.gemms.size(); ++j) gemms.emplace_back(op, problem.gemms[j]);
   // By step; checked before anything is sent.
-  std::vector<std::vector<GemmArgs>> products(schedule.steps.size());
+  std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     const Piece piece = rows_of_step(rows, schedule.steps[i]);
     if (piece.length == 0) continue;
     for (size_t j = 0; j < gemms.size(); ++j) {
-      GemmArgs part = gemm_rows(op, gemms[j], piece.begin, piece.length);
+      GemmArgs part = gemms[j].rows(piece.begin, piece.length);
       part.accumulate |= j > 0;
       if (j == 0) largest.next(part);
-      check_gemm(op, part);
-      products[i].push_back(std::move(part));
+      products[i].emplace_back(op, std::move(part));
     }
   }
   const auto body = [&](OverlapChannel::Session& session) {
@@ -158,9 +160,9 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       // nothing; that is not sure, but usual, and makes graphs quicker.
       if (i == 1 && lanes.computes() > 1) session.arrived(lane, {});
       if (i > 1 && lanes.computes() > 2) lanes.after(lane, computed[i - 2]);
-      for (const GemmArgs& product : products[i]) session.gemm(lane, op, product);
+      for (CheckedGemm& product : products[i]) session.gemm(lane, product);
+      if (i >= schedule.exchanges.size()) continue;  // the own one, for which nothing waits
       computed.push_back(lanes.mark(lane));
-      if (i >= schedule.exchanges.size()) continue;
       const Exchange& exchange = schedule.exchanges[i];
       lanes.after(comm, computed.back());
       session.exchange(comm, {.to = exchange.to,

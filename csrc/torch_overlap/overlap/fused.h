@@ -19,6 +19,7 @@ struct FusedTypes {
   at::ScalarType out;
   ScalingMode scaling = ScalingMode::NO_SCALING;  // of rhs
   bool use_split_accumulator = false;
+  bool operator==(const FusedTypes&) const = default;
   static FusedTypes all(at::ScalarType dtype) { return {.lhs = dtype, .rhs = dtype, .out = dtype}; }
 };
 

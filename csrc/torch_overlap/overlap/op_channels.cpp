@@ -6,7 +6,7 @@ namespace {
 // Memory comes in pieces of this size anyway.
 constexpr int64_t kStep = 2 << 20;
 
-std::string attachment_name(OperatorChannel which) {
+constexpr std::string_view attachment_name(OperatorChannel which) {
   return which == OperatorChannel::gather ? "operators' gather channel"
                                           : "operators' scatter channel";
 }
@@ -31,7 +31,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
   channel = OverlapChannel::create(
       OverlapGroup::of(comm),
       {.op = op,
-       .name = name,
+       .name = std::string(name),
        .digest = concat(room, " bytes, ", device.sm_count(comm->device()), " SMs"),
        .bytes = room,
        .flags = kOperatorFlags * size,

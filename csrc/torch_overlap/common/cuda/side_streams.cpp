@@ -64,16 +64,31 @@ cudaEvent_t SideStreams::next_event() {
 }
 
 void SideStreams::fork(c10::cuda::CUDAStream origin) {
+  fork_at_first_use(origin);
+  mark_fork();
+}
+
+void SideStreams::fork_at_first_use(c10::cuda::CUDAStream origin) {
   origin_ = origin;
   current_ = &set_for(capture_of(origin.stream()));
   current_->forked.assign(priorities_.size(), false);
   used_ = 0;
-  forked_ = mark(origin.stream());
+  forked_ = nullptr;
+}
+
+void SideStreams::mark_fork() {
+  if (forked_ == nullptr) forked_ = mark(origin_->stream());
+}
+
+const c10::cuda::CUDAStream& SideStreams::origin() {
+  mark_fork();
+  return *origin_;
 }
 
 c10::cuda::CUDAStream SideStreams::stream(size_t index) {
   const c10::cuda::CUDAStream stream = current_->streams.at(index)->get();
   if (!current_->forked[index]) {
+    mark_fork();
     check(cudaStreamWaitEvent(stream.stream(), forked_), "cudaStreamWaitEvent");
     current_->forked[index] = true;
   }

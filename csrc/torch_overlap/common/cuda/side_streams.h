@@ -25,7 +25,10 @@ class SideStreams {
 
   // What is put on the streams from now on comes behind what `origin` has.
   void fork(c10::cuda::CUDAStream origin);
-  const c10::cuda::CUDAStream& origin() const { return *origin_; }
+  // The same of what it has when origin() or a stream is first asked for: where neither is, nothing
+  // is recorded.
+  void fork_at_first_use(c10::cuda::CUDAStream origin);
+  const c10::cuda::CUDAStream& origin();
   // Of the fork.
   c10::cuda::CUDAStream stream(size_t index);
   // An event behind what the stream has; it is used again after the next fork.
@@ -41,6 +44,7 @@ class SideStreams {
   };
   Set& set_for(const Capture& capture);
   cudaEvent_t next_event();
+  void mark_fork();
 
   const c10::DeviceIndex device_;
   const std::vector<OwnedStream::Priority> priorities_;
@@ -49,7 +53,7 @@ class SideStreams {
   // Of the last fork.
   std::optional<c10::cuda::CUDAStream> origin_;
   Set* current_ = nullptr;
-  cudaEvent_t forked_ = nullptr;
+  cudaEvent_t forked_ = nullptr;  // null: not yet recorded
   size_t used_ = 0;
 };
 

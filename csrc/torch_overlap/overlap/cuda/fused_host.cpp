@@ -11,6 +11,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/sm90/maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
 #include "torch_overlap/overlap/cuda/fused.h"
@@ -153,7 +154,7 @@ void load(const KernelKey& key, Find find) {
         "overlap: loading fused kernels");
 }
 
-// Rows [begin, begin + length) of a tensor, in boxes of `box` rows; of nothing, if there are none.
+// Of nothing, if there are no rows.
 CUtensorMap rows_map(const at::Tensor& rows, int box) {
   if (rows.size(0) == 0) return {};
   return sm90::matrix_map(rows, box);
@@ -239,7 +240,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t begin = rows.begin(chunk);
     const int64_t length = rows.length(chunk);
-    params.out[chunk] = rows_map(out.narrow(0, begin, length), sm90::kWarpRows);
+    params.out[chunk] = rows_map(row_view(out, begin, length), sm90::kWarpRows);
     params.begin[chunk] = static_cast<int>(begin);
     params.rows[chunk] = static_cast<int>(length);
     if (operands.scaled_by_row) {
@@ -291,10 +292,10 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
       params.out = rows_map(out, kPieceRows);
       continue;
     }
-    params.to[chunk] =
-        transport.peer(chunk, problem.at + rank * slot, {length, n}, dtype).mutable_data_ptr();
-    params.from[chunk] = rows_map(
-        transport.peer(rank, problem.at + chunk * slot, {rows.length(rank), n}, dtype), kPieceRows);
+    params.to[chunk] = transport.data(chunk, problem.at + rank * slot);
+    if (rows.length(rank) == 0) continue;
+    params.from[chunk] = sm90::matrix_map(transport.data(rank, problem.at + chunk * slot), dtype,
+                                          rows.length(rank), n, n, kPieceRows);
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.adds_between = tiles_of_chunk(kernel) >= sms;

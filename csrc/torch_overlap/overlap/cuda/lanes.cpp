@@ -52,7 +52,7 @@ void CudaLanes::enter() {
   check(cudaStreamWaitEvent(caller, end.event), "cudaStreamWaitEvent");
 }
 
-void CudaLanes::fork() { streams_.fork(c10::cuda::getCurrentCUDAStream(device_)); }
+void CudaLanes::fork() { streams_.fork_at_first_use(c10::cuda::getCurrentCUDAStream(device_)); }
 
 c10::cuda::CUDAStream CudaLanes::stream_of(int lane) {
   return lane == 0 && shares_caller_ ? streams_.origin() : streams_.stream(lane);

@@ -114,7 +114,7 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     const cudaStream_t stream = current_stream();
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
-    void* const to = there(move.to, move.at);
+    void* const to = data(move.to, move.at);
     if (!options_.use_ce && move.pitch == 0 && move.flag != kUntold) {
       require(
           launch_push(words_, to, from, bytes, word(move.to, options_.layout.flag_at(move.flag)),

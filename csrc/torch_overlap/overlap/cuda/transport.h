@@ -40,6 +40,10 @@ class CudaTransport final : public Transport {
   // For kernels that wait and tell by themselves.
   bool uses_copy_engine() const { return options_.use_ce; }
   const ChannelWords& words() const { return words_; }
+  // Byte `at` of the data of `rank`'s part.
+  void* data(int rank, int64_t at) const {
+    return static_cast<std::byte*>(memory_->pointer(rank)) + at;
+  }
   WaitControl control() const;
   uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
   // On `rank`, the words of tiles that come from `source`.
@@ -49,10 +53,7 @@ class CudaTransport final : public Transport {
 
  private:
   class Hold;
-  void* there(int rank, int64_t at) const {
-    return static_cast<std::byte*>(memory_->pointer(rank)) + at;
-  }
-  uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(there(rank, at)); }
+  uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(data(rank, at)); }
   WordOfAll word_of_all(int64_t at) const;
   cudaStream_t current_stream() const;
 
