@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -68,7 +69,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   for (const auto& product : out.products) products.push_back(rows_of(product, dim));
   const auto multiply = [&](const Tensor& input, int64_t begin) {
     for (size_t i = 0; i < weights.size(); ++i) {
-      linear_out(kAllGatherMatmul, products[i].narrow(0, begin, input.size(0)), input, weights[i],
+      linear_out(kAllGatherMatmul, row_view(products[i], begin, input.size(0)), input, weights[i],
                  biases.empty() ? std::nullopt : biases.get(i));
     }
   };
@@ -85,8 +86,7 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
                                         .gather_bytes = gather_bytes(*communicator, own),
                                         .local_n = features,
                                         .local_k = own.size(1)},
-                                       forward_algorithm(algorithm), communicator)
-                          .algorithm;
+                                       forward_algorithm(algorithm), communicator);
   if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     std::vector<Tensor> defined_biases(weights.size());
     for (size_t i = 0; i < biases.size(); ++i) {

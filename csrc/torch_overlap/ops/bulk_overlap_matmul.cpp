@@ -143,8 +143,7 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
                         .chunk_rows = product.size(0),
                         .gather_bytes = gather ? gather_bytes(*comm, own) : 0,
                         .scatter_bytes = gather ? 0 : static_cast<int64_t>(own.nbytes())},
-                       algorithm, comm)
-          .algorithm;
+                       algorithm, comm);
   if (chosen == Algorithm::ring || chosen == Algorithm::bulk) {
     if (gather) {
       gather_over_channel(comm, own, gemms_of(products), out);

@@ -76,8 +76,10 @@ void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias
 
 void check_choice(std::string_view op, std::string_view what, std::string_view choices,
                   std::string_view value) {
-  for (const auto& choice : split_string(choices, ' ')) {
-    if (choice == value) return;
+  for (std::string_view rest = choices; !rest.empty();) {
+    const auto end = std::min(rest.find(' '), rest.size());
+    if (rest.substr(0, end) == value) return;
+    rest.remove_prefix(std::min(end + 1, rest.size()));
   }
   fail(ErrorKind::kValue, op, ": expected ", what, " to be one of ", choices, ", got '", value,
        "'");

@@ -1,7 +1,11 @@
 #include "torch_overlap/ops/choose.h"
 
+#include <c10/util/hash.h>
+
 #include <algorithm>
 #include <array>
+#include <mutex>
+#include <unordered_map>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/ops/tuning.h"
@@ -84,10 +88,14 @@ std::optional<Algorithm> algorithm_of(std::string_view name) {
   return static_cast<Algorithm>(found - kKinds.begin());
 }
 
+bool has_obstacles(Algorithm algorithm) {
+  return kKinds.at(static_cast<size_t>(algorithm)).obstacle != nullptr;
+}
+
 std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
                      const std::shared_ptr<TorchComm>& comm, Need need) {
-  const Kind& kind = kKinds.at(static_cast<size_t>(algorithm));
-  return kind.obstacle == nullptr ? std::string() : kind.obstacle(problem, comm, need);
+  if (!has_obstacles(algorithm)) return {};
+  return kKinds.at(static_cast<size_t>(algorithm)).obstacle(problem, comm, need);
 }
 
 // Where nothing was measured.
@@ -142,7 +150,6 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
 
 Choice choose(const OverlapProblem& problem, std::string_view algorithm,
               const std::shared_ptr<TorchComm>& comm, Need need) {
-  check_algorithm(problem.op, algorithm);
   if (const auto asked = algorithm_of(algorithm)) {
     const auto why = obstacle(*asked, problem, comm, need);
     TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
@@ -156,6 +163,66 @@ Choice choose(const OverlapProblem& problem, std::string_view algorithm,
   if (need == Need::make && !in_graph) (void)choose_for(problem, comm, /*in_graph=*/true, need);
   return choose_for(problem, comm, in_graph, need);
 }
+
+// What a kept choice was made of, besides its question.
+struct Facts {
+  uint64_t tuning;
+  uint64_t channels;
+  bool operator==(const Facts&) const = default;
+  static Facts now() { return {tuning_version(), OverlapChannel::changes()}; }
+};
+
+struct Question {
+  OverlapProblem problem;
+  std::optional<Algorithm> asked;  // none: "auto"
+  bool in_graph;
+  bool operator==(const Question&) const = default;
+};
+
+struct QuestionHash {
+  size_t operator()(const Question& question) const noexcept {
+    const OverlapProblem& problem = question.problem;
+    return c10::get_hash(problem.op, problem.dtype, problem.m, problem.n, problem.k,
+                         problem.chunk_rows, problem.local_n, question.asked.has_value(),
+                         question.in_graph);
+  }
+};
+
+// The choices of a communicator, which an eager call has no time to make again.
+class KeptChoices final : public CommAttachment {
+ public:
+  static std::shared_ptr<KeptChoices> of(TorchComm& comm) {
+    constexpr std::string_view kName = "choices";
+    auto kept = std::static_pointer_cast<KeptChoices>(comm.attachment(kName));
+    if (!kept) {
+      kept = std::make_shared<KeptChoices>();
+      comm.attach(kName, kept);
+    }
+    return kept;
+  }
+  void drain(std::chrono::milliseconds) noexcept override {}
+
+  template <typename Choose>
+  Algorithm keep(const Question& question, const Choose& choose) {
+    const Facts facts = Facts::now();
+    {
+      const std::lock_guard lock(mutex_);
+      if (facts_ != facts) answers_.clear();
+      facts_ = facts;
+      if (const auto known = answers_.find(question); known != answers_.end()) return known->second;
+    }
+    const Algorithm answer = choose();
+    const std::lock_guard lock(mutex_);
+    constexpr size_t kMost = 4096;  // shapes without end are chosen for again
+    if (facts_ == facts && answers_.size() < kMost) answers_.emplace(question, answer);
+    return answer;
+  }
+
+ private:
+  std::mutex mutex_;
+  Facts facts_{};
+  std::unordered_map<Question, Algorithm, QuestionHash> answers_;
+};
 
 }  // namespace
 
@@ -177,13 +244,19 @@ void check_algorithm(std::string_view op, std::string_view algorithm) {
        "'");
 }
 
-Choice choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
-                        const std::shared_ptr<TorchComm>& comm) {
-  return choose(problem, algorithm, comm, Need::make);
+Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
+                           const std::shared_ptr<TorchComm>& comm) {
+  check_algorithm(problem.op, algorithm);
+  const auto asked = algorithm_of(algorithm);
+  if (asked && !has_obstacles(*asked)) return *asked;
+  return KeptChoices::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
+    return choose(problem, algorithm, comm, Need::make).algorithm;
+  });
 }
 
 Choice explain_algorithm(const OverlapProblem& problem, std::string_view algorithm,
                          const std::shared_ptr<TorchComm>& comm) {
+  check_algorithm(problem.op, algorithm);
   return choose(problem, algorithm, comm, Need::look);
 }
 

@@ -25,7 +25,7 @@ void check_algorithm(std::string_view op, std::string_view algorithm);
 
 // What a choice depends on.
 struct OverlapProblem {
-  std::string_view op;
+  std::string_view op;   // lives as long as the process
   at::ScalarType dtype;  // of what is sent or summed; of 8-bit operators that of the result
   // [m, k] x [k, n] of the whole layer, all ranks' rows and features together. 0: is not measured.
   int64_t m = 0;
@@ -44,6 +44,8 @@ struct OverlapProblem {
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
 
+  bool operator==(const OverlapProblem&) const = default;
+
   // Its fused kernel waits for what copies bring.
   bool waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
 };
@@ -59,12 +61,14 @@ struct Choice {
 // `algorithm` as it was asked for, or what "auto" finds: in the table, else in the cache, else by
 // the number of rows and what the ranks can do. The same on all ranks, and collective where
 // channels are used that are not there yet, or where the ranks have not met over the cache.
-// kUnsupported where what was asked for cannot be.
-TORCH_OVERLAP_API Choice choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
-                                          const std::shared_ptr<TorchComm>& comm);
-// The same without communication: on the assumption that ranks reach each other's memory and have a
-// GPU each where nobody has tried yet (they tell their devices when they share memory, not
-// before), and that all have this rank's cache.
+// kUnsupported where what was asked for cannot be. The communicator keeps it for the next call,
+// until set_tuning() or a change of what its channels can do.
+TORCH_OVERLAP_API Algorithm choose_algorithm(const OverlapProblem& problem,
+                                             std::string_view algorithm,
+                                             const std::shared_ptr<TorchComm>& comm);
+// The same, and why, without communication: on the assumption that ranks reach each other's memory
+// and have a GPU each where nobody has tried yet (they tell their devices when they share memory,
+// not before), and that all have this rank's cache.
 TORCH_OVERLAP_API Choice explain_algorithm(const OverlapProblem& problem,
                                            std::string_view algorithm,
                                            const std::shared_ptr<TorchComm>& comm);

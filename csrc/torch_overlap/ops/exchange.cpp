@@ -109,7 +109,7 @@ void check_exchange_algorithm(std::string_view op, std::string_view algorithm) {
 Algorithm choose_exchange(OverlapProblem problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm) {
   problem.prefers_channels = false;
-  const auto chosen = choose_algorithm(problem, algorithm, comm).algorithm;
+  const auto chosen = choose_algorithm(problem, algorithm, comm);
   // The others are ways of other operators.
   return chosen == Algorithm::chunked || chosen == Algorithm::ring ? chosen : Algorithm::sequential;
 }

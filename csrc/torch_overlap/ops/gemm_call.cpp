@@ -133,6 +133,7 @@ bool has_contiguous_rows(const Tensor& matrix) {
 // The same matrix with strides that say so also where a size is 1.
 Tensor with_plain_strides(const Tensor& matrix) {
   const int64_t row = matrix.size(0) == 1 ? std::max<int64_t>(matrix.size(1), 1) : matrix.stride(0);
+  if (matrix.stride(0) == row && matrix.stride(1) == 1) return matrix;
   return matrix.as_strided(matrix.sizes(), {row, 1});
 }
 

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -35,7 +36,7 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
   auto out = matmul_all_reduce_out(x, weight, bias, group_size, op, algorithm);
   const auto communicator = find_comm(kMatmulAllReduce, comm, group_size);
   const auto inputs = to_rows(x, 0);
-  const auto rows = out.flatten(0, -2);
+  const auto rows = as_rows(out);
   const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
   run_summed_product({.op = kMatmulAllReduce,
                       .comm = communicator,
@@ -45,14 +46,14 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
                       .multiply =
                           [&](const RowRange& range, const Tensor& to) {
                             linear_out(kMatmulAllReduce, to,
-                                       inputs.narrow(0, range.begin, range.length), weight,
+                                       row_view(inputs, range.begin, range.length), weight,
                                        std::nullopt);
                           },
                       .arguments =
                           [&](const RowRange& range) {
                             GemmArgs args;
-                            args.lhs = operand(inputs.narrow(0, range.begin, range.length));
-                            args.rhs = operand(weight.t());
+                            args.lhs = operand(row_view(inputs, range.begin, range.length));
+                            args.rhs = transposed_operand(weight);
                             return args;
                           }},
                      chosen);
@@ -80,8 +81,7 @@ bool gradient_goes_chunked(const std::shared_ptr<TorchComm>& comm, const Tensor&
                            .dtype = sum.scalar_type(),
                            .chunk_rows = sum.size(0) / kAllReduceChunks,
                            .prefers_channels = false},
-                          without_channels, comm)
-             .algorithm != Algorithm::sequential;
+                          without_channels, comm) != Algorithm::sequential;
 }
 
 std::tuple<Tensor, Tensor> gradients_out(const Tensor& x, const Tensor& weight, bool x_wanted,
@@ -197,7 +197,7 @@ Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm, co
                                       int64_t features, std::string_view asked) {
   const auto problem = summed_product_problem(kMatmulAllReduce, *comm, rows.size(0), features,
                                               rows.size(1), rows.scalar_type());
-  return choose_algorithm(problem, forward_algorithm(asked), comm).algorithm;
+  return choose_algorithm(problem, forward_algorithm(asked), comm);
 }
 
 Tensor matmul_all_reduce(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

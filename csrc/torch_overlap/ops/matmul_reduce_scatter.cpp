@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -65,21 +65,22 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
                                                        weight.size(0), x.scalar_type()),
                         .local_n = weight.size(0),
                         .local_k = weight.size(1)},
-                       forward_algorithm(algorithm), communicator)
-          .algorithm;
+                       forward_algorithm(algorithm), communicator);
   if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    ring_multiply_scatter(kMatmulReduceScatter, communicator,
-                          {.inputs = {inputs},
-                           .weights = {weight.t()},
-                           .sum = {.start = {},
-                                   .bias = bias.value_or(Tensor()),
-                                   .mean = mean,
-                                   .out = sums,
-                                   .fused = chosen == Algorithm::fused}});
+    GemmArgs product;
+    product.lhs = operand(inputs);
+    product.rhs = transposed_operand(weight);
+    ring_scatter_gemms(kMatmulReduceScatter, communicator, {std::move(product)},
+                       {.start = {},
+                        .bias = bias.value_or(Tensor()),
+                        .mean = mean,
+                        .out = sums,
+                        .fused = chosen == Algorithm::fused});
     bias_pending = false;
   } else if (chosen != Algorithm::chunked) {
-    communicator->reduce_scatter_single(sums, at::mm(inputs, weight.t()),
-                                        mean ? RedOpType::AVG : RedOpType::SUM,
+    const auto product = at::empty({inputs.size(0), weight.size(0)}, x.options());
+    linear_out(kMatmulReduceScatter, product, inputs, weight, std::nullopt);
+    communicator->reduce_scatter_single(sums, product, mean ? RedOpType::AVG : RedOpType::SUM,
                                         /*async_op=*/false);
   } else {
     ScatterPipeline scatter(*communicator, rows, weight.size(0), x.options());
@@ -89,7 +90,7 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
         // The own partial product is added once, and so is a bias in it. A mean would divide it.
         const bool with_bias = scatter.is_own(step) && !mean;
         linear_out(kMatmulReduceScatter, scatter.partial(step),
-                   inputs.narrow(0, scatter.chunk(step) * rows, rows), weight,
+                   row_view(inputs, scatter.chunk(step) * rows, rows), weight,
                    with_bias ? bias : std::nullopt);
       }
       scatter.send(step);

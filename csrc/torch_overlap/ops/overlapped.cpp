@@ -98,6 +98,12 @@ GemmOperand operand(const at::Tensor& x) {
   return {.data = x.contiguous()};
 }
 
+GemmOperand transposed_operand(const at::Tensor& x) {
+  GemmOperand transposed = operand(x);
+  transposed.transposed = !transposed.transposed;
+  return transposed;
+}
+
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales) {
   const int64_t bytes =
       scales.defined() ? scales_at(comm, own) + comm.size() * static_cast<int64_t>(scales.nbytes())
@@ -118,7 +124,7 @@ void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>&
                           const std::vector<at::Tensor>& products) {
   std::vector<GemmArgs> gemms(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    gemms[i].rhs = operand(weights[i].t());
+    gemms[i].rhs = transposed_operand(weights[i]);
     gemms[i].out = products[i];
     gemms[i].epilogue.bias = contiguous(biases[i]);
   }

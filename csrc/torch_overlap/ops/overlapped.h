@@ -23,6 +23,8 @@ inline constexpr int kBulkBlocks = 16;
 
 // op(x) as an operand: x [m, k] itself, or the transpose of what lies in memory.
 GemmOperand operand(const at::Tensor& x);
+// op(x) = x^T: what a linear layer multiplies with.
+GemmOperand transposed_operand(const at::Tensor& x);
 
 // What is gathered: this rank's rows, and where all go, if that is asked.
 struct GatherInput {

@@ -106,10 +106,12 @@ void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
   }
 }
 
-at::Tensor to_rows(const at::Tensor& x, int64_t dim) { return dim_first(x, dim).flatten(0, -2); }
+at::Tensor as_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.flatten(0, -2); }
+
+at::Tensor to_rows(const at::Tensor& x, int64_t dim) { return as_rows(dim_first(x, dim)); }
 
 at::Tensor rows_of(const at::Tensor& out, int64_t dim) {
-  const auto rows = out.flatten(0, -2);
+  const auto rows = as_rows(out);
   return is_outermost(out, dim) ? rows : at::empty(rows.sizes(), rows.options());
 }
 

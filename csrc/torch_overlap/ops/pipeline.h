@@ -80,6 +80,8 @@ class ScatterPipeline {
 void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
                 const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
+// `x` as [rows, features]: all but the last dimension flattened.
+at::Tensor as_rows(const at::Tensor& x);
 // `x` as [rows, features]: dimension `dim` first, then all but the last flattened.
 at::Tensor to_rows(const at::Tensor& x, int64_t dim);
 // The way back. rows_of() is where the rows of a contiguous result are to be written: the result

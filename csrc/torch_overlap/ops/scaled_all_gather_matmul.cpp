@@ -135,20 +135,18 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
     // Before anything is sent: what 8-bit products ask of sizes.
     check_gemm(kScaledGather, steps.at(i, input.own, input.scales, 0));
   }
-  const auto chosen =
-      choose_algorithm(
-          {.op = kScaledGather,
-           .dtype = out_dtype,
-           .m = rows * group_size,
-           .n = features * group_size,
-           .k = input.own.size(1),
-           .chunk_rows = rows,
-           .gather_bytes = gather_bytes(*communicator, input.own, input.scales),
-           .local_n = features,
-           .local_k = input.own.size(1),
-           .types = scaled_types(x, weights[0], out_dtype, modes, use_split_accumulator)},
-          algorithm, communicator)
-          .algorithm;
+  const auto chosen = choose_algorithm(
+      {.op = kScaledGather,
+       .dtype = out_dtype,
+       .m = rows * group_size,
+       .n = features * group_size,
+       .k = input.own.size(1),
+       .chunk_rows = rows,
+       .gather_bytes = gather_bytes(*communicator, input.own, input.scales),
+       .local_n = features,
+       .local_k = input.own.size(1),
+       .types = scaled_types(x, weights[0], out_dtype, modes, use_split_accumulator)},
+      algorithm, communicator);
   input.fused = chosen == Algorithm::fused;
   if (chosen == Algorithm::ring || input.fused) {
     ring_gather_gemms(kScaledGather, communicator, input, steps.gemms);

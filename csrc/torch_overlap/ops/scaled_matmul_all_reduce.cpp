@@ -71,7 +71,7 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
       summed_product_problem(kScaledAllReduce, *communicator, inputs.size(0), weight.size(0),
                              weight.size(1), out_dtype, product.row_unit);
   problem.types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator);
-  run_summed_product(product, choose_algorithm(problem, algorithm, communicator).algorithm);
+  run_summed_product(product, choose_algorithm(problem, algorithm, communicator));
   return out;
 }
 

@@ -53,20 +53,18 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
     return part;
   };
   check_gemm(kScaledScatter, product_of(0, rows, sums));  // before anything is sent
-  const auto chosen =
-      choose_algorithm(
-          {.op = kScaledScatter,
-           .dtype = out_dtype,
-           .m = inputs.size(0),
-           .n = weight.size(0),
-           .k = weight.size(1) * group_size,
-           .chunk_rows = rows,
-           .scatter_bytes = scatter_bytes(*communicator, inputs.size(0), sums.size(1), out_dtype),
-           .local_n = weight.size(0),
-           .local_k = weight.size(1),
-           .types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator)},
-          algorithm, communicator)
-          .algorithm;
+  const auto chosen = choose_algorithm(
+      {.op = kScaledScatter,
+       .dtype = out_dtype,
+       .m = inputs.size(0),
+       .n = weight.size(0),
+       .k = weight.size(1) * group_size,
+       .chunk_rows = rows,
+       .scatter_bytes = scatter_bytes(*communicator, inputs.size(0), sums.size(1), out_dtype),
+       .local_n = weight.size(0),
+       .local_k = weight.size(1),
+       .types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator)},
+      algorithm, communicator);
   if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     ring_scatter_gemms(kScaledScatter, communicator, {product_of(0, inputs.size(0), {})},
                        {.start = {},

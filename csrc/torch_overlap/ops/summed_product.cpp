@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/overlap/execute_parts.h"
@@ -34,7 +35,7 @@ class Blockwise {
     const auto& out = problem_.out;
     for (const RowRange& block :
          row_chunks(out.size(0), block_count(out.size(0), out.size(1)), problem_.row_unit)) {
-      const auto rows = out.narrow(0, block.begin, block.length);
+      const auto rows = row_view(out, block.begin, block.length);
       const RowShare share{block.length, comm->size(), problem_.row_unit};
       const auto own = rows_of_rank(rows, share, comm->rank());
       ring_scatter_gemms(problem_.op, comm, {problem_.arguments(block)},
@@ -67,7 +68,7 @@ class Blockwise {
     const int64_t end = begin + share.length(rank);
     for (const auto& [first, last] : {std::pair(int64_t{0}, begin), std::pair(end, share.rows)}) {
       if (last > first)
-        put(rows.narrow(0, first, last - first), gather_->rows().narrow(0, first, last - first));
+        put(row_view(rows, first, last - first), row_view(gather_->rows(), first, last - first));
     }
     // Every rank adds its own bias, as in the other algorithms: to its rows when all have got them.
     if (problem_.bias.defined()) rows_of_rank(rows, share, rank).add_(problem_.bias);
@@ -91,7 +92,7 @@ void run_in_pieces(const SummedProduct& problem, RedOpType reduction) {
   const auto chunks = row_chunks(problem.out.size(0), kAllReduceChunks, problem.row_unit);
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < chunks.size(); ++i) {
-    const auto chunk = problem.out.narrow(0, chunks[i].begin, chunks[i].length);
+    const auto chunk = row_view(problem.out, chunks[i].begin, chunks[i].length);
     {
       const Span span("chunk_gemm", i);
       problem.multiply(chunks[i], chunk);

@@ -1,13 +1,10 @@
 #include "torch_overlap/ops/tuning.h"
 
-#include <c10/util/hash.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <mutex>
 #include <sstream>
-#include <unordered_map>
 
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/channel.h"
@@ -15,7 +12,7 @@
 namespace torch_overlap::ops {
 namespace {
 
-constexpr const char* kAgreedCache = "tuning cache";
+constexpr const char* kAgreed = "tuning cache";
 
 struct Measured {
   std::mutex mutex;
@@ -28,54 +25,6 @@ Measured& measured() {
   static auto* const instance = new Measured;
   return *instance;
 }
-
-// What a tuning_key() is made of, but for what a communicator's problems have in common.
-struct Asked {
-  std::string op;
-  int64_t m;
-  int64_t n;
-  int64_t k;
-  at::ScalarType dtype;
-  bool in_graph;
-  bool operator==(const Asked&) const = default;
-};
-
-struct AskedHash {
-  size_t operator()(const Asked& asked) const noexcept {
-    return c10::get_hash(asked.op, asked.m, asked.n, asked.k, asked.dtype, asked.in_graph);
-  }
-};
-
-// The cache of rank 0, for the members of a communicator; and what was asked before, which an eager
-// call has no time to look up.
-class AgreedCache final : public CommAttachment {
- public:
-  explicit AgreedCache(TuningEntries entries) : entries_(std::move(entries)) {}
-  const TuningEntries& entries() const { return entries_; }
-  void drain(std::chrono::milliseconds) noexcept override {}
-
-  template <typename Find>
-  std::optional<Tuned> remember(Asked asked, const Find& find) {
-    const uint64_t version = measured().version;
-    {
-      const std::lock_guard lock(mutex_);
-      if (version_ != version) answers_.clear();
-      version_ = version;
-      if (const auto known = answers_.find(asked); known != answers_.end()) return known->second;
-    }
-    auto answer = find();
-    const std::lock_guard lock(mutex_);
-    constexpr size_t kMost = 4096;  // shapes without end are looked up again
-    if (version_ == version && answers_.size() < kMost) answers_.emplace(std::move(asked), answer);
-    return answer;
-  }
-
- private:
-  const TuningEntries entries_;
-  std::mutex mutex_;
-  uint64_t version_ = 0;
-  std::unordered_map<Asked, std::optional<Tuned>, AskedHash> answers_;
-};
 
 std::string text_of(const TuningEntries& entries) {
   std::string text;
@@ -93,12 +42,20 @@ TuningEntries entries_of(const std::string& text) {
   return entries;
 }
 
+// What rank 0 has, for all members of a communicator: its cache, and the name of its device, under
+// which all look up what was measured.
+class Agreed final : public CommAttachment {
+ public:
+  explicit Agreed(const std::string& text)
+      : device(text.substr(0, text.find('\n'))), cache(entries_of(text)) {}
+  void drain(std::chrono::milliseconds) noexcept override {}
+
+  const std::string device;
+  const TuningEntries cache;
+};
+
 bool may_be_measured(const OverlapProblem& problem, const TorchComm& comm) {
   return problem.m > 0 && comm.backend_name() != "fake";
-}
-
-std::shared_ptr<AgreedCache> agreed_cache(const TorchComm& comm) {
-  return std::static_pointer_cast<AgreedCache>(comm.attachment(kAgreedCache));
 }
 
 int64_t half_octaves(int64_t size) {
@@ -112,25 +69,20 @@ std::optional<Tuned> find_in(const TuningEntries& entries, const std::string& ke
   return Tuned{found->second, source};
 }
 
-std::optional<Tuned> look_up(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                             const AgreedCache* agreed, bool in_graph) {
-  const auto device = comm->device();
-  const auto key =
-      tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype, comm->size(),
-                 overlap_device(problem.op, device.type()).name(device), in_graph);
-  Measured& all = measured();
-  const std::lock_guard lock(all.mutex);
-  if (auto found = find_in(all.table, key, "table")) return found;
-  return find_in(agreed != nullptr ? agreed->entries() : all.cache, key, "cache");
+std::string device_name(const OverlapProblem& problem, const TorchComm& comm) {
+  return overlap_device(problem.op, comm.device().type()).name(comm.device());
 }
 
 // `agreed`: null where the ranks have not met.
-std::optional<Tuned> tuned(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                           const std::shared_ptr<AgreedCache>& agreed, bool in_graph) {
-  if (!agreed) return look_up(problem, comm, nullptr, in_graph);
-  return agreed->remember(
-      {std::string(problem.op), problem.m, problem.n, problem.k, problem.dtype, in_graph},
-      [&] { return look_up(problem, comm, agreed.get(), in_graph); });
+std::optional<Tuned> look_up(const OverlapProblem& problem, const TorchComm& comm,
+                             const Agreed* agreed, bool in_graph) {
+  const auto key =
+      tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype, comm.size(),
+                 agreed != nullptr ? agreed->device : device_name(problem, comm), in_graph);
+  Measured& all = measured();
+  const std::lock_guard lock(all.mutex);
+  if (auto found = find_in(all.table, key, "table")) return found;
+  return find_in(agreed != nullptr ? agreed->cache : all.cache, key, "cache");
 }
 
 }  // namespace
@@ -148,28 +100,30 @@ void set_tuning(TuningSource source, TuningEntries entries) {
   ++all.version;
 }
 
+uint64_t tuning_version() { return measured().version; }
+
 std::optional<Tuned> find_tuned(const OverlapProblem& problem,
                                 const std::shared_ptr<TorchComm>& comm, bool in_graph) {
   if (!may_be_measured(problem, *comm)) return std::nullopt;
-  auto agreed = agreed_cache(*comm);
+  auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
   if (!agreed) {
-    std::string mine;
+    auto mine = concat(device_name(problem, *comm), '\n');
     {
       Measured& all = measured();
       const std::lock_guard lock(all.mutex);
-      mine = text_of(all.cache);
+      mine += text_of(all.cache);
     }
-    const auto texts = OverlapGroup::of(comm)->exchange(kAgreedCache, mine);
-    agreed = std::make_shared<AgreedCache>(entries_of(texts.at(0)));
-    comm->attach(kAgreedCache, agreed);
+    agreed = std::make_shared<Agreed>(OverlapGroup::of(comm)->exchange(kAgreed, mine).at(0));
+    comm->attach(kAgreed, agreed);
   }
-  return tuned(problem, comm, agreed, in_graph);
+  return look_up(problem, *comm, agreed.get(), in_graph);
 }
 
 std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
                                     const std::shared_ptr<TorchComm>& comm, bool in_graph) {
   if (!may_be_measured(problem, *comm)) return std::nullopt;
-  return tuned(problem, comm, agreed_cache(*comm), in_graph);
+  const auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
+  return look_up(problem, *comm, agreed.get(), in_graph);
 }
 
 }  // namespace torch_overlap::ops

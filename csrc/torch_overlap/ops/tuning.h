@@ -12,8 +12,8 @@
 #include "torch_overlap/ops/choose.h"
 
 // What was measured to be the quickest algorithm: the table that is shipped, which all ranks have
-// alike, and the cache of a user, of which the ranks of a communicator take that of rank 0.
-// Threads: any.
+// alike, and the cache of a user, of which the ranks of a communicator take that of rank 0. They
+// look for the device of rank 0, too. Threads: any.
 namespace torch_overlap::ops {
 
 // Algorithms by tuning_key().
@@ -29,15 +29,18 @@ TORCH_OVERLAP_API std::string tuning_key(std::string_view op, int64_t m, int64_t
 enum class TuningSource { table, cache };
 // Replaces them, for communicators whose ranks have not met over the cache yet.
 TORCH_OVERLAP_API void set_tuning(TuningSource source, TuningEntries entries);
+// How often that was done.
+uint64_t tuning_version();
 
 struct Tuned {
   std::string algorithm;
   std::string_view source;  // "table" or "cache"
 };
-// Collective for the first call of a communicator's members, which then agree on a cache.
+// Collective for the first call of a communicator's members, which then agree on a cache and a
+// device.
 std::optional<Tuned> find_tuned(const OverlapProblem& problem,
                                 const std::shared_ptr<TorchComm>& comm, bool in_graph);
-// Local: with the cache that was agreed on, else this rank's.
+// Local: with what was agreed on, else this rank's.
 std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
                                     const std::shared_ptr<TorchComm>& comm, bool in_graph);
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/local/spawn.h"
 #include "torch_overlap/ops/tuning.h"
 
 namespace torch_overlap::ops {
@@ -17,7 +18,7 @@ OverlapProblem problem_of(at::ScalarType dtype, int64_t rows) {
 }
 
 Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& comm, int64_t rows) {
-  return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm).algorithm;
+  return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm);
 }
 
 template <typename F>
@@ -72,6 +73,31 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
       "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, got "
       "'tree'");
   comm->finalize();
+}
+
+TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
+  const OverlapProblem problem{
+      .op = "op", .dtype = at::kFloat, .m = 64, .n = 64, .k = 64, .chunk_rows = 1};
+  const auto key = tuning_key("op", 64, 64, 64, at::kFloat, 2, "cpu", /*in_graph=*/false);
+  run_local_ranks(2, [&](const std::shared_ptr<TorchComm>& comm) {
+    const auto tune = [&](TuningEntries entries) {
+      comm->barrier(/*async_op=*/false);
+      if (comm->rank() == 0) set_tuning(TuningSource::table, std::move(entries));
+      comm->barrier(/*async_op=*/false);
+    };
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int call = 0; call < 2; ++call) {
+        EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::sequential);
+      }
+      tune({{key, "chunked"}});
+      EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::chunked);
+      EXPECT_EQ(choose_algorithm(problem, "sequential", comm), Algorithm::sequential);
+      OverlapProblem other = problem;
+      other.m = 8 * problem.m;
+      EXPECT_EQ(choose_algorithm(other, "auto", comm), Algorithm::sequential);
+      tune({});
+    }
+  });
 }
 
 TEST(TuningKey, IsTheSameWithinHalfAPowerOfTwo) {
