@@ -6,6 +6,11 @@ Small shapes, whose kernels take less time than the host needs to start them. `h
 spends in one of 50 calls in a row; `us` is what a call of such a row takes on the device and the host together, and
 `graph_us` the same calls in a CUDA graph, which the host starts once: `us` - `graph_us` is what the host costs. All
 take turns within every round; medians of the slowest rank.
+
+Rows whose operator is "part" are the host's time for what a "matmul_all_reduce sequential" is made of: its Python
+wrapper's arguments, dispatch and checks (of tensors without memory), the result, the product, the sum; and for one
+launch, one event and one view by themselves, of which "ring" needs several a chunk. What "auto" takes longer than the
+algorithm that it takes is the choice.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ from pathlib import Path
 import torch
 
 import torch_overlap as to
+from torch_overlap import gemm as products
 from torch_overlap.bench.result import write_result
 from torch_overlap.bench.timing import Stopwatch, host_sampler, in_graph, interleave, slowest_rank, spread_of
+from torch_overlap.ops._arguments import group
 from torch_overlap.quantize import ScalingMode
 
 CALLS = 50
@@ -63,6 +70,28 @@ def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
     return found
 
 
+def parts(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
+    """What an operator is made of, each by itself."""
+    size = comm.get_size()
+    x = torch.randn(ROWS * size, FEATURES, device="cuda").bfloat16()
+    weight = torch.randn(FEATURES, FEATURES, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    prepared = products.GemmArgs(products.GemmOperand(x), products.GemmOperand(weight, True), out)
+    meta = [t.to("meta") for t in (x, weight)]
+    operator = torch.ops.torch_overlap.matmul_all_reduce
+    event = torch.cuda.Event()
+    return {
+        "arguments": partial(group, comm),
+        "dispatch": partial(operator, *meta, None, comm.get_name(), size, "sum", "sequential"),
+        "result": partial(torch.empty, x.shape, dtype=x.dtype, device=x.device),
+        "product": partial(products.gemm, prepared),
+        "sum": partial(comm.all_reduce, out, to.ReduceOp.SUM, async_op=False),
+        "launch": partial(torch.cuda._sleep, 1),
+        "event": event.record,
+        "view": partial(x.narrow, 0, 1, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -72,21 +101,29 @@ def main() -> None:
     comm = to.new_comm("nccl", torch.device("cuda"), name="operator_host")
     watch = Stopwatch(comm.get_device(), meet=lambda: comm.barrier(async_op=False))
     host, device = {}, {}
-    for name, call in operators(comm).items():
+    for name, call in (operators(comm) | {f"part {name}": call for name, call in parts(comm).items()}).items():
         if args.only not in name:
             continue
         for _ in range(3):
             call()
         host[name] = host_sampler(call, CALLS)
+        if name.startswith("part "):
+            continue
         device[f"{name} eager"] = watch.sampler(call, repeats=CALLS)
         device[f"{name} graph"] = watch.sampler(in_graph(call, CALLS), calls=CALLS)
     host_us = slowest_rank(interleave(host, args.rounds), comm)
     device_us = slowest_rank(interleave(device, args.rounds), comm)
     rows = []
-    for name in host:
+    for name, samples in host_us.items():
+        if name.startswith("part "):
+            us, iqr = spread_of(samples)
+            rows.append({"op": "part", "algorithm": name.split()[-1], "us": us, "iqr_us": iqr, "peers": {}})
+            if comm.get_rank() == 0:
+                print(f"{name:40s} host {us:6.1f}")
+            continue
         us, iqr = spread_of(device_us[f"{name} eager"])
         row = {"op": name.split()[0], "algorithm": name.split()[-1], "us": us, "iqr_us": iqr, "peers": {},
-               "host_us": spread_of(host_us[name]).median,
+               "host_us": spread_of(samples).median,
                "graph_us": spread_of(device_us[f"{name} graph"]).median}  # fmt: skip
         rows.append(row)
         if comm.get_rank() == 0:
