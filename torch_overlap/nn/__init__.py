@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch_overlap.nn.float8 import Float8Recipe, update_float8_scales
 from torch_overlap.nn.layout import ParameterLayout, mark_replicated, split_parameters, sync_replicated_grads
 from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
-from torch_overlap.nn.state import full_state_dict, load_full_state_dict
+from torch_overlap.nn.state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
 from torch_overlap.nn.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerBlock
 
 if TYPE_CHECKING:
@@ -30,7 +35,9 @@ __all__ = [
     "RowParallelLinear",
     "full_state_dict",
     "load_full_state_dict",
+    "load_sharded_state_dict",
     "mark_replicated",
+    "sharded_state_dict",
     "split_parameters",
     "styles",
     "sync_replicated_grads",

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_overlap import ops
 from torch_overlap._C import TorchComm
@@ -14,17 +17,26 @@ from torch_overlap.nn.layout import layouts
 
 
 def _splits(module: nn.Module) -> dict[str, tuple[TorchComm, int]]:
-    """Key in the state dict -> communicator and dimension, for what is split."""
-    return {f"{prefix}.{name}".lstrip("."): (layout.comm, dim)
-            for prefix, _, layout in layouts(module) for name, dim in layout.split.items()}  # fmt: skip
+    """Key in the state dict -> communicator and dimension, for what is split.
+
+    By the parameters themselves: wrappers (of activation checkpointing, say) change their names in the state dict.
+    """
+    split = {id(parameter): (layout.comm, layout.split[name]) for _, child, layout in layouts(module)
+             for name, parameter in child.named_parameters(recurse=False) if name in layout.split}  # fmt: skip
+    return {key: split[id(value)] for key, value in module.state_dict(keep_vars=True).items() if id(value) in split}
+
+
+def _whole_shape(part: Tensor, size: int, dim: int) -> list[int]:
+    return [n * size if i == dim else n for i, n in enumerate(part.shape)]
 
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False) -> dict[str, Any]:
     """`module.state_dict()` with every split parameter gathered: the same keys, whole tensors, on every rank.
 
-    Collective over the communicators of the layers. The keys of a layer with one output are those of nn.Linear, so the
-    result loads into the unsharded model. Gathered tensors are new; the others are those of state_dict().
+    Collective over the communicators of the layers, and the meshes of DTensors (`fully_shard`). The keys of a layer
+    with one output are those of nn.Linear, so the result loads into the unsharded model. Gathered tensors are new; the
+    others are those of state_dict().
 
     Args:
         offload_to_cpu: move each tensor to the CPU before the next is gathered.
@@ -32,6 +44,8 @@ def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False) -> dict[
     splits = _splits(module)
     full: dict[str, Any] = {}
     for key, value in module.state_dict().items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         if key in splits:
             comm, dim = splits[key]
             value = ops.all_gather(value, comm, dim)
@@ -55,9 +69,90 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
         if key not in parts or key not in own:
             continue
         size, whole = comm.get_size(), parts[key]
-        shape = [n * size if i == dim else n for i, n in enumerate(own[key].shape)]
+        shape = _whole_shape(own[key], size, dim)
         if list(whole.shape) != shape:
             raise ValueError(f"load_full_state_dict: expected '{key}' of shape {shape}, got {list(whole.shape)}; a "
                              "shard loads by module.load_state_dict")  # fmt: skip
         parts[key] = whole.chunk(size, dim)[comm.get_rank()]
     return module.load_state_dict(parts, strict=strict)
+
+
+def sharded_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
+    """`module.state_dict()` with every split parameter as a DTensor: what torch.distributed.checkpoint saves and loads.
+
+    It then loads on any number of ranks. The same keys; DTensors share memory with the parameters. Sends nothing.
+
+    Args:
+        mesh: over the ranks of the layers. Of a model that `fully_shard` has split over other dimensions: with those
+            before it, as `mesh["dp", "tp"]`.
+
+    Raises:
+        ValueError: the mesh is not that of a layer's communicator, or of `fully_shard`.
+    """
+    splits = _splits(module)
+    return {key: _as_dtensor(key, value, *splits[key], mesh) if key in splits else value
+            for key, value in module.state_dict().items()}  # fmt: skip
+
+
+@torch.no_grad()
+def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Loads what `sharded_state_dict` gave, and torch.distributed.checkpoint has put values into. Sends nothing.
+
+    Returns: what `module.load_state_dict` does.
+
+    Raises:
+        ValueError: a split parameter is no DTensor, or one that lies otherwise.
+        RuntimeError: as from `module.load_state_dict`.
+    """
+    parts, own = dict(state), module.state_dict()
+    for key, (comm, dim) in _splits(module).items():
+        if key in parts:
+            parts[key] = _from_dtensor(key, parts[key], own[key], comm, dim)
+    return module.load_state_dict(parts, strict=strict)
+
+
+def _placements(part: Tensor, size: int, dim: int, ndim: int) -> list[Placement]:
+    """Of the whole parameter on a mesh of `ndim` dimensions, the last of which cuts it into `size` parts, before
+    those of fully_shard, the first ones, cut the part."""
+    others = part.placements if isinstance(part, DTensor) else [Replicate()] * (ndim - 1)
+    again = [_StridedShard(dim, split_factor=size) if p == Shard(dim) else p for p in others]
+    return [*again, Shard(dim)]
+
+
+def _as_dtensor(key: str, part: Tensor, comm: TorchComm, dim: int, mesh: DeviceMesh) -> DTensor:
+    size, (*others, coordinate) = comm.get_size(), mesh.get_coordinate() or [-1]
+    if (mesh.size(mesh.ndim - 1), coordinate) != (size, comm.get_rank()):
+        raise ValueError(f"sharded_state_dict: expected rank {comm.get_rank()} of {size} in the last dimension of the "
+                         f"mesh for '{key}', as in the communicator '{comm.get_name()}', got rank {coordinate} of "
+                         f"{mesh.size(mesh.ndim - 1)} in {mesh}")  # fmt: skip
+    if isinstance(part, DTensor):
+        before = part.device_mesh
+        if (before.shape, list(before.get_coordinate() or [])) != (mesh.shape[:-1], others):
+            raise ValueError(f"sharded_state_dict: expected a mesh of the dimensions that fully_shard has for '{key}' "
+                             f"and then {size} ranks, {(*before.shape, size)}, got {mesh}; write "
+                             'mesh["dp", "tp"]')  # fmt: skip
+    shape = torch.Size(_whole_shape(part, size, dim))
+    out: DTensor = DTensor.from_local(
+        part.to_local() if isinstance(part, DTensor) else part, mesh, _placements(part, size, dim, mesh.ndim),
+        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
+    return out
+
+
+def _from_dtensor(key: str, value: object, part: Tensor, comm: TorchComm, dim: int) -> Tensor:
+    """This rank's part, as `part` is it: plain, or of fully_shard."""
+    shape = _whole_shape(part, comm.get_size(), dim)
+    if not isinstance(value, DTensor):
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+        raise ValueError(f"load_sharded_state_dict: expected '{key}' as a DTensor of shape {shape}, got {got}; "
+                         "load_full_state_dict takes whole tensors, module.load_state_dict shards")  # fmt: skip
+    placements = _placements(part, comm.get_size(), dim, value.device_mesh.ndim)
+    if list(value.shape) != shape or list(value.placements) != placements:
+        raise ValueError(f"load_sharded_state_dict: expected '{key}' of shape {shape} and {placements}, got "
+                         f"{list(value.shape)} and {list(value.placements)}; take sharded_state_dict of this module, "
+                         "and load into that")  # fmt: skip
+    local: Tensor = value.to_local()
+    if isinstance(part, DTensor):
+        local = DTensor.from_local(local, part.device_mesh, part.placements, run_check=False, shape=part.shape,
+                                   stride=part.stride())  # fmt: skip
+    return local

@@ -1,4 +1,4 @@
-"""The layers beside what torch trains and saves with: DDP and FSDP2 over another axis, distributed checkpoints."""
+"""The layers beside what torch trains with: DDP and FSDP2 over another axis."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import torch_overlap as to
 from torch_overlap.testing import run_ranks
@@ -69,31 +68,3 @@ def check_data_parallel(rank, size, store, seed, how):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_data_parallelism_over_another_axis(how, seed):
     run_ranks(check_data_parallel, 4, seed, how, comm=False)
-
-
-def check_checkpoint(rank, size, store, seed, folder):
-    mesh, world, tp = start(rank, size, store, (1, 2))
-    torch.manual_seed(seed)
-    layer = to.nn.ParallelMLP(FEATURES, HIDDEN, tp)
-
-    def as_dtensors(model):
-        split = to.nn.split_parameters(model)
-        return {name: DTensor.from_local(value, mesh["tp"], [Shard(split[name][1])]) if name in split else value
-                for name, value in model.state_dict().items()}  # fmt: skip
-
-    dcp.save(as_dtensors(layer), checkpoint_id=folder)
-    other = to.nn.ParallelMLP(FEATURES, HIDDEN, tp)
-    dcp.load(as_dtensors(other), checkpoint_id=folder)  # into the parameters themselves
-    for name, value in layer.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
-
-    whole = to.nn.full_state_dict(other)  # any number of ranks
-    empty = {name: torch.zeros_like(value) for name, value in whole.items()}
-    dcp.load(empty, checkpoint_id=folder)
-    for name, value in whole.items():
-        assert torch.equal(empty[name], value), name
-    stop(world, tp)
-
-
-def test_distributed_checkpoints_take_shards_as_dtensors(tmp_path, seed):
-    run_ranks(check_checkpoint, 2, seed, str(tmp_path), comm=False)
