@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import Store
 from torch_overlap import _C, _gloo
 from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
 
+__all__ = ["ENTRY_POINT_GROUP", "Timeout", "TorchCommBackend", "is_backend_built", "new_comm", "register_backend"]
+
 # Packages that bring a backend name a function in this group; loading it registers the backend.
 ENTRY_POINT_GROUP = "torch_overlap.backends"
 

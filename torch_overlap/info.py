@@ -13,6 +13,8 @@ import torch
 
 from torch_overlap import _C
 
+__all__ = ["report"]
+
 
 def report() -> str:
     """The whole report, one `name: value` a line under headings."""

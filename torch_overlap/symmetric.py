@@ -12,6 +12,8 @@ from torch_overlap import _C
 from torch_overlap._C import TorchComm
 from torch_overlap._load import LIBRARY
 
+__all__ = ["get_mem_allocator", "symmetric_empty"]
+
 
 def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm: TorchComm) -> torch.Tensor:
     """A tensor of zeros on the communicator's device that `comm.new_window` takes, as do its views.

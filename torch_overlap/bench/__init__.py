@@ -8,4 +8,8 @@ docs/performance.md has the results and says how they are measured. The modules,
 - problem: the ways to do a case; gemms, collectives, build: what these are for each operation.
 - measure, trace, run: from cases to rows. result: rows as a file.
 - report, goals, tables, plots, document: what is made of rows. cli: the command.
+
+The command is public, the modules are not.
 """
+
+__all__: list[str] = []

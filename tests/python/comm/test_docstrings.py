@@ -13,13 +13,17 @@ import pytest
 import torch_overlap as to
 
 
-def public_modules() -> list[str]:
-    """Those that say which of their names are public."""
+def modules() -> list[str]:
     names = ["torch_overlap"]
     for found in pkgutil.iter_modules(to.__path__, "torch_overlap."):
         if not found.name.rpartition(".")[2].startswith(("_", "lib")):
             names.append(found.name)
-    return [name for name in names if hasattr(importlib.import_module(name), "__all__")]
+    return names
+
+
+def public_modules() -> list[str]:
+    """Those with public names; of bench the command is public."""
+    return [name for name in modules() if getattr(importlib.import_module(name), "__all__", ())]
 
 
 def text_of(what: Any) -> str:
@@ -55,9 +59,15 @@ def surface(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield f"{module.__name__}.{name}", value
 
 
+@pytest.mark.parametrize("module", modules())
+def test_every_module_says_which_names_are_public(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == []
+
+
 def test_the_documented_modules_are_walked() -> None:
-    documented = ("device_mesh", "flight_recorder", "gemm", "hooks", "mesh", "nn", "objcol", "ops", "overlap",
-                  "quantize", "testing", "tune")  # fmt: skip
+    documented = ("comm", "device_mesh", "flight_recorder", "gemm", "hooks", "info", "mesh", "nn", "objcol", "ops",
+                  "overlap", "quantize", "symmetric", "testing", "tune")  # fmt: skip
     assert {f"torch_overlap.{name}" for name in documented} <= set(public_modules())
 
 
