@@ -20,7 +20,11 @@ def main() -> None:
     command.add_arguments(plan)
     tuning = commands.add_parser("tune", help="measure which algorithm of the fused operators is the quickest here")
     tune.add_arguments(tuning)
-    args = parser.parse_args()
+    args, behind = parser.parse_known_args()
+    if behind and (args.command != "bench" or any(word.startswith("-") for word in behind)):
+        parser.error(f"unrecognized arguments: {' '.join(behind)}")
+    if args.command == "bench":
+        args.what += behind  # argparse takes the words of a subcommand from one place: these are behind an option
     runs = {"bench": cli.run, "plan": command.run, "tune": tune.run}
     if args.command in runs:
         try:

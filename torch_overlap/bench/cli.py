@@ -18,7 +18,7 @@ bench ag_gemm_classes bulk_rs                 over buffers of the overlap classe
 bench a2a_gemm gemm_a2a                       with an all-to-all, around attention whose heads are sharded; not in "all"
 bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
 bench --check GOALS.json RESULT.json          what falls short of the goals; exits with 1 if anything does
-bench plot RESULT.json ...                    docs/images and the tables of docs/performance.md
+bench plot RESULT.json ...                    the pictures in --images and the tables of --document, in this order
 """
 
 
@@ -40,8 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="writes the result into this folder, under the name of its kind")
     add("--timeline", action="store_true", help="with the result, what ran when in one call of each product's variants")
     add("--check", nargs="+", type=Path, metavar=("GOALS", "RESULT"), help="compares results with goals")
-    add("--images", type=Path, default=Path("docs/images"), help="of plot (default: %(default)s)")
-    add("--document", type=Path, default=Path("docs/performance.md"), help="of plot (default: %(default)s)")
+    add(
+        "--images",
+        type=Path,
+        default=Path("docs/images"),
+        help="of plot: the folder of the pictures (default: %(default)s)",
+    )
+    add(
+        "--document",
+        type=Path,
+        default=Path("docs/performance.md"),
+        help="of plot: where the tables go (default: %(default)s)",
+    )
     add("--began", type=float, help=argparse.SUPPRESS)
 
 

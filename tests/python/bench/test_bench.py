@@ -208,6 +208,8 @@ def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
         (("plot",), "expected result files"),
         (("plot", "missing.json", "--document", "missing.md"), "got no such file; give --document"),
         (("ag_gemm", "--tp", "0"), "expected --tp of one or more ranks, got 0"),
+        (("ag_gemm", "--device", "cpu", "first", "--tp", "2", "second"), "all or plot, got first, second"),
+        (("plot", "--plots", "result.json"), "unrecognized arguments: --plots result.json"),
     ],
 )
 def test_mistakes(
