@@ -53,9 +53,11 @@ from torch_overlap.mesh.module import (
     clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
+    load_sharded_state_dict,
     reduce_gradients,
     shard_module,
     sharded_parameters,
+    sharded_state_dict,
 )
 from torch_overlap.mesh.products import Choice, choices, choosing, linear
 from torch_overlap.mesh.sharded import Sharded, from_local
@@ -109,6 +111,7 @@ __all__ = [
     "linear",
     "load_cost_model",
     "load_full_state_dict",
+    "load_sharded_state_dict",
     "mesh_of",
     "plan_reshard",
     "pmean",
@@ -122,6 +125,7 @@ __all__ = [
     "shard",
     "shard_module",
     "sharded_parameters",
+    "sharded_state_dict",
     "simulate",
     "to_dtensor",
     "to_layout",
