@@ -17,7 +17,9 @@ from torch_overlap.nn.linear import ColumnParallelLinear, RowParallelLinear
 from torch_overlap.nn.state import (
     full_state_dict,
     load_full_state_dict,
+    load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
+    sharded_optimizer_state_dict,
     sharded_state_dict,
 )
 from torch_overlap.nn.transformer import ParallelMLP, ParallelSelfAttention, ParallelTransformerBlock
@@ -35,8 +37,10 @@ __all__ = [
     "RowParallelLinear",
     "full_state_dict",
     "load_full_state_dict",
+    "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "mark_replicated",
+    "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "split_parameters",
     "styles",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.optim import Optimizer
 
-from torch_overlap import ops
+from torch_overlap import _optimizer_state, ops
 from torch_overlap._C import TorchComm
 from torch_overlap.nn.layout import layouts
+
+
+def _split(module: nn.Module) -> dict[int, tuple[Tensor, TorchComm, int]]:
+    """Id of a parameter that is split -> itself, its communicator and dimension."""
+    return {id(parameter): (parameter, layout.comm, layout.split[name]) for _, child, layout in layouts(module)
+            for name, parameter in child.named_parameters(recurse=False) if name in layout.split}  # fmt: skip
 
 
 def _splits(module: nn.Module) -> dict[str, tuple[TorchComm, int]]:
@@ -21,9 +29,8 @@ def _splits(module: nn.Module) -> dict[str, tuple[TorchComm, int]]:
 
     By the parameters themselves: wrappers (of activation checkpointing, say) change their names in the state dict.
     """
-    split = {id(parameter): (layout.comm, layout.split[name]) for _, child, layout in layouts(module)
-             for name, parameter in child.named_parameters(recurse=False) if name in layout.split}  # fmt: skip
-    return {key: split[id(value)] for key, value in module.state_dict(keep_vars=True).items() if id(value) in split}
+    split, state = _split(module), module.state_dict(keep_vars=True)
+    return {key: split[id(value)][1:] for key, value in state.items() if id(value) in split}
 
 
 def _whole_shape(part: Tensor, size: int, dim: int) -> list[int]:
@@ -111,6 +118,36 @@ def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, stri
     return module.load_state_dict(parts, strict=strict)
 
 
+def sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> dict[str, Any]:
+    """The state of an optimizer of `module`, as `sharded_state_dict` has the module's.
+
+    With the names of `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, and like it complete also
+    before the first step. Sends nothing.
+
+    Args:
+        mesh: as for `sharded_state_dict`.
+
+    Raises:
+        ValueError: as `sharded_state_dict`; a state of a split parameter has another shape than the parameter.
+    """
+    wrap = {of: partial(_as_dtensor, comm=comm, dim=dim, mesh=mesh) for of, (_, comm, dim) in _split(module).items()}
+    return _optimizer_state.sharded(module, optimizer, wrap)
+
+
+@torch.no_grad()
+def load_sharded_optimizer_state_dict(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads what `sharded_optimizer_state_dict` gave, and torch.distributed.checkpoint has put values into.
+
+    Sends nothing.
+
+    Raises:
+        ValueError: the state of a split parameter is no DTensor, or one that lies otherwise.
+    """
+    unwrap = {of: partial(_from_dtensor, part=part, comm=comm, dim=dim)
+              for of, (part, comm, dim) in _split(module).items()}  # fmt: skip
+    _optimizer_state.load(module, optimizer, state, unwrap)
+
+
 def _placements(part: Tensor, size: int, dim: int, ndim: int) -> list[Placement]:
     """Of the whole parameter on a mesh of `ndim` dimensions, the last of which cuts it into `size` parts, before
     those of fully_shard, the first ones, cut the part."""
@@ -145,12 +182,12 @@ def _from_dtensor(key: str, value: object, part: Tensor, comm: TorchComm, dim: i
     if not isinstance(value, DTensor):
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
         raise ValueError(f"load_sharded_state_dict: expected '{key}' as a DTensor of shape {shape}, got {got}; "
-                         "load_full_state_dict takes whole tensors, module.load_state_dict shards")  # fmt: skip
+                         "load into what sharded_state_dict gives (whole tensors: load_full_state_dict)")  # fmt: skip
     placements = _placements(part, comm.get_size(), dim, value.device_mesh.ndim)
     if list(value.shape) != shape or list(value.placements) != placements:
         raise ValueError(f"load_sharded_state_dict: expected '{key}' of shape {shape} and {placements}, got "
-                         f"{list(value.shape)} and {list(value.placements)}; take sharded_state_dict of this module, "
-                         "and load into that")  # fmt: skip
+                         f"{list(value.shape)} and {list(value.placements)}; load into what sharded_state_dict "
+                         "of this module gives")  # fmt: skip
     local: Tensor = value.to_local()
     if isinstance(part, DTensor):
         local = DTensor.from_local(local, part.device_mesh, part.placements, run_check=False, shape=part.shape,

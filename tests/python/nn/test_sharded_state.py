@@ -184,6 +184,77 @@ def with_fsdp(rank, size, store, seed, dp, folder, saves):
     dist.destroy_process_group()
 
 
+def train(model, optimizer, steps, seed):
+    """Steps whose gradients are the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(4, 2, 8, generator=generator, dtype=torch.float64)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_trained(mesh, seed, dp, comm):
+    torch.manual_seed(seed)
+    options = {"sequence_parallel": False, "dtype": torch.float64}
+    model = nn.Sequential(nn.Linear(8, 8).double(), tnn.ParallelMLP(8, 18, comm, activation="swiglu", **options))
+    if dp > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    mesh = mesh["dp", "tp"] if dp > 1 else mesh["tp"]
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=0.01)
+    return model, optimizer, mesh
+
+
+def sharded_states(model, optimizer, mesh):
+    return {"model": tnn.sharded_state_dict(model, mesh),
+            "optimizer": tnn.sharded_optimizer_state_dict(model, optimizer, mesh)}  # fmt: skip
+
+
+def whole_states(model, optimizer, mesh):
+    state = tnn.sharded_optimizer_state_dict(model, optimizer, mesh)
+    whole = {f"{name}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
+             for name, values in state["state"].items() for key, value in values.items()}  # fmt: skip
+    return {name: value.clone() for name, value in (whole | tnn.full_state_dict(model)).items()}
+
+
+def resumed(rank, size, store, seed, dp, folder, saved=None):
+    mesh = start(rank, size, store, dp)
+    comm = comm_of(mesh["tp"])
+    model, optimizer, mesh = make_trained(mesh, seed + (saved is not None), dp, comm)
+    if saved is None:
+        train(model, optimizer, 3, seed)
+        optimizer.param_groups[1]["lr"] = 0.02
+        dcp.save(sharded_states(model, optimizer, mesh), checkpoint_id=folder)
+    else:
+        state = sharded_states(model, optimizer, mesh)
+        dcp.load(state, checkpoint_id=folder)
+        tnn.load_sharded_state_dict(model, state["model"])
+        tnn.load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    states = [whole_states(model, optimizer, mesh)]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    train(model, optimizer, 2, seed + 1)
+    states.append(whole_states(model, optimizer, mesh))
+    if saved is not None:
+        assert rates == [0.01, 0.02]
+        assert set(states[0]) == set(saved[0])
+        for name, value in saved[0].items():
+            assert torch.equal(states[0][name], value), name
+        for name, value in saved[1].items():
+            torch.testing.assert_close(states[1][name], value, rtol=1e-9, atol=1e-9)
+    dist.destroy_process_group()
+    return states
+
+
+@pytest.mark.parametrize(("first", "then"), [((2, 1), (3, 1)), ((2, 1), (1, 1)), ((4, 2), (2, 1)), ((2, 1), (4, 2))])
+def test_training_goes_on_with_other_ranks(tmp_path, seed, first, then):
+    """(ranks, dp): the optimizer's state too, and its groups; the steps after it are those of the first ranks."""
+    saved = run_ranks(resumed, first[0], seed, first[1], str(tmp_path), comm=False)[0]
+    assert saved[0]["1.up.weight1.exp_avg"].shape == (18, 8)
+    run_ranks(resumed, then[0], seed, then[1], str(tmp_path), saved, comm=False)
+
+
 def make_whole(seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"up.weight0": (18, 8), "up.bias0": (18,), "down.weight": (8, 18), "down.bias": (8,)}
@@ -206,7 +277,7 @@ def errors(rank, size, store):
         tnn.sharded_state_dict(layer, mesh["dp"])
     state = tnn.sharded_state_dict(layer, mesh["tp"])
     with pytest.raises(ValueError, match=r"expected 'weight' as a DTensor of shape \[8, 6\], got a tensor of shape "
-                                         r"\[4, 6\]; load_full_state_dict takes"):  # fmt: skip
+                                         r"\[4, 6\]; load into what"):  # fmt: skip
         tnn.load_sharded_state_dict(layer, layer.state_dict())
     other = DTensor.from_local(torch.ones(8, 3), mesh["tp"], [Shard(1)], run_check=False)
     with pytest.raises(ValueError, match=r"expected 'weight' of shape \[8, 6\] and \[Shard\(dim=0\)\], got \[8, 6\] "
@@ -214,8 +285,19 @@ def errors(rank, size, store):
         tnn.load_sharded_state_dict(layer, {**state, "weight": other})
     with pytest.raises(RuntimeError, match="Missing key"):
         tnn.load_sharded_state_dict(layer, {"weight": state["weight"]})
-    with pytest.raises(ValueError, match=r"got \[16, 6\] and \[Shard\(dim=0\)\]; take sharded_state_dict of this"):
+    with pytest.raises(
+        ValueError, match=r"got \[16, 6\] and \[Shard\(dim=0\)\]; load into what sharded_state_dict of this"
+    ):
         tnn.load_sharded_state_dict(layer, tnn.sharded_state_dict(tnn.ColumnParallelLinear(6, 16, comm), mesh["tp"]))
+    factored = torch.optim.Adafactor(layer.parameters())
+    with pytest.raises(ValueError, match=r"of 'weight.row_var': expected a state of one element or of shape \[4, 6\], "
+                                         r".*, got \[4, 1\]"):  # fmt: skip
+        tnn.sharded_optimizer_state_dict(layer, factored, mesh["tp"])
+    momentum = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    states = tnn.sharded_optimizer_state_dict(layer, momentum, mesh["tp"])
+    states["state"]["weight"]["momentum_buffer"] = torch.zeros(8, 6)
+    with pytest.raises(ValueError, match=r"expected 'weight.momentum_buffer' as a DTensor of shape \[8, 6\], got a "):
+        tnn.load_sharded_optimizer_state_dict(layer, momentum, states)
     fully_shard(layer, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"expected a mesh of the dimensions that fully_shard has for 'weight' and "
                                          r"then 2 ranks, \(1, 2\), got DeviceMesh.*; write mesh\["):  # fmt: skip
