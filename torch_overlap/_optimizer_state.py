@@ -23,12 +23,12 @@ def _own(module: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[
 
 def _is_part(who: str, value: object, parameter: Tensor) -> bool:
     """Whether it is cut like the parameter; else it is the same on all ranks."""
-    if not isinstance(value, Tensor) or value.numel() == 1 != parameter.numel():
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return False
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape and value.numel() != 1:
         raise ValueError(f"{who}: expected a state of one element or of shape {list(parameter.shape)}, as this rank's "
                          f"part of the parameter, got {list(value.shape)}")  # fmt: skip
-    return True
+    return value.shape == parameter.shape
 
 
 def sharded(module: nn.Module, optimizer: Optimizer, wrap: Mapping[int, Convert]) -> dict[str, Any]:

@@ -31,6 +31,12 @@ from torch_overlap.mesh._core import (
 )
 from torch_overlap.mesh.auto import ShardingChoice, auto_shard
 from torch_overlap.mesh.calibrate import calibrate
+from torch_overlap.mesh.checkpoint import (
+    load_sharded_optimizer_state_dict,
+    load_sharded_state_dict,
+    sharded_optimizer_state_dict,
+    sharded_state_dict,
+)
 from torch_overlap.mesh.communication import (
     all_gather,
     all_reduce,
@@ -53,11 +59,9 @@ from torch_overlap.mesh.module import (
     clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
-    load_sharded_state_dict,
     reduce_gradients,
     shard_module,
     sharded_parameters,
-    sharded_state_dict,
 )
 from torch_overlap.mesh.products import Choice, choices, choosing, linear
 from torch_overlap.mesh.sharded import Sharded, from_local
@@ -111,6 +115,7 @@ __all__ = [
     "linear",
     "load_cost_model",
     "load_full_state_dict",
+    "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "mesh_of",
     "plan_reshard",
@@ -124,6 +129,7 @@ __all__ = [
     "save_cost_model",
     "shard",
     "shard_module",
+    "sharded_optimizer_state_dict",
     "sharded_parameters",
     "sharded_state_dict",
     "simulate",

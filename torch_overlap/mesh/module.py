@@ -10,13 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
 from torch_overlap.mesh.communication.shard import shard
-from torch_overlap.mesh.dtensor import placements_of, to_dtensor
 from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.styles import without_styles
 from torch_overlap.mesh.value_spec import Spec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
@@ -25,11 +22,10 @@ __all__ = [
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
-    "load_sharded_state_dict",
+    "named_values",
     "reduce_gradients",
     "shard_module",
     "sharded_parameters",
-    "sharded_state_dict",
 ]
 
 _SPECS = "_torch_overlap_specs"
@@ -170,7 +166,8 @@ def _as_sharded(owner: nn.Module, name: str, stored: Tensor) -> Sharded:
     return Sharded(stored, spec)
 
 
-def _named(module: nn.Module, what: str) -> dict[str, Sharded]:
+def named_values(module: nn.Module, what: str) -> dict[str, Sharded]:
+    """The "_parameters" or "_buffers" of a module that was sharded, as they lie, by name."""
     out: dict[str, Sharded] = {}
     for prefix, owner in module.named_modules():
         for name in owner.__dict__.get(_SPECS, ()):
@@ -182,13 +179,13 @@ def _named(module: nn.Module, what: str) -> dict[str, Sharded]:
 
 def sharded_parameters(module: nn.Module) -> dict[str, Sharded]:
     """The parameters of a module that was sharded, as they lie, by name."""
-    return _named(module, "_parameters")
+    return named_values(module, "_parameters")
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers as whole tensors, on every rank. Collective."""
     with torch.no_grad():
-        named = {**_named(module, "_parameters"), **_named(module, "_buffers")}
+        named = {**named_values(module, "_parameters"), **named_values(module, "_buffers")}
         return {name: value.detach().full().clone() for name, value in named.items()}
 
 
@@ -198,7 +195,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
     Raises:
         InvalidValueError: names that are missing or unknown, or shapes that differ; nothing is changed then.
     """
-    named = {**_named(module, "_parameters"), **_named(module, "_buffers")}
+    named = {**named_values(module, "_parameters"), **named_values(module, "_buffers")}
     if set(named) != set(state):
         missing, unknown = sorted(set(named) - set(state)), sorted(set(state) - set(named))
         raise InvalidValueError(
@@ -212,63 +209,6 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
     with torch.no_grad():
         for name, value in named.items():
             value.local.copy_(shard(state[name].to(value.device), value.mesh, value.layout).local)
-
-
-def _kept(module: nn.Module) -> dict[str, Sharded]:
-    """What `module.state_dict()` has, under all its names, as it lies."""
-    by_id = {id(value.local): value for what in ("_parameters", "_buffers") for value in _named(module, what).values()}
-    return {name: by_id[id(value)] for name, value in module.state_dict(keep_vars=True).items() if id(value) in by_id}
-
-
-@torch.no_grad()
-def sharded_state_dict(module: nn.Module, device_mesh: DeviceMesh) -> dict[str, Any]:
-    """`module.state_dict()` as DTensors: what torch.distributed.checkpoint saves, and loads on any mesh.
-
-    They share memory with the parameters and buffers. Nothing is sent.
-
-    Args:
-        device_mesh: of the shape and ranks of the module's mesh.
-
-    Raises:
-        InvalidValueError: another mesh.
-        UnsupportedError: a layout that DTensor has no words for, as `to_dtensor` says.
-    """
-    kept = _kept(module)
-    return {name: to_dtensor(kept[name].detach(), device_mesh) if name in kept else value
-            for name, value in module.state_dict().items()}  # fmt: skip
-
-
-@torch.no_grad()
-def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Loads what `sharded_state_dict` gave, and torch.distributed.checkpoint has put values into. Nothing is sent.
-
-    Returns: what `module.load_state_dict` does.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: no DTensor, or one that lies otherwise; nothing is changed then.
-        RuntimeError: as from `module.load_state_dict`.
-    """
-    parts = dict(state)
-    for name, value in _kept(module).items():
-        if name in parts:
-            parts[name] = _part_of(name, parts[name], value)
-    return module.load_state_dict(parts, strict=strict)
-
-
-def _part_of(name: str, found: object, value: Sharded) -> Tensor:
-    if not isinstance(found, DTensor):
-        raise InvalidTypeError(
-            f"load_sharded_state_dict: expected a DTensor for '{name}', got {type(found).__name__}; load into what "
-            "sharded_state_dict gives (whole tensors: load_full_state_dict)"
-        )
-    wanted = (tuple(value.shape), placements_of(value.layout))
-    if (tuple(found.shape), found.placements) != wanted:
-        raise InvalidValueError(
-            f"load_sharded_state_dict: expected {wanted} for '{name}', got {(tuple(found.shape), found.placements)}; "
-            "load into what sharded_state_dict of this module gives"
-        )
-    local: Tensor = found.to_local()
-    return local
 
 
 # --- Gradients ----------------------------------------------------------------------------------

@@ -18,9 +18,12 @@ from torch_overlap.mesh import (
     auto_shard,
     connect,
     full_state_dict,
+    load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
     mesh_of,
+    shard,
     shard_module,
+    sharded_optimizer_state_dict,
     sharded_state_dict,
 )
 from torch_overlap.testing import run_ranks
@@ -120,6 +123,61 @@ def test_the_module_that_is_not_sharded_loads_it(tmp_path, seed):
     dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
     for name, value in wanted.items():
         assert torch.equal(state[name], value), name
+
+
+def train(model, mesh, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = shard(torch.randn(8, DIM, generator=generator, dtype=torch.float64), mesh)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_states(model, optimizer, devices):
+    state = sharded_optimizer_state_dict(model, optimizer, devices)["state"]
+    whole = {f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+             for name, values in state.items() for key, value in values.items()}  # fmt: skip
+    return whole | full_state_dict(model)
+
+
+def trained(rank, size, store, seed, folder, where, saved=None):
+    axes, layouts = MESHES[where]
+    devices, mesh, comm = start(rank, size, store, axes)
+    model = shard_module(Model(seed + (saved is not None)).double(), mesh, layouts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if saved else 0.02)
+    if saved is None:
+        train(model, mesh, optimizer, 3, seed)
+    state = {"model": sharded_state_dict(model, devices),
+             "optimizer": sharded_optimizer_state_dict(model, optimizer, devices)}  # fmt: skip
+    if saved is None:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        load_sharded_state_dict(model, state["model"])
+        load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert optimizer.param_groups[0]["lr"] == 0.02
+    states = [whole_states(model, optimizer, devices)]
+    train(model, mesh, optimizer, 2, seed + 1)
+    states.append(whole_states(model, optimizer, devices))
+    if saved is not None:
+        assert set(states[0]) == set(saved[0])
+        for name, value in saved[0].items():
+            assert torch.equal(states[0][name], value), name
+        for name, value in saved[1].items():
+            torch.testing.assert_close(states[1][name], value, rtol=1e-8, atol=1e-8)
+    stop(mesh, comm)
+    return states
+
+
+@pytest.mark.parametrize(("first", "then"), [("tp=2", "tp=4"), ("dp=2,tp=2", "tp=1"), ("tp=1", "dp=2,tp=2")])
+def test_training_goes_on_on_another_mesh(tmp_path, seed, first, then):
+    """The states of the optimizer are those of the first mesh, and so are the steps after it."""
+    folder, ranks = str(tmp_path), {"tp=1": 1, "tp=2": 2}
+    saved = run_ranks(trained, ranks.get(first, 4), seed, folder, first, comm=False)[0]
+    assert saved[0]["up.weight.exp_avg"].shape == (HIDDEN, DIM)
+    assert saved[0]["embedding.weight.exp_avg"].any()
+    run_ranks(trained, ranks.get(then, 4), seed, folder, then, saved, comm=False)
 
 
 def errors(rank, size, store):
