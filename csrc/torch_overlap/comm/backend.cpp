@@ -42,8 +42,9 @@ std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::st
 void Backend::abort_within(Milliseconds limit) {
   const auto task = std::make_shared<BackgroundTask>();
   const auto end = [self = shared_from_this(), task]() mutable {
-    const auto backend = std::move(self);  // dropped before the task ends
+    auto backend = std::move(self);  // dropped before the task ends
     backend->abort();
+    drop_or_leak(std::move(backend));
   };
   if (run_bounded(end, limit)) return;
   TORCH_WARN("reconfigure: expected the abort of what was under way to end within ", limit.count(),

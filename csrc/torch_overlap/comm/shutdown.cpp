@@ -7,18 +7,21 @@
 #include <thread>
 
 namespace torch_overlap {
-namespace {
 
 struct Shutdown {
   std::atomic<bool> begun{false};
-  std::timed_mutex dropping;
   std::atomic<int> tasks{0};
+  std::atomic<int> permits{0};
 };
+
+namespace {
+
+constexpr auto kLimit = std::chrono::seconds(2);
 
 // Never destroyed: threads use it until the very end.
 std::atomic<Shutdown*> instance{nullptr};
 
-// A fork has none of the threads, and may have a lock that one of them held.
+// A fork has none of the threads that are counted.
 void renew_in_fork() {
   auto* const renewed = new Shutdown;
   renewed->begun = instance.load()->begun.load();
@@ -34,28 +37,34 @@ Shutdown& shutdown() {
   return *instance;
 }
 
-}  // namespace
-
-void begin_process_exit() noexcept {
-  Shutdown& all = shutdown();
-  all.begun = true;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-  if (all.dropping.try_lock_until(until)) all.dropping.unlock();
-  while (all.tasks > 0 && std::chrono::steady_clock::now() < until) {
+void wait_for_none(const std::atomic<int>& count) noexcept {
+  const auto until = std::chrono::steady_clock::now() + kLimit;
+  while (count > 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
-BackgroundTask::BackgroundTask() noexcept { ++shutdown().tasks; }
+}  // namespace
 
-BackgroundTask::~BackgroundTask() {
-  if (process_.is_current()) --shutdown().tasks;
+void begin_process_exit() noexcept {
+  Shutdown& all = shutdown();
+  wait_for_none(all.tasks);
+  all.begun = true;
+  wait_for_none(all.permits);
 }
 
-std::unique_lock<std::timed_mutex> permit_to_drop() {
-  std::unique_lock lock(shutdown().dropping);
-  if (shutdown().begun) lock.unlock();
-  return lock;
+BackgroundTask::BackgroundTask() noexcept : shutdown_(shutdown()) { ++shutdown_.tasks; }
+BackgroundTask::~BackgroundTask() { --shutdown_.tasks; }
+
+// Counted before the flag is read, and the flag is set before they are counted: one sees the other.
+Permit::Permit() noexcept : shutdown_(shutdown()) {
+  ++shutdown_.permits;
+  granted_ = !shutdown_.begun;
+  if (!granted_) --shutdown_.permits;
+}
+
+Permit::~Permit() {
+  if (granted_) --shutdown_.permits;
 }
 
 }  // namespace torch_overlap

@@ -1,22 +1,25 @@
 #pragma once
 
-#include <mutex>
+#include <utility>
 
 #include "torch_overlap/base/export.h"
-#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 
-// The end of the process, for threads that drop tensors in the background. The last reference to a
-// tensor that Python has seen takes Python's lock, and a thread that asks for it while the
-// interpreter ends is killed where it stands; CUDA, too, must not be called after its own end.
+struct Shutdown;
 
-// From now on such references are leaked. Waits for drops and BackgroundTasks that are under way,
-// two seconds at most. The caller does not hold Python's lock. Never undone; may be called again.
+// The end of the process, for threads in the background. The last reference to a tensor that Python
+// has seen takes Python's lock, and a thread that asks for it while the interpreter ends is killed
+// where it stands; CUDA, too, must not be called after its own end. So whatever may need either
+// (drops, callbacks) is done with a permit, or not at all.
+
+// From now on there are no permits. First waits for BackgroundTasks that are under way, then for
+// the permits that are held, two seconds each at most. The caller does not hold Python's lock.
+// Never undone; may be called again.
 TORCH_OVERLAP_API void begin_process_exit() noexcept;
 
 // While a thread has or will do work that ends with such a drop. Who ends the process ends the work
-// first.
+// first. Where the work takes longer than that waits, the drop gets no permit.
 class TORCH_OVERLAP_API BackgroundTask {
  public:
   BackgroundTask() noexcept;
@@ -25,10 +28,32 @@ class TORCH_OVERLAP_API BackgroundTask {
   BackgroundTask& operator=(const BackgroundTask&) = delete;
 
  private:
-  const ProcessStamp process_;
+  Shutdown& shutdown_;  // a fork has another
 };
 
-// Held around every drop in the background. Not owned once the process is ending: drop nothing.
-TORCH_OVERLAP_API std::unique_lock<std::timed_mutex> permit_to_drop();
+// The interpreter and CUDA live as long as this does, if it is granted. Held briefly: around what
+// may need one of them. Not granted once the process is ending: call nothing, drop nothing.
+class TORCH_OVERLAP_API Permit {
+ public:
+  Permit() noexcept;
+  ~Permit();
+  Permit(const Permit&) = delete;
+  Permit& operator=(const Permit&) = delete;
+  explicit operator bool() const { return granted_; }
+
+ private:
+  Shutdown& shutdown_;
+  bool granted_;
+};
+
+template <typename T>
+void drop_or_leak(T&& object) {
+  const Permit permit;
+  if (permit) {
+    const T dropped = std::move(object);
+  } else {
+    (void)new T(std::move(object));
+  }
+}
 
 }  // namespace torch_overlap

@@ -7,12 +7,14 @@
 #include <chrono>
 
 #include "torch_overlap/base/strings.h"
+#include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap::python {
 
 SharedObject share(py::object object) {
   return {object.release().ptr(), [](PyObject* held) {
-            if (!Py_IsInitialized() || Py_IsFinalizing()) return;
+            const Permit permit;
+            if (!permit || !Py_IsInitialized()) return;
             const py::gil_scoped_acquire gil;
             Py_DECREF(held);
           }};

@@ -368,6 +368,31 @@ def test_no_operation_of_a_fork_outlives_its_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_an_operation_that_outlasts_the_interpreter_leaves_its_tensors() -> None:
+    """Its thread is held up until the interpreter ends, and is about to drop a tensor that Python has seen."""
+    done = run_python("""
+        import atexit, ctypes, os, signal, time
+        libc = ctypes.CDLL(None)
+
+        def threads():
+            return set(map(int, os.listdir("/proc/self/task")))
+
+        # The last to run; until then, and until the interpreter ends, the main thread has Python's lock.
+        atexit.register(ctypes.PyDLL(None).usleep, 2_000_000)
+        import torch, torch_overlap as to
+        comm = to.new_comm("local", "cpu", "left", hints={"local::delay": "0@0:60000"},
+                           store=torch.distributed.HashStore(), rank=0, size=1)
+        before = threads()
+        comm.all_reduce(torch.ones(1000), to.ReduceOp.SUM, async_op=True)
+        (thread,) = threads() - before
+        # A handler that sleeps for as many seconds as its signal's number: three.
+        libc.signal(signal.SIGQUIT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+        libc.tgkill(os.getpid(), thread, signal.SIGQUIT)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "got live communicators ['left']" in done.stderr
+
+
 def test_all_communicators_are_aborted_at_the_end_although_one_cannot_be() -> None:
     done = run_python("""
         import torch, torch_overlap as to

@@ -6,6 +6,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/call_record.h"
+#include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
 namespace {
@@ -18,6 +19,14 @@ Deadline after(std::chrono::milliseconds timeout) {
   constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
   return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
 }
+
+// What an operation leaves when it is done.
+struct Ended {
+  Call call;  // declared first: tensors die last, after everybody was told
+  std::unique_ptr<Staging> staging;
+  std::vector<std::function<void(std::exception_ptr)>> callbacks;
+  std::exception_ptr error;
+};
 
 thread_local const HostWorkOwner* thread_owner = nullptr;
 
@@ -55,27 +64,29 @@ std::string HostWork::age() const {
 }
 
 void HostWork::end_part(const std::exception_ptr& error) {
-  Call finished;  // declared first: tensors die last, after everybody was told
-  std::unique_ptr<Staging> staging;
-  std::vector<std::function<void(std::exception_ptr)>> callbacks;
-  std::exception_ptr result;
+  const Permit permit;
+  auto ended = std::make_unique<Ended>();
   {
     std::lock_guard lock(mutex_);
     if (error && !error_) error_ = error;
     if (--parts_ > 0) return;
-    finished = std::move(call_);
-    staging = std::move(staging_);
-    callbacks.swap(callbacks_);
-    result = error_;
-    if (finished.record) finished.record->ended(result);
+    ended->call = std::move(call_);
+    ended->staging = std::move(staging_);
+    ended->callbacks.swap(callbacks_);
+    ended->error = error_;
+    if (ended->call.record) ended->call.record->ended(error_);
     done_ = true;
     changed_.notify_all();
   }
-  for (const auto& callback : callbacks) {
+  if (!permit) {
+    (void)ended.release();
+    return;
+  }
+  for (const auto& callback : ended->callbacks) {
     try {
-      callback(result);
+      callback(ended->error);
     } catch (const std::exception& thrown) {
-      TORCH_WARN(finished.describe(), ": a completion callback threw: ", thrown.what());
+      TORCH_WARN(ended->call.describe(), ": a completion callback threw: ", thrown.what());
     }
   }
 }

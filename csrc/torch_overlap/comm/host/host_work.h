@@ -40,7 +40,8 @@ class OwnedThread {
 
 // An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is
 // done; the tensors are released by the thread that ends it, with no lock held (the last reference
-// to a Python tensor takes Python's lock).
+// to a Python tensor takes Python's lock). Where the process ends before the operation does, nobody
+// is called back, and the tensors are leaked.
 class HostWork final : public TorchWork {
  public:
   // `index` counts the communicator's operations. `parts`: how many times end_part will be called.

@@ -73,7 +73,7 @@ TEST(GraveyardDeathTest, FromTheBeginningOfTheEndNothingIsDropped) {
     bury(new Probe(late));
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     const bool untouched = !waiting.gone && !late.gone && waiting.asked == asked && late.asked == 0;
-    std::exit(untouched && !permit_to_drop() ? 0 : 1);
+    std::exit(untouched && !Permit() ? 0 : 1);
   };
   EXPECT_EXIT(program(), ::testing::ExitedWithCode(0), "");
 }

@@ -55,7 +55,7 @@ class Graveyard {
   }
 
   static bool is_done_with(Body* body) {
-    const auto permit = permit_to_drop();
+    const Permit permit;
     if (!permit) return true;  // leaked
     std::optional<c10::cuda::CUDAGuard> device;
     try {
