@@ -1,6 +1,7 @@
 #include "torch_overlap/comm/registry.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -12,17 +13,38 @@
 namespace torch_overlap {
 namespace {
 
+struct Maker {
+  std::thread::id thread = std::this_thread::get_id();
+  bool is_thread_rank;  // other ranks of the communicator may be in this process, under its name
+
+  bool is_other() const { return is_thread_rank && thread != std::this_thread::get_id(); }
+};
+
 struct Entry {
   std::weak_ptr<TorchComm> comm;
   const TorchComm* address;  // to find an entry whose communicator is being destroyed
-  std::thread::id maker;
-  bool is_thread_rank;   // other ranks of the communicator may be in this process, under this name
+  Maker maker;
   ProcessStamp process;  // a fork has its parent's entries, and may use their names
 };
+
+struct Finalized {
+  std::string name;
+  Maker maker;
+};
+
+// The names that are told from those that never were: the latest so many.
+constexpr size_t kRemembered = 1000;
 
 struct Registry {
   std::mutex mutex;
   std::map<std::string, std::vector<Entry>, std::less<>> entries;
+  std::deque<Finalized> finalized;
+
+  bool was_finalized(const std::string& name) const {
+    return std::any_of(finalized.begin(), finalized.end(), [&](const Finalized& one) {
+      return one.name == name && !one.maker.is_other();
+    });
+  }
 };
 
 Registry& registry() {
@@ -36,19 +58,22 @@ std::shared_ptr<TorchComm> get_comm(const std::string& name) {
   {
     std::shared_ptr<TorchComm> comm;  // if it is the last reference, it dies after the lock
     std::lock_guard lock(registry().mutex);
+    bool is_others = false;
     const auto found = registry().entries.find(name);
     if (found != registry().entries.end()) {
       const auto& entries = found->second;
-      const auto mine = std::find_if(entries.begin(), entries.end(), [](const Entry& entry) {
-        return !entry.is_thread_rank || entry.maker == std::this_thread::get_id();
-      });
-      TORCH_OVERLAP_CHECK(mine != entries.end(), kValue,
-                          "get_comm: expected the thread that made '", name,
-                          "', got another; ranks that are threads share a name, and each "
-                          "thread finds its own communicator only");
-      comm = mine->comm.lock();
+      const auto mine = std::find_if(entries.begin(), entries.end(),
+                                     [](const Entry& entry) { return !entry.maker.is_other(); });
+      is_others = mine == entries.end();
+      if (!is_others) comm = mine->comm.lock();
       if (comm) return comm;
     }
+    TORCH_OVERLAP_CHECK(!registry().was_finalized(name), kState,
+                        "get_comm: expected a live communicator, got '", name,
+                        "', which was finalized");
+    TORCH_OVERLAP_CHECK(!is_others, kValue, "get_comm: expected the thread that made '", name,
+                        "', got another; ranks that are threads share a name, and each "
+                        "thread finds its own communicator only");
   }
   fail(ErrorKind::kValue, "get_comm: expected the name of a live communicator, got '", name,
        "'; there are ", list_string(comm_names()));
@@ -84,7 +109,7 @@ void require_free_name(const std::string& name) {
   // Two ranks of one process may share a name, two communicators of one rank may not: an operator
   // that is given the name could not tell which one is meant.
   for (const Entry& entry : found->second) {
-    if (entry.is_thread_rank && entry.maker != std::this_thread::get_id()) continue;
+    if (entry.maker.is_other()) continue;
     if (!entry.process.is_current()) continue;
     alive.push_back(entry.comm.lock());
     TORCH_OVERLAP_CHECK(!alive.back(), kValue,
@@ -100,14 +125,22 @@ void add_comm(const std::shared_ptr<TorchComm>& comm) {
   std::lock_guard lock(registry().mutex);
   auto& entries = registry().entries[comm->name()];
   std::erase_if(entries, [](const Entry& entry) { return !entry.process.is_current(); });
-  entries.push_back({comm, comm.get(), std::this_thread::get_id(), is_thread_rank, {}});
+  entries.push_back({comm, comm.get(), Maker{.is_thread_rank = is_thread_rank}, {}});
+  std::erase_if(registry().finalized, [&](const Finalized& one) {
+    return one.name == comm->name() && !one.maker.is_other();
+  });
 }
 
 void remove_comm(const TorchComm* comm) {
   std::lock_guard lock(registry().mutex);
   const auto found = registry().entries.find(comm->name());
   if (found == registry().entries.end()) return;
-  std::erase_if(found->second, [comm](const Entry& entry) { return entry.address == comm; });
+  std::erase_if(found->second, [comm](const Entry& entry) {
+    if (entry.address != comm) return false;
+    if (comm->is_finalized()) registry().finalized.push_back({comm->name(), entry.maker});
+    return true;
+  });
+  if (registry().finalized.size() > kRemembered) registry().finalized.pop_front();
   if (found->second.empty()) registry().entries.erase(found);
 }
 

@@ -14,7 +14,8 @@ class TorchComm;
 // process from new_comm or split until finalize, and is then free. Ranks that are threads of one
 // process (`local`) share a name: each thread finds the communicator that it made. Threads: any.
 
-// The communicator named `name`; a kValue error lists the names that exist.
+// The communicator named `name`. A kState error says that it was finalized (known of the latest
+// 1000); a kValue error lists the names that exist.
 TORCH_OVERLAP_API std::shared_ptr<TorchComm> get_comm(const std::string& name);
 TORCH_OVERLAP_API std::vector<std::string> comm_names();
 // Whoever made them, a c10d process group too; of ranks that are threads, each one's.

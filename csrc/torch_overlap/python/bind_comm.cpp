@@ -188,7 +188,8 @@ void register_comm(py::module_& module) {
              [](std::string_view op, const TorchComm& comm) { refuse_capture(op, comm.device()); });
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
   module.def("get_comm", &get_comm, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
-             "The live communicator of that name in this process.");
+             "The live communicator of that name in this process. StateError: it was finalized. "
+             "InvalidValueError: there is none, and none of the latest 1000 finalized ones.");
   module.def("comm_names", &comm_names, py::call_guard<py::gil_scoped_release>(),
              "The names of the live communicators of this process.");
 }

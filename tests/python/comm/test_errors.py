@@ -37,5 +37,5 @@ def test_an_error_inside_a_gradient_keeps_its_class() -> None:
     x = torch.ones(2, requires_grad=True)
     with to.new_comm("fake", "cpu", name="gone", rank=0, size=2) as comm:
         loss = to.ops.all_gather(x, comm).sum()
-    with pytest.raises(to.InvalidValueError, match="expected the name of a live communicator, got 'gone'"):
+    with pytest.raises(to.StateError, match="expected a live communicator, got 'gone', which was finalized"):
         loss.backward()

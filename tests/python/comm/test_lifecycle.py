@@ -53,14 +53,29 @@ def run_after_finalize(comm: TorchComm) -> None:
         comm.finalize()
     if comm.get_backend() != "local":  # there the name is the other ranks' too
         assert name not in to.comm_names()
-        message = f"get_comm: expected the name of a live communicator, got '{name}'"
-        with pytest.raises(InvalidValueError, match=message):
-            to.get_comm(name)
+    with pytest.raises(StateError, match=f"get_comm: expected a live communicator, got '{name}', .*finalized"):
+        to.get_comm(name)
+    with pytest.raises(StateError, match=f"'{name}', which was finalized"):
+        torch.ops.torch_overlap.all_reduce(x, "sum", name, comm.get_size())
     assert comm.get_rank() in range(comm.get_size())
 
 
 def test_after_finalize_everything_is_refused(any_backend: str, any_size: int, device: str) -> None:
     run_ranks(run_after_finalize, any_size, backend=any_backend, device=device)
+
+
+def test_a_finalized_name_may_be_used_again_and_is_known_for_a_while() -> None:
+    fake("again").finalize()
+    with pytest.raises(StateError, match="got 'again', which was finalized"):
+        to.get_comm("again")
+    with fake("again") as comm:
+        assert to.get_comm("again") is comm
+    for _ in range(1000):
+        with pytest.raises(StateError, match="got 'again', which was finalized"):
+            to.get_comm("again")
+        fake().finalize()
+    with pytest.raises(InvalidValueError, match="expected the name of a live communicator, got 'again'"):
+        to.get_comm("again")
 
 
 def run_after_abort(comm: TorchComm) -> None:
