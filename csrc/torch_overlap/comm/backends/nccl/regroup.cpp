@@ -24,6 +24,18 @@ constexpr auto kGraphNap = std::chrono::milliseconds(1);
 constexpr const char* kCanShrink = "shrink";
 constexpr const char* kShrunk = "done";
 
+// What is left of a timeout that began with it.
+class TimeLeft {
+ public:
+  explicit TimeLeft(Milliseconds timeout) : deadline_(Clock::now() + timeout) {}
+  Milliseconds operator()() const {
+    return std::max(std::chrono::ceil<Milliseconds>(deadline_ - Clock::now()), Milliseconds(1));
+  }
+
+ private:
+  const Clock::time_point deadline_;
+};
+
 bool all_said(const std::vector<std::string>& said, const std::string& what) {
   return std::all_of(said.begin(), said.end(), [&](const auto& one) { return one == what; });
 }
@@ -63,7 +75,8 @@ std::shared_ptr<NcclHandle> NcclHandle::shrink(const BackendContext& context,
 }
 
 std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest()>& meet,
-                                              Milliseconds /*timeout*/) {
+                                              Milliseconds timeout) {
+  const TimeLeft left(timeout);
   // As abort() does, but NCCL is not stopped yet: it could not shrink any more.
   acted_on_failure_ = true;
   runtime_->failure.set(
@@ -74,12 +87,8 @@ std::shared_ptr<Backend> NcclBackend::regroup(const std::function<RegroupRequest
   remote_.stop();
   RegroupRequest request = meet();
   const auto& context = request.context;
-  const auto deadline = Clock::now() + context.options.timeout;
-  const auto left = [&] {
-    return std::max(std::chrono::ceil<Milliseconds>(deadline - Clock::now()), Milliseconds(1));
-  };
   // A replay would run among ranks that are gone, and the device has no way to say so.
-  const auto patience = std::min(deadline, Clock::now() + kGraphsGone);
+  const auto patience = Clock::now() + std::min<Clock::duration>(left(), kGraphsGone);
   while (handle_->has_graphs() && Clock::now() < patience) std::this_thread::sleep_for(kGraphNap);
   const std::string mine = handle_->has_graphs() ? "graphs" : "none";
   const auto said =
@@ -106,21 +115,22 @@ std::shared_ptr<NcclBackend> NcclBackend::shrink(const RegroupRequest& request) 
   // What every member knows alike.
   const bool fewer = !kept.empty() && static_cast<int>(kept.size()) < context_.size;
   if (!fewer || !std::is_sorted(kept.begin(), kept.end())) return nullptr;
+  const TimeLeft left(context.options.timeout);
   // Half of the time: the other is for a fresh communicator, if this one does not come about.
-  const Milliseconds timeout = context.options.timeout / 2;
+  const TimeLeft half(context.options.timeout / 2);
   const auto agreed = exchange(*context.store, "reconfigure: can shrink", context.rank,
-                               context.size, handle_->can_shrink() ? kCanShrink : "no", timeout);
+                               context.size, handle_->can_shrink() ? kCanShrink : "no", half());
   if (!all_said(agreed, kCanShrink)) return nullptr;
 
   std::shared_ptr<NcclHandle> child;
   std::string outcome = kShrunk;
   try {
-    child = handle_->shrink(context, lost_ranks(kept, context_.size), timeout);
+    child = handle_->shrink(context, lost_ranks(kept, context_.size), half());
   } catch (const std::exception& error) {
     outcome = error.what();
   }
-  const auto outcomes = exchange(*context.store, "reconfigure: shrunk", context.rank, context.size,
-                                 outcome, context.options.timeout);
+  const auto outcomes =
+      exchange(*context.store, "reconfigure: shrunk", context.rank, context.size, outcome, left());
   if (all_said(outcomes, kShrunk)) return start(context, std::move(child));
   if (child) child->stop(Milliseconds(0));
   const auto reason = std::find_if(outcomes.begin(), outcomes.end(),
