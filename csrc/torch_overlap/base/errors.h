@@ -17,6 +17,7 @@ enum class ErrorKind {
   kTimeout,      // a peer did not answer in time
   kUnsupported,  // this backend, dtype or library version cannot do it
   kState,        // used after finalize or abort
+  kInterrupted,  // a signal's handler ended a wait: see interrupt.h
 };
 
 // The one exception of the library. Message grammar for a caller's mistake:

@@ -64,16 +64,21 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   options.waitWorkers = false;
   options.multiTenant = true;
   options.timeout = timeout;
-  StorePtr store;
+  const auto made = std::make_shared<StorePtr>();
+  const auto make = [made, host = *env.master_addr, options] {
+    *made = c10::make_intrusive<c10d::TCPStore>(host, options);
+  };
   try {
-    store = c10::make_intrusive<c10d::TCPStore>(*env.master_addr, options);
+    (void)run_interruptibly(make, kLongestTimeout);  // it ends by its own timeout
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     fail(ErrorKind::kRuntime, "new_comm: expected a store at ", address, " within ",
          timeout.count(), " ms, got: ", what_happened(error),
          "; rank 0 or torchrun's agent serves it: does it run, and is MASTER_PORT free?");
   }
   std::lock_guard lock(stores->mutex);
-  return stores->by_address.try_emplace(address, std::move(store)).first->second;
+  return stores->by_address.try_emplace(address, std::move(*made)).first->second;
 }
 
 }  // namespace
@@ -95,7 +100,7 @@ RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
 StorePtr own_connection(const StorePtr& store, const std::string& op, Milliseconds timeout) {
   const auto clone = std::make_shared<StorePtr>();
   // On a thread of its own: the store's own timeout for connecting may be much longer.
-  const bool answered = run_bounded(
+  const bool answered = run_interruptibly(
       [store, clone] {
         try {
           *clone = store->clone();
@@ -153,14 +158,20 @@ std::vector<std::string> exchange(c10d::Store& store, const std::string& key, in
     std::optional<std::vector<std::string>> all;
     std::string ended;
     std::string left;
-    (void)poll(timeout, [&] {
-      // A rank that gives up takes its part away, also while others read.
-      if (parts.all(store)) all = get_parts(store, parts.keys());
-      if (all) return true;
-      if (owner.why_end) ended = owner.why_end();
-      if (ended.empty() && owner.why_left) left = who_left(store, parts.keys(), owner);
-      return !ended.empty() || !left.empty();
-    });
+    try {
+      (void)poll(timeout, [&] {
+        // A rank that gives up takes its part away, also while others read.
+        if (parts.all(store)) all = get_parts(store, parts.keys());
+        if (all) return true;
+        if (owner.why_end) ended = owner.why_end();
+        if (ended.empty() && owner.why_left) left = who_left(store, parts.keys(), owner);
+        return !ended.empty() || !left.empty();
+      });
+    } catch (const Error&) {  // interrupted: as if its time were over
+      delete_keys(store, {parts.keys()[rank]});
+      if (owner.on_missing) (void)owner.on_missing(/*has_left=*/false);
+      throw;
+    }
     const auto read = [&] { done_with_keys(store, readers_key(key), size, parts.keys()); };
     if (all) {
       read();

@@ -15,5 +15,7 @@ inline std::chrono::milliseconds bounded_timeout(std::chrono::milliseconds timeo
 // threw is thrown here. False: it goes on alone, and what it throws is lost. So `work` owns all it
 // touches. For calls that can hang with no way to give them a timeout.
 bool run_bounded(std::function<void()> work, std::chrono::milliseconds limit);
+// The same where the caller may throw: a signal ends its wait (base/interrupt.h).
+bool run_interruptibly(std::function<void()> work, std::chrono::milliseconds limit);
 
 }  // namespace torch_overlap

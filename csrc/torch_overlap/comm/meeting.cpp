@@ -12,6 +12,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/store_access.h"
 
@@ -69,6 +70,7 @@ class Meeter {
       const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
       try {
         give_up();
+        check_interrupt();
         TORCH_OVERLAP_CHECK(
             left.count() > 0, kTimeout, "reconfigure: expected all ", request_.handles.size(),
             " members of '", request_.name, "' under uuid ", request_.uuid, " within ",

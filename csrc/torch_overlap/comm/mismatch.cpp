@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/bootstrap.h"
 
 namespace torch_overlap {
@@ -190,6 +191,7 @@ void MismatchCheck::compare_collective(const Call& call, const std::function<voi
   store.set(keys[rank_], encode_facts(facts_of(call, rank_, size_)));
   while (true) {
     give_up();
+    check_interrupt();
     const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
     try {
       store.wait(keys, std::clamp(left, Milliseconds(1), kCompareSlice));

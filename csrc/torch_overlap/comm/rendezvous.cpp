@@ -102,10 +102,15 @@ Met meet_in_time(c10d::Store& store, const std::string& what, RankAndSize who,
     attempt.take_part(mine);
     const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());
     bool all_there = false;
-    (void)poll(left, [&] {
-      all_there = attempt.all_are_there();
-      return all_there || attempt.is_decided();
-    });
+    try {
+      (void)poll(left, [&] {
+        all_there = attempt.all_are_there();
+        return all_there || attempt.is_decided();
+      });
+    } catch (const Error&) {  // interrupted: as if its time were over
+      attempt.have_met(kLeft) ? (void)attempt.read() : attempt.take_back();
+      throw;
+    }
     if (attempt.have_met(all_there ? kMet : kLeft)) return {number, attempt.read()};
     const bool is_over = Clock::now() >= deadline;
     const auto missing = is_over ? attempt.missing() : std::vector<int>();

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/options.h"
 
 namespace torch_overlap {
@@ -35,7 +36,7 @@ auto in_store(const std::string& what, const Body& body) -> decltype(body()) {
 
 // Asks `is_done` now and again until it is, or the timeout is over: whether it was. Store::wait()
 // would keep the connection from other threads of this process, and what they have to say may be
-// what the missing ranks wait for.
+// what the missing ranks wait for; and no signal would end it, as one ends this (interrupt.h).
 template <typename IsDone>
 bool poll(Milliseconds timeout, const IsDone& is_done) {
   using std::chrono::microseconds;
@@ -45,6 +46,7 @@ bool poll(Milliseconds timeout, const IsDone& is_done) {
     const auto waited =
         std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - begin);
     if (waited >= timeout) return false;
+    check_interrupt();
     const auto pause = std::clamp(waited / 8, microseconds(200), microseconds(100'000));
     std::this_thread::sleep_for(std::min(pause, microseconds(timeout) - waited));
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/validate.h"
 #include "torch_overlap/common/capture.h"
 #include "torch_overlap/symm/allocator.h"
@@ -155,8 +156,9 @@ void TorchCommWindow::drain(Milliseconds timeout) {
   std::deque<WorkPtr> works;
   {
     std::unique_lock lock(mutex_);
-    TORCH_OVERLAP_CHECK(issued_.wait_until(lock, deadline, [this] { return issuing_ == 0; }),
-                        kTimeout, "tensor_deregister: expected the calls on '", name_,
+    const auto none = [this] { return issuing_ == 0; };
+    TORCH_OVERLAP_CHECK(wait_interruptibly(issued_, lock, deadline, none), kTimeout,
+                        "tensor_deregister: expected the calls on '", name_,
                         "' of other threads to return within ", timeout.count(),
                         " ms, got one that did not");
     works.swap(in_flight_);

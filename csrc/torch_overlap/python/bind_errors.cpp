@@ -6,6 +6,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/python/bindings.h"
 #include "torch_overlap/python/convert.h"
+#include "torch_overlap/python/interrupt.h"
 
 namespace torch_overlap::python {
 namespace {
@@ -31,7 +32,7 @@ const std::array<ErrorClass, 5> kClasses{{
 }};
 
 // By kind; kRuntime is Error itself. Owned by the module, which is never unloaded.
-std::array<PyObject*, 6> classes{};
+std::array<PyObject*, 7> classes{};
 
 PyObject* make_class(py::module_& module, const char* name, py::handle bases, const char* doc) {
   const std::string qualified = std::string("torch_overlap.") + name;
@@ -49,6 +50,15 @@ struct TorchError final : torch::PyTorchError {
   ErrorKind kind;
 };
 
+[[noreturn]] void throw_counterpart(const Error& error) {
+  if (error.kind() != ErrorKind::kInterrupted) throw TorchError(error);
+  const py::gil_scoped_acquire gil;
+  restore_interrupt();
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
 }  // namespace
 
 py::handle class_of(ErrorKind kind) { return classes.at(static_cast<size_t>(kind)); }
@@ -65,13 +75,16 @@ void register_errors(py::module_& module) {
     }
     classes.at(static_cast<size_t>(entry.kind)) = make_class(module, entry.name, bases, entry.doc);
   }
-  set_throw_counterpart([](const Error& error) { throw TorchError(error); });
+  classes.at(static_cast<size_t>(ErrorKind::kInterrupted)) = PyExc_KeyboardInterrupt;
+  set_throw_counterpart(&throw_counterpart);
+  watch_signals();
   // Errors of bindings come as they are, those of operators as TorchError, wherever torch leaves
   // them to pybind: so in pybind's shared state.
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Error& ours) {
+      if (ours.kind() == ErrorKind::kInterrupted) return restore_interrupt();
       PyErr_SetString(class_of(ours.kind()).ptr(), ours.what());
     } catch (TorchError& ours) {
       PyErr_SetString(ours.python_type(), ours.what());

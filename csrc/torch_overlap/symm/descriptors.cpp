@@ -14,6 +14,7 @@
 #include <fstream>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 
 namespace torch_overlap {
 namespace {
@@ -130,11 +131,12 @@ bool is_readable(const Descriptor& socket, TimePoint deadline) {
   while (true) {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto slice = std::clamp(left, std::chrono::milliseconds(0), kInterruptPeriod);
     pollfd wanted{.fd = socket.get(), .events = POLLIN, .revents = 0};
-    const int ready =
-        poll(&wanted, 1, static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1'000'000)));
+    const int ready = poll(&wanted, 1, static_cast<int>(slice.count()));
     if (ready > 0) return true;
-    if (ready == 0 && left.count() <= 1'000'000) return false;
+    if (ready == 0 && left <= slice) return false;
+    check_interrupt();
     if (ready < 0 && errno != EINTR) return false;
   }
 }

@@ -129,7 +129,7 @@ TEST(Registry, NamesFindTheirCommunicatorUntilFinalize) {
   EXPECT_EQ(error_of([] { fake(1, 0, "fake_named"); }).kind(), ErrorKind::kValue);
   comm->finalize();
   const Error error = error_of([] { get_comm("fake_named"); });
-  EXPECT_EQ(error.kind(), ErrorKind::kValue);
+  EXPECT_EQ(error.kind(), ErrorKind::kState);
   const Comm again = fake(1, 0, "fake_named");
   again->finalize();
 }

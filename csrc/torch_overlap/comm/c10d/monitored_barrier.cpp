@@ -5,6 +5,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/store_access.h"
 
 namespace torch_overlap {
 namespace {
@@ -18,17 +19,10 @@ constexpr Milliseconds kVerdictSlack{5000};
 std::string missing_key(const std::string& key) { return key + "/missing"; }
 std::string gave_up_key(const std::string& key) { return key + "/gave_up"; }
 
-// Waits until `key` is there; false at the deadline. Anything else that the store says is thrown.
+// Waits until `key` is there; false at the deadline.
 bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadline) {
   const auto left = std::chrono::ceil<Milliseconds>(deadline - Clock::now());  // no end before it
-  if (left < Milliseconds(1)) return store.check({key});
-  try {
-    store.wait({key}, left);
-    return true;
-  } catch (const std::exception&) {
-    if (Clock::now() < deadline) throw;
-    return store.check({key});
-  }
+  return poll(left, [&] { return store.check({key}); });
 }
 
 [[noreturn]] void fail_missing(const std::string& missing, int rank, int size,

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/host/host_window.h"
@@ -105,7 +106,9 @@ WorkPtr HostBackend::launch(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
   const auto lanes = lanes_of(call);
-  const bool here = !async_op && lanes_.try_acquire(lanes);
+  // Who runs it cannot look for signals meanwhile; one rank alone waits for nobody.
+  const bool may_run = !async_op && (context_.size == 1 || !is_interruptible());
+  const bool here = may_run && lanes_.try_acquire(lanes);
   if (!async_op && !here) OwnedThread::refuse_to_block(self.get(), to_string(call.name));
   const int parts = here ? 1 : static_cast<int>(lanes.size());
   std::shared_ptr<HostWork> work;
@@ -145,15 +148,15 @@ WorkPtr HostBackend::launch_wait(Call call) {
   call.ticket = take_ticket(*call.window, call.root);  // now: waits end in the order of launch
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
-  if (async_op) {
+  if (async_op || is_interruptible()) {
     lanes_.push_alone([self, work] {
       const OwnedThread thread(self.get());
       self->run(*work, kAllLanes);
     });
   } else {
     run(*work, kAllLanes);
-    work->wait();
   }
+  if (!async_op) work->wait();
   return work;
 }
 
@@ -259,7 +262,14 @@ void HostBackend::finalize() {
   OwnedThread::refuse_to_block(this, "finalize");
   finalized_.store(true, std::memory_order_release);
   const auto timeout = std::min<Milliseconds>(context_.timeout(), std::chrono::hours(24 * 365));
-  if (!lanes_.drain(HostClock::now() + timeout)) {
+  bool drained = false;
+  try {
+    drained = lanes_.drain(HostClock::now() + timeout);
+  } catch (const Error&) {  // interrupted: nobody can wait for them again
+    end(/*tells_peers=*/true);
+    throw;
+  }
+  if (!drained) {
     break_down(std::make_exception_ptr(Error(
         ErrorKind::kTimeout, concat("finalize of '", context_.name, "': operations did not end in ",
                                     timeout.count(), " ms"))));

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/shutdown.h"
 
@@ -99,7 +100,7 @@ void HostWork::wait_until(Deadline until) {
   const auto done = [this] { return done_; };
   const Deadline expiry = deadline_ + kGrace;
   if (!done_) OwnedThread::refuse_to_block(owner_.lock().get(), "wait");
-  if (!changed_.wait_until(lock, std::min(until, expiry), done)) {
+  if (!wait_interruptibly(changed_, lock, std::min(until, expiry), done)) {
     if (until < expiry) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),
            " to end in the given time, got no end; it goes on and may be waited for again");

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
@@ -134,7 +135,7 @@ void TaskLanes::work(const std::shared_ptr<State>& state, int index) {
 
 bool TaskLanes::drain(Deadline deadline) {
   std::unique_lock lock(state_->mutex);
-  return state_->idle.wait_until(lock, deadline, [this] { return state_->all_idle(); });
+  return wait_interruptibly(state_->idle, lock, deadline, [this] { return state_->all_idle(); });
 }
 
 bool TaskLanes::close(Deadline deadline) {

@@ -79,9 +79,9 @@ c10::intrusive_ptr<c10d::Backend> connect(const BackendContext& context) {
     *group = factory(request);
   };
   const Milliseconds timeout = context.options.timeout;
-  TORCH_OVERLAP_CHECK(run_bounded(make, timeout), kTimeout, "new_comm: expected gloo to connect ",
-                      context.size, " ranks within ", timeout.count(),
-                      " ms, got no answer of one; look at the other ranks");
+  TORCH_OVERLAP_CHECK(run_interruptibly(make, timeout), kTimeout,
+                      "new_comm: expected gloo to connect ", context.size, " ranks within ",
+                      timeout.count(), " ms, got no answer of one; look at the other ranks");
   TORCH_OVERLAP_CHECK(*group, kRuntime, "new_comm: expected a gloo process group, got none");
   return *group;
 }

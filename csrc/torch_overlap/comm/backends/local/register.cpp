@@ -9,6 +9,7 @@
 #include "torch_overlap/comm/backends/local/local_transport.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/host/host_backend.h"
+#include "torch_overlap/comm/store_access.h"
 
 namespace torch_overlap {
 namespace {
@@ -47,13 +48,11 @@ std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
 }
 
 std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
-  try {
-    context.store->wait({kWorldKey}, context.options.timeout);
-  } catch (const std::exception& error) {
-    fail(ErrorKind::kTimeout, "new_comm: expected rank 0 of '", context.name,
-         "' to begin, got nothing in ", context.options.timeout.count(), " ms (", error.what(),
-         ")");
-  }
+  const bool has_begun = in_store(concat("new_comm '", context.name, "'"), [&] {
+    return poll(context.options.timeout, [&] { return context.store->check({kWorldKey}); });
+  });
+  TORCH_OVERLAP_CHECK(has_begun, kTimeout, "new_comm: expected rank 0 of '", context.name,
+                      "' to begin, got nothing in ", context.options.timeout.count(), " ms");
   const auto bytes = context.store->get(kWorldKey);
   const std::string id(bytes.begin(), bytes.end());
   std::unique_lock lock(worlds().mutex);
