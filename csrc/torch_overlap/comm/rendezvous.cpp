@@ -108,7 +108,11 @@ Met meet_in_time(c10d::Store& store, const std::string& what, RankAndSize who,
         return all_there || attempt.is_decided();
       });
     } catch (const Error&) {  // interrupted: as if its time were over
-      attempt.have_met(kLeft) ? (void)attempt.read() : attempt.take_back();
+      if (attempt.have_met(kLeft)) {
+        (void)attempt.read();
+      } else {
+        attempt.take_back();
+      }
       throw;
     }
     if (attempt.have_met(all_there ? kMet : kLeft)) return {number, attempt.read()};

@@ -47,7 +47,7 @@ class TORCH_OVERLAP_API Permit {
 };
 
 template <typename T>
-void drop_or_leak(T&& object) {
+void drop_or_leak(T object) {
   const Permit permit;
   if (permit) {
     const T dropped = std::move(object);

@@ -80,7 +80,7 @@ void HostWork::end_part(const std::exception_ptr& error) {
     changed_.notify_all();
   }
   if (!permit) {
-    (void)ended.release();
+    [[maybe_unused]] const auto* const leaked = ended.release();
     return;
   }
   for (const auto& callback : ended->callbacks) {
