@@ -109,3 +109,16 @@ def quiet_device(request):
 
         comm.barrier(async_op=False)
         torch.cuda.synchronize()
+
+
+@pytest.fixture
+def gemm_draws(seed):
+    """Fresh data; what was counted of products, and how they are chosen, is as at the beginning."""
+    import torch
+
+    from torch_overlap import gemm
+
+    torch.manual_seed(seed)
+    gemm.reset_gemm_statistics()
+    yield
+    gemm.set_gemm_tuning("heuristic")

@@ -20,15 +20,16 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gem
 from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS
 from gemm_gpu_cases import TILES, capability, case_of, on_hopper
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
 
-@pytest.fixture(autouse=True)
-def draws(seed):
-    torch.manual_seed(seed)
-    layer.reset_gemm_statistics()
-    yield
-    layer.set_gemm_tuning("heuristic")
+def run_each(case, kernels):
+    for kernel in kernels:
+        for _ in range(2):
+            case.args.out.fill_(float("nan"))
+            run_own_gemm_kernel(case.args, kernel)
+        torch.cuda.synchronize()
+        case.check()
 
 
 @on_hopper
@@ -52,12 +53,7 @@ def test_our_own_kernels(dtype, layout, sizes):
         case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
         kernels = own_gemm_kernels(case.args)
         assert kernels == (TILES if layout[0] == "N" and epilogue in fused else [])
-        for kernel in kernels:
-            for _ in range(2):
-                case.args.out.fill_(float("nan"))
-                run_own_gemm_kernel(case.args, kernel)
-            torch.cuda.synchronize()
-            case.check()
+        run_each(case, kernels)
 
 
 def in_wider_rows(matrix):
@@ -167,11 +163,7 @@ def test_matrices_that_begin_at_one_address():
                 for i, x in enumerate((case.args.lhs, case.args.rhs))
             )
             case.args = GemmArgs(*operands, placed(2, case.args.out))
-            for kernel in TILES:
-                case.args.out.fill_(float("nan"))
-                run_own_gemm_kernel(case.args, kernel)
-                torch.cuda.synchronize()
-                case.check()
+            run_each(case, TILES)
 
 
 @on_hopper
@@ -200,12 +192,7 @@ def test_our_own_kernels_of_8_bits(scaling, types, out_dtype, sizes):
         case = case_of(*sizes, epilogue=epilogue, **options)
         kernels = own_gemm_kernels(case.args)
         assert kernels == TILES
-        for kernel in kernels:
-            for _ in range(2):
-                case.args.out.fill_(float("nan"))
-                run_own_gemm_kernel(case.args, kernel)
-            torch.cuda.synchronize()
-            case.check()
+        run_each(case, kernels)
     split = case_of(*sizes, use_split_accumulator=True, **options)
     assert own_gemm_kernels(split.args) == []
 

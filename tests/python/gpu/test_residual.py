@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gem
 from gemm_cases import E4M3, E5M2, EPILOGUES
 from gemm_gpu_cases import TILES, case_of, on_hopper
 
-pytestmark = pytest.mark.gpu(1)
+pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
 FUSED = ("none", "bias", "gelu", "bias_gelu")
 PARTS = ("bias", "gelu", "pre_gelu_out", "gelu_input", "bias_grad")
@@ -26,14 +26,6 @@ SIZES = [
     *[(8, 8, 8), (264, 136, 200), (1000, 1032, 520), (130, 2056, 4096), (64, 8192, 2048), (2048, 3584, 1024)],
     *[(4104, 2568, k) for k in (64, 72, 192, 256, 320, 1096)],
 ]
-
-
-@pytest.fixture(autouse=True)
-def draws(seed):
-    torch.manual_seed(seed)
-    layer.reset_gemm_statistics()
-    yield
-    layer.set_gemm_tuning("heuristic")
 
 
 def rounded_once(*sizes, **options):
