@@ -18,18 +18,9 @@ from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
 from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS
-from gemm_gpu_cases import TILES, capability, case_of, on_hopper
+from gemm_gpu_cases import TILES, capability, case_of, on_hopper, run_twice
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
-
-
-def run_each(case, kernels):
-    for kernel in kernels:
-        for _ in range(2):
-            case.args.out.fill_(float("nan"))
-            run_own_gemm_kernel(case.args, kernel)
-        torch.cuda.synchronize()
-        case.check()
 
 
 @on_hopper
@@ -53,7 +44,8 @@ def test_our_own_kernels(dtype, layout, sizes):
         case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
         kernels = own_gemm_kernels(case.args)
         assert kernels == (TILES if layout[0] == "N" and epilogue in fused else [])
-        run_each(case, kernels)
+        for kernel in kernels:
+            run_twice(case, kernel)
 
 
 def in_wider_rows(matrix):
@@ -163,7 +155,8 @@ def test_matrices_that_begin_at_one_address():
                 for i, x in enumerate((case.args.lhs, case.args.rhs))
             )
             case.args = GemmArgs(*operands, placed(2, case.args.out))
-            run_each(case, TILES)
+            for kernel in TILES:
+                run_twice(case, kernel)
 
 
 @on_hopper
@@ -192,7 +185,8 @@ def test_our_own_kernels_of_8_bits(scaling, types, out_dtype, sizes):
         case = case_of(*sizes, epilogue=epilogue, **options)
         kernels = own_gemm_kernels(case.args)
         assert kernels == TILES
-        run_each(case, kernels)
+        for kernel in kernels:
+            run_twice(case, kernel)
     split = case_of(*sizes, use_split_accumulator=True, **options)
     assert own_gemm_kernels(split.args) == []
 

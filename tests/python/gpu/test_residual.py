@@ -15,7 +15,7 @@ from torch_overlap.gemm import GemmArgs, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
 from gemm_cases import E4M3, E5M2, EPILOGUES
-from gemm_gpu_cases import TILES, case_of, on_hopper
+from gemm_gpu_cases import TILES, case_of, on_hopper, run_twice
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
@@ -47,11 +47,7 @@ def run_all(case):
     results = {}
     kept = case.args.residual.clone()
     for kernel in kernels:
-        for _ in range(2):
-            case.args.out.fill_(float("nan"))
-            run_own_gemm_kernel(case.args, kernel)
-        torch.cuda.synchronize()
-        case.check()
+        run_twice(case, kernel)
         assert torch.equal(case.args.residual, kept), kernel
         results[kernel] = case.args.out.clone()
     out = torch.empty_like(kept)

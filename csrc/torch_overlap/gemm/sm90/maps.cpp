@@ -119,8 +119,8 @@ bool is_storable(const void* data, at::ScalarType dtype, int64_t columns, int64_
 }
 
 bool is_storable(const at::Tensor& matrix) {
-  const auto element = static_cast<int64_t>(matrix.element_size());
-  return is_mappable(matrix) && matrix.size(1) * element % kCopyAlignment == 0;
+  return is_mappable(matrix) && is_storable(matrix.const_data_ptr(), matrix.scalar_type(),
+                                            matrix.size(1), matrix.stride(0));
 }
 
 }  // namespace torch_overlap::sm90
