@@ -18,31 +18,33 @@ from torch_overlap.bench.ranks import Ranks
 
 # Which of TorchComm's own kernels a call takes; "off" is NCCL. Other algorithms that are asked for are values of it.
 HINT = "direct_collectives"
-# Behind the name: from and into memory that other ranks can map and that the communicator knows, as peers have it.
+# Behind the name: from and into memory that all ranks have mapped and that the communicator knows, as peers have it.
 REGISTERED = " registered"
-WAYS = ("auto", "plain", "off", "always", "ll", "push", "two_shot")
+WAYS = ("auto", "plain", "off", "always", "ll", "push", "two_shot", "zero_copy")
 
 # Inputs, outputs, and what makes the inputs anew.
 _Buffers = tuple[Tensor, Tensor, Callable[[], object] | None]
 
 
 class Registered:
-    """Tensors of `symmetric_empty` that the communicator is told of, until the end of a problem."""
+    """Tensors of `symmetric_empty` in windows of the communicator, which NCCL is told of too, until the end of a
+    problem."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._comm = ranks.comm
-        self._tensors: list[Tensor] = []
+        self.windows: list[to.TorchCommWindow] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         tensor = to.symmetric_empty(shape, dtype, self._comm)
+        self.windows.append(self._comm.new_window(tensor))
         self._comm.tensor_register(tensor)
-        self._tensors.append(tensor)
         return tensor
 
     def close(self) -> None:
-        for tensor in self._tensors:
-            self._comm.tensor_deregister(tensor)
-        self._tensors.clear()
+        for window in self.windows:
+            self._comm.tensor_deregister(window.get_tensor())
+            window.tensor_deregister()
+        self.windows.clear()
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:

@@ -111,6 +111,12 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // has to wait for the device.
   virtual void prepare_windows() {}
 
+  // A window's memory, which all ranks can reach, from now until remove_window(). All ranks call it
+  // in the same order among their operations, with the same numbers.
+  virtual void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) {}
+  // No operation touches the memory when it returns, nor begins to. Throws kTimeout.
+  virtual void remove_window(const SymmetricMemory& memory) {}
+
   // Whether windows have a way to ranks whose memory cannot be mapped. `why`, where they have none,
   // is for the error, and may be empty.
   struct RemoteSupport {

@@ -25,25 +25,31 @@ struct Limits {
   size_t ll;
   size_t push;
   size_t two_shot;
+  // Where there are windows: above the first and up to the second the kernel may do without copies.
+  // Where it cannot, its other way has to be no slower than NCCL, so it ends where that is.
+  struct {
+    size_t above;
+    size_t most;
+  } zero_copy;
   size_t norm = 0;  // of all_reduce, with an RMSNorm in the kernel
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, kMi},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, kMi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 256 * kKi},
-    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
-    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0},
-    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0},
-    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0},
-    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},
-    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, {2 * kMi, 64 * kMi}, kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, {512 * kKi, 16 * kMi}, kMi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, {256 * kKi, kMi}, 256 * kKi},
+    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
+    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0, {128 * kKi, 16 * kMi}},
+    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
+    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0, {192 * kKi, 16 * kMi}},
+    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0, {256 * kKi, 16 * kMi}},
+    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
+    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
+    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0, {256 * kKi, 16 * kMi}},
+    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
+    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
+    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0, {128 * kKi, 512 * kKi}},
+    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
 };
 
 const Limits* limits_of(Primitive primitive, int size) {
@@ -111,6 +117,20 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
                         most_push_blocks(problem.size), G::kVectors);
 }
 
+// Of two ranks both ways send as much.
+DirectPlan plan_large(const DirectProblem& problem) {
+  const bool has_two_shots = problem.primitive == Primitive::all_reduce && problem.size > 2;
+  return has_two_shots ? plan_two_shot(problem) : plan_push(problem);
+}
+
+// Whole vectors only: of them any may lie at the end of a tensor.
+DirectPlan plan_zero_copy(const DirectProblem& problem) {
+  if (!problem.has_windows || problem.bytes % G::kVectorBytes != 0) return {};
+  DirectPlan plan = plan_large(problem);
+  plan.zero_copy = true;
+  return plan;
+}
+
 // Up to where a norm in the kernel is quicker than one behind it.
 DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, const Limits& limits) {
   if (problem.line_data != 12) return {};
@@ -132,7 +152,8 @@ DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
   return {};
 }
 
-constexpr std::string_view kModeNames[] = {"off", "auto", "always", "ll", "push", "two_shot"};
+constexpr std::string_view kModeNames[] = {"off",  "auto",     "always",   "ll",
+                                           "push", "two_shot", "zero_copy"};
 
 }  // namespace
 
@@ -142,7 +163,8 @@ DirectMode parse_direct_mode(std::string_view text, std::string_view what) {
   const std::string name = to_lower(text);
   const auto* const found = std::find(std::begin(kModeNames), std::end(kModeNames), name);
   TORCH_OVERLAP_CHECK(found != std::end(kModeNames), kValue, what,
-                      ": expected off, auto, always, ll, push or two_shot, got '", text, "'");
+                      ": expected off, auto, always, ll, push, two_shot or zero_copy, got '", text,
+                      "'");
   return static_cast<DirectMode>(found - std::begin(kModeNames));
 }
 
@@ -158,6 +180,10 @@ std::string_view to_string(DirectProtocol protocol) {
       return "direct_two_shot";
   }
   return "unknown";
+}
+
+std::string_view to_string(const DirectPlan& plan) {
+  return plan.zero_copy ? "direct_zero_copy" : to_string(plan.protocol);
 }
 
 int most_push_blocks(int size) {
@@ -177,7 +203,6 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (problem.row_bytes > 0) {
     if (const auto plan = plan_norm(problem, mode, *limits)) return plan;
   }
-  const bool has_two_shots = problem.primitive == Primitive::all_reduce;
   switch (mode) {
     case DirectMode::off:
       return {};
@@ -186,17 +211,22 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
     case DirectMode::push:
       return plan_push(problem);
     case DirectMode::two_shot:
-      return has_two_shots ? plan_two_shot(problem) : DirectPlan{};
+      return problem.primitive == Primitive::all_reduce ? plan_two_shot(problem) : DirectPlan{};
+    case DirectMode::zero_copy:
+      return plan_zero_copy(problem);
     case DirectMode::automatic:
     case DirectMode::always:
       break;
   }
   if (problem.bytes <= limits->ll) return plan_lines(problem);
+  const bool is_always = mode == DirectMode::always;
+  if (problem.bytes > limits->zero_copy.above &&
+      (is_always || problem.bytes <= limits->zero_copy.most)) {
+    if (const auto plan = plan_zero_copy(problem)) return plan;
+  }
   if (problem.bytes <= limits->push) return plan_push(problem);
   if (problem.bytes <= limits->two_shot) return plan_two_shot(problem);
-  if (mode != DirectMode::always) return {};
-  // Of two ranks both ways send as much.
-  return has_two_shots && problem.size > 2 ? plan_two_shot(problem) : plan_push(problem);
+  return is_always ? plan_large(problem) : DirectPlan{};
 }
 
 }  // namespace torch_overlap

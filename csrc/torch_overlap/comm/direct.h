@@ -22,6 +22,9 @@ enum class DirectProtocol : uint8_t {
   two_shot,  // all_reduce as push of slices to their owners, and of their sums to all
 };
 TORCH_OVERLAP_API std::string_view to_string(DirectProtocol protocol);
+struct DirectPlan;
+// As the flight recorder has it: the protocol, or that there may be no copies.
+TORCH_OVERLAP_API std::string_view to_string(const DirectPlan& plan);
 
 struct DirectProblem {
   Primitive primitive;
@@ -31,6 +34,8 @@ struct DirectProblem {
   size_t row_bytes = 0;  // an all_reduce with an RMSNorm behind it: of a row; else 0
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
+  // The communicator has, or has had, a window: the call's tensors may lie in it on all ranks.
+  bool has_windows = false;
 };
 
 // `chunk` units of data (lines, or vectors of 16 bytes) are one block's part of one round.
@@ -40,6 +45,9 @@ struct DirectPlan {
   uint32_t chunk = 0;
   // An RMSNorm in the same kernel: so many blocks, a cluster, have a row, a chunk each. 0: none is.
   int row_blocks = 0;
+  // The kernel begins with the ranks telling each other where their tensors lie. If all are in one
+  // window they are read and written where they are; else `protocol` does it.
+  bool zero_copy = false;
 
   explicit operator bool() const { return protocol != DirectProtocol::none; }
 };

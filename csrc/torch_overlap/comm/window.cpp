@@ -91,11 +91,13 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
       .apart = PretendUnreachable::is_on()};
   auto made = std::make_shared<Registration>();
   if (context.store) {
-    const uint64_t number = members->registrations->fetch_add(1);
+    const uint64_t number = made->number = members->registrations->fetch_add(1);
     made->bootstrap =
         comm_->bootstrap(*members, concat("window memory #", number, " of '", context.name, "'"));
     made->memory = SymmetricMemory::rendezvous(*made->bootstrap, request);
-    if (!made->memory->unreachable_pair().empty()) {
+    if (made->memory->unreachable_pair().empty()) {
+      members->backend->add_window(number, made->memory);
+    } else {
       made->memory->set_remote(
           members->backend->open_remote(*made->bootstrap, request.op, *made->memory));
     }
@@ -135,6 +137,7 @@ void TorchCommWindow::tensor_deregister() {
   try {
     symmetric_allocator("tensor_deregister", device().type()).refuse_capture("tensor_deregister");
     drain(timeout);
+    old->members->backend->remove_window(*old->memory);
   } catch (...) {
     fault = Fault::current();
   }
@@ -144,8 +147,13 @@ void TorchCommWindow::tensor_deregister() {
   try {
     agree(*old->bootstrap, "tensor_deregister", fault);
   } catch (...) {
-    const std::lock_guard lock(mutex_);
-    if (!registration_) registration_ = std::move(old);  // as it was
+    {
+      const std::lock_guard lock(mutex_);
+      if (!registration_) registration_ = old;  // as it was
+    }
+    if (old->memory->unreachable_pair().empty()) {
+      old->members->backend->add_window(old->number, old->memory);
+    }
     throw;
   }
   if (auto* remote = old->memory->remote()) remote->close(timeout);

@@ -121,6 +121,7 @@ class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<To
     std::shared_ptr<const Membership> members;  // of the communicator then
     std::shared_ptr<SymmetricMemory> memory;
     std::unique_ptr<StoreBootstrap> bootstrap;  // null for a backend without peers
+    uint64_t number = 0;                        // of the members' registrations
     Tensor owned;                               // undefined if the caller owns it
     std::optional<WeakTensor> tensor;           // always set
     at::ScalarType dtype;

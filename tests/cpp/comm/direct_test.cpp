@@ -156,8 +156,8 @@ TEST(Direct, ModesHaveNames) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kValue);
     EXPECT_STREQ(error.what(),
-                 "hint direct_collectives: expected off, auto, always, ll, push or "
-                 "two_shot, got 'maybe'");
+                 "hint direct_collectives: expected off, auto, always, ll, push, "
+                 "two_shot or zero_copy, got 'maybe'");
   }
 }
 
@@ -165,6 +165,68 @@ TEST(Direct, AnOperationsHintIsTaken) {
   EXPECT_FALSE(op_hints({}).direct);
   EXPECT_EQ(op_hints({{"direct_collectives", "off"}}).direct, DirectMode::off);
   EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
+}
+
+// --- Tensors in windows --------------------------------------------------------------------------
+
+DirectPlan window_plan(Primitive primitive, int size, size_t bytes, DirectMode mode) {
+  auto problem = problem_of(primitive, size, bytes);
+  problem.has_windows = true;
+  return plan_direct(problem, mode);
+}
+
+TEST(Direct, ZeroCopyWantsAWindowAndWholeVectors) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (const size_t bytes : {size_t{16}, kMi, 256 * kMi}) {
+        EXPECT_FALSE(plan_direct(problem_of(primitive, size, bytes), DirectMode::zero_copy));
+        EXPECT_FALSE(window_plan(primitive, size, bytes + 8, DirectMode::zero_copy));
+        const DirectPlan plan = window_plan(primitive, size, bytes, DirectMode::zero_copy);
+        EXPECT_TRUE(plan.zero_copy);
+        EXPECT_EQ(to_string(plan), "direct_zero_copy");
+        EXPECT_EQ(plan.protocol, primitive == Primitive::all_reduce && size > 2
+                                     ? DirectProtocol::two_shot
+                                     : DirectProtocol::push);
+      }
+    }
+  }
+}
+
+// The same launch as without, so that ranks whose tensors lie elsewhere are served by it.
+TEST(Direct, ZeroCopyHasTheBlocksOfWhatItFallsBackTo) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (size_t bytes = 16; bytes < 64 * kMi; bytes += 16 + bytes / 48 * 16) {
+        const DirectPlan with = window_plan(primitive, size, bytes, DirectMode::zero_copy);
+        const bool has_slices = with.protocol == DirectProtocol::two_shot;
+        const DirectPlan without =
+            plan_direct(problem_of(primitive, size, bytes),
+                        has_slices ? DirectMode::two_shot : DirectMode::push);
+        EXPECT_EQ(with.protocol, without.protocol);
+        EXPECT_EQ(with.blocks, without.blocks);
+        EXPECT_EQ(with.chunk, without.chunk);
+      }
+    }
+  }
+}
+
+TEST(Direct, WindowsChangeNothingThatIsSmallOrLargeOrAskedFor) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      EXPECT_EQ(window_plan(primitive, size, 64 * kKi, DirectMode::automatic).protocol,
+                DirectProtocol::ll);
+      EXPECT_FALSE(window_plan(primitive, size, 256 * kMi, DirectMode::automatic));
+      EXPECT_TRUE(window_plan(primitive, size, 256 * kMi, DirectMode::always).zero_copy);
+      for (const DirectMode mode : {DirectMode::ll, DirectMode::push}) {
+        EXPECT_FALSE(window_plan(primitive, size, kMi, mode).zero_copy);
+      }
+      EXPECT_FALSE(window_plan(primitive, size, kMi, DirectMode::off));
+    }
+    if (primitive == Primitive::broadcast) continue;
+    EXPECT_TRUE(window_plan(primitive, 2, 8 * kMi, DirectMode::automatic).zero_copy);
+    EXPECT_TRUE(window_plan(primitive, 4, 8 * kMi, DirectMode::automatic).zero_copy);
+    EXPECT_FALSE(window_plan(primitive, 4, 8 * kMi + 4, DirectMode::automatic).zero_copy);
+  }
 }
 
 // --- With an RMSNorm of rows ---------------------------------------------------------------------

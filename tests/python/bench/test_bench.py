@@ -232,13 +232,17 @@ def run_registered(rank: int, size: int, store: Any) -> None:
     ours = next(variant for variant in problem.variants if variant.role == "ours")
     assert (ours.name, problem.missing.get("auto registered")) == ("auto registered", None)
     tensors = ours.call.keywords["own"][:2]  # type: ignore[attr-defined]
+    windows = [to.get_window(name) for name in to.window_names()]
+    assert [window.get_tensor().data_ptr() for window in windows] == [tensor.data_ptr() for tensor in tensors]
     for tensor in tensors:
         with pytest.raises(to.StateError, match="expected memory that is not registered"):
             ranks.comm.tensor_register(tensor)
     for end in problem.ends:
         end()
-    for tensor in tensors:
+    for tensor, window in zip(tensors, windows, strict=True):
         ranks.comm.tensor_register(tensor)
+        with pytest.raises(to.StateError, match="expected a window with a tensor"):
+            window.get_tensor()
     ranks.stop()
 
 

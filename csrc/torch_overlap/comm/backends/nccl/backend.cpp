@@ -153,6 +153,11 @@ void NcclBackend::prepare_windows() {
   }
 }
 
+void NcclBackend::add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) {
+  const Lock lock = lock_unless_failed();
+  direct_.add_window(number, memory);
+}
+
 Backend::RemoteSupport NcclBackend::remote_support() const {
   return OneSided::support(handle_->api(), context_.size);
 }
@@ -176,6 +181,7 @@ WorkPtr NcclBackend::launch(Call call) {
     Ended ended;
     const Lock lock = lock_unless_failed();
     if (!capture) reap_some(ended);
+    if (auto window = direct_.window_of(work->call())) work->uses(std::move(window));
     issue(work, current, capture);
   } catch (...) {
     act_on_failure();
@@ -275,7 +281,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     const DirectPlan plan = direct_.plan(call, is_capturing);
     launching_timeout_ms_.store(call.timeout.count(), std::memory_order_relaxed);
     launching_since_.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
-    if (call.record) call.record->done_by(to_string(plan.protocol).data());
+    if (call.record) call.record->done_by(to_string(plan).data());
     if (plan) {
       if (is_capturing) hold_->keep(direct_.memory());
       direct_.launch(call, plan, is_capturing, stream.stream());

@@ -89,6 +89,28 @@ void NcclBackend::drain(std::string_view op) {
   runtime_->failure.rethrow_if_set();
 }
 
+void NcclBackend::remove_window(const SymmetricMemory& memory) {
+  const auto deadline = Clock::now() + bounded_timeout(context_.timeout());
+  const auto uses_it = [&](const std::shared_ptr<CudaWork>& work) {
+    return work->call().window.get() == &memory;
+  };
+  while (true) {
+    act_on_failure();
+    {
+      Ended ended;
+      const Lock lock = lock_unless_failed();
+      direct_.remove_window(memory);
+      reap(ended);
+      const Queue& queue = lane(Lane::collectives).queue;
+      if (std::none_of(queue.begin(), queue.end(), uses_it)) return;
+    }
+    TORCH_OVERLAP_CHECK(Clock::now() < deadline, kTimeout, "tensor_deregister on '", runtime_->name,
+                        "': expected the collectives on '", memory.name(), "' to end within ",
+                        context_.timeout().count(), " ms, got some that did not");
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
 // --- The watchdog's part -------------------------------------------------------------------------
 
 void NcclBackend::tick() noexcept {

@@ -208,6 +208,29 @@ NormParams norm_params(const RmsNorm& norm) {
           .row_blocks = 1};
 }
 
+// What the peers write to, or in a reduction read. Undefined where it is not one tensor.
+const at::Tensor& shared_tensor(const Call& call) {
+  switch (call.primitive) {
+    case Primitive::all_gather:
+    case Primitive::all_to_all:
+      return call.out.flat;
+    case Primitive::reduce_scatter:
+      return call.in.flat;
+    default:
+      return call.tensor;
+  }
+}
+
+// A vector of the one is a vector of the other.
+bool is_aligned(const DirectParams& params) {
+  uintptr_t bits = 0;
+  for (int r = 0; r < params.size; ++r) {
+    bits |= reinterpret_cast<uintptr_t>(params.send[r]);
+    bits |= reinterpret_cast<uintptr_t>(params.recv[r]);
+  }
+  return bits % DirectGeometry::kVectorBytes == 0;
+}
+
 uint32_t chunks_of(size_t bytes, size_t unit, uint32_t chunk) {
   const size_t units = (bytes + unit - 1) / unit;
   return static_cast<uint32_t>((units + chunk - 1) / chunk);
@@ -304,6 +327,7 @@ void DirectCollectives::load() {
   cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_norm_kernels(), "direct collectives: loading kernels");
+  cuda::check(cuda::load_zero_copy_kernels(), "direct collectives: loading kernels");
   runtime_->waits();
 }
 
@@ -313,6 +337,7 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   auto problem = problem_of(call, context_.size);
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
+  problem->has_windows = has_windows_;
   const DirectPlan plan = plan_direct(*problem, call.direct);
   if (!plan) return {};
   if (state_ == State::untried && !is_capturing) prepare();
@@ -352,6 +377,50 @@ void DirectCollectives::prepare() {
   memory->control = runtime_->waits().control(memory->symmetric->id(), request.name, {});
   memory_ = std::move(memory);
   state_ = State::ready;
+}
+
+void DirectCollectives::add_window(uint64_t number,
+                                   const std::shared_ptr<SymmetricMemory>& memory) {
+  has_windows_ = true;
+  std::erase_if(windows_, [](const Window& window) { return window.memory.expired(); });
+  windows_.push_back({.number = static_cast<uint32_t>(number) + 1,
+                      .memory = memory,
+                      .key = memory.get(),
+                      .begin = static_cast<const char*>(memory->pointer(context_.rank)),
+                      .bytes = memory->bytes()});
+}
+
+void DirectCollectives::remove_window(const SymmetricMemory& memory) {
+  std::erase_if(windows_, [&](const Window& window) { return window.key == &memory; });
+}
+
+std::shared_ptr<SymmetricMemory> DirectCollectives::window_of(const Call& call) const {
+  if (windows_.empty() || call.direct == DirectMode::off || call.norm) return nullptr;
+  if (!is_direct_possible(call.primitive, context_.size)) return nullptr;
+  const at::Tensor& tensor = shared_tensor(call);
+  if (!tensor.defined() || tensor.numel() == 0) return nullptr;
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  for (const Window& window : windows_) {
+    if (begin < window.begin || begin + tensor.nbytes() > window.begin + window.bytes) continue;
+    if (auto memory = window.memory.lock()) return memory;
+  }
+  return nullptr;
+}
+
+cuda::DirectWindow DirectCollectives::window_params(const Call& call,
+                                                    const DirectParams& params) const {
+  cuda::DirectWindow out{};
+  const auto found = std::find_if(windows_.begin(), windows_.end(), [&](const Window& window) {
+    return window.key == call.window.get();
+  });
+  if (found == windows_.end() || !is_aligned(params)) return out;
+  for (int r = 0; r < params.size; ++r) out.base[r] = static_cast<char*>(call.window->pointer(r));
+  const auto* tensor = static_cast<const char*>(shared_tensor(call).const_data_ptr());
+  out.offset = tensor - found->begin;
+  const bool has_parts = &shared_tensor(call) != &call.tensor;
+  out.place = has_parts ? params.rank * params.send_bytes[params.rank] : 0;
+  out.number = found->number;
+  return out;
 }
 
 void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is_capturing,
@@ -395,6 +464,15 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
     std::fill_n(params.chunks, params.size, params.most_chunks);
     status = has_lines ? launch_line_norm(reduction.type, params, norm, launch)
                        : launch_push_norm(reduction.type, params, norm, launch);
+  } else if (plan.zero_copy) {
+    const cuda::DirectWindow window = window_params(call, params);
+    if (!is_reduction(call.primitive)) {
+      status = launch_zero_copy(params, window, launch);
+    } else if (call.primitive == Primitive::reduce_scatter) {
+      status = launch_zero_copy_reduce(reduction.type, params, window, launch);
+    } else {
+      status = launch_zero_copy_all_reduce(reduction.type, params, window, launch);
+    }
   } else if (!is_reduction(call.primitive)) {
     status = has_lines ? launch_line_copy(params, launch) : launch_push_copy(params, launch);
   } else if (plan.protocol == DirectProtocol::two_shot) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/nccl/direct_kernels.h"
@@ -27,6 +28,10 @@ namespace torch_overlap {
 // the streams of the replays for captured ones. Replays that overlap end the communicator with an
 // error.
 //
+// Windows. Once the communicator has had one, calls of some sizes are launched as kernels that find
+// out by themselves whether the tensors of all ranks lie in one window (DirectPlan::zero_copy).
+// That it has had one all ranks know alike; which are left, and where a tensor lies, they need not.
+//
 // Threads: under the launch lock.
 class DirectCollectives {
  public:
@@ -40,6 +45,13 @@ class DirectCollectives {
   // Of a plan that is not empty. Reads and writes the call's tensors on `stream`.
   void launch(const Call& call, const DirectPlan& plan, bool is_capturing, cudaStream_t stream);
 
+  // Memory that all ranks can reach, of a window that all have made as their `number`th.
+  void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory);
+  void remove_window(const SymmetricMemory& memory);
+  // The window in which the tensor of the call lies that peers would write to or read; or null. It
+  // has to live until the call is done.
+  std::shared_ptr<SymmetricMemory> window_of(const Call& call) const;
+
   // Nothing is issued any more: leaves the memory to the graphs that keep it.
   void release() {
     memory_.reset();
@@ -51,10 +63,18 @@ class DirectCollectives {
  private:
   struct Memory;
   enum class State : uint8_t { untried, ready, refused };
+  struct Window {
+    uint32_t number;  // from 1 on
+    std::weak_ptr<SymmetricMemory> memory;
+    const SymmetricMemory* key;
+    const char* begin;  // of this rank's part
+    size_t bytes;
+  };
 
   void load_norm() const;
   void load();
   void prepare();
+  cuda::DirectWindow window_params(const Call& call, const cuda::DirectParams& params) const;
 
   const BackendContext& context_;
   const std::shared_ptr<CommRuntime> runtime_;
@@ -62,6 +82,8 @@ class DirectCollectives {
   Fault fault_;                   // why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters
   std::shared_ptr<Memory> memory_;
+  bool has_windows_ = false;  // or has had
+  std::vector<Window> windows_;
 };
 
 // The norm of a call whose sum is there, on `stream`, which is the current one.

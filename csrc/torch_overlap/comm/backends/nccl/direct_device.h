@@ -116,11 +116,13 @@ __device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& s
   return may_send(p, entry);
 }
 
-__device__ __forceinline__ void end_block(const DirectParams& p, const BlockState& state) {
+// `has_rounds`: but for those with each peer, all that was done is in `state`.
+__device__ __forceinline__ void end_block(const DirectParams& p, const BlockState& state,
+                                          bool has_rounds = true) {
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread < p.size && thread != p.rank) {
-    *epoch_of(p, thread) = state.epoch[thread] + rounds_with(p, thread);
+    *epoch_of(p, thread) = state.epoch[thread] + (has_rounds ? rounds_with(p, thread) : 0);
   }
   if (thread < kWarp) leave_block(p, state.is_taken);
 }
@@ -272,23 +274,24 @@ __device__ __forceinline__ void raise_flag(const DirectParams& p, const BlockSta
   store_release(flag_of(p, kind, peer, p.rank), state.epoch[peer] + 1 + round);
 }
 
+// Returns when the peer has raised its flag. True if it never did.
+__device__ __forceinline__ bool await_flag(const DirectParams& p, int kind, int peer,
+                                           uint32_t expected) {
+  const uint32_t* const flag = flag_of(p, kind, p.rank, peer);
+  constexpr uint32_t kSlots = G::kVectorSlots;
+  for (int looks = 1; !is_there(load_acquire(flag), expected, kSlots); ++looks) {
+    if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected, kSlots)) return true;
+  }
+  return false;
+}
+
 // Waits for the flags of all peers that take part in the round, and for all threads. False: gave
 // up, for all threads alike.
 __device__ __forceinline__ bool await_flags(const DirectParams& p, const BlockState& state,
                                             int kind, uint32_t round) {
-  bool failed = false;
-  if (speaks_in(p, round)) {
-    const auto peer = static_cast<int>(threadIdx.x);
-    const uint32_t expected = state.epoch[peer] + 1 + round;
-    const uint32_t* flag = flag_of(p, kind, p.rank, peer);
-    constexpr uint32_t kSlots = G::kVectorSlots;
-    for (int looks = 1; !is_there(load_acquire(flag), expected, kSlots); ++looks) {
-      if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected, kSlots)) {
-        failed = true;
-        break;
-      }
-    }
-  }
+  const auto peer = static_cast<int>(threadIdx.x);
+  const bool failed =
+      speaks_in(p, round) && await_flag(p, kind, peer, state.epoch[peer] + 1 + round);
   return __syncthreads_or(failed) == 0;
 }
 

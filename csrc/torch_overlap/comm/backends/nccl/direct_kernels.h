@@ -18,6 +18,7 @@ namespace torch_overlap::cuda {
 //   busy     of each block: a kernel runs
 //   noted    one word: whether the kernel that runs has told the host that a rank is late
 //   flags    of each block and source, twice: the last round whose data is there
+//   places   of each block, slot and source: a line that says where a rank's tensor lies
 //   lines    of each block, slot and source
 //   vectors  the same, for push
 struct DirectLayout {
@@ -27,7 +28,9 @@ struct DirectLayout {
   static constexpr size_t kNoted = kBusy + G::kMostBlocks * sizeof(uint32_t);
   static constexpr size_t kFlags = 16384;
   static constexpr size_t kFlagsOfOneKind = G::kMostBlocks * G::kMostRanks * G::kFlagBytes;
-  static constexpr size_t kLines = kFlags + 2 * kFlagsOfOneKind;
+  static constexpr size_t kPlaces = kFlags + 2 * kFlagsOfOneKind;
+  static constexpr size_t kPlacesOfOneBlock = G::kLineSlots * G::kMostRanks * G::kLineBytes;
+  static constexpr size_t kLines = kPlaces + G::kMostBlocks * kPlacesOfOneBlock;
   static_assert(kNoted + sizeof(uint32_t) <= kFlags);
 
   static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
@@ -63,6 +66,14 @@ struct DirectParams {
   uint64_t window;
 };
 
+// Where this rank's tensor lies, of what the peers write to, or in a reduction read, where it is.
+struct DirectWindow {
+  char* base[DirectGeometry::kMostRanks];  // of the window on each rank, as this process sees it
+  uint64_t offset;                         // of the tensor in it
+  uint64_t place;   // in the peers' tensors: of what this rank writes or reads there
+  uint32_t number;  // of the window, alike on all ranks; 0: in none, or not aligned to vectors
+};
+
 struct DirectLaunch {
   unsigned int blocks;
   unsigned int threads;
@@ -94,6 +105,15 @@ cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch);
 
+// launch_push_copy, launch_push_reduce of a reduce_scatter, and an all_reduce by either protocol,
+// of whole vectors: without copies where the tensors of all ranks lie in one window.
+cudaError_t launch_zero_copy(const DirectParams& params, const DirectWindow& window,
+                             const DirectLaunch& launch);
+cudaError_t launch_zero_copy_reduce(DirectType type, const DirectParams& params,
+                                    const DirectWindow& window, const DirectLaunch& launch);
+cudaError_t launch_zero_copy_all_reduce(DirectType type, const DirectParams& params,
+                                        const DirectWindow& window, const DirectLaunch& launch);
+
 // launch_line_reduce and launch_push_reduce of an all_reduce, with an RMSNorm of what comes out:
 // f16, bf16 and f32. Clusters of `row_blocks` have a row.
 cudaError_t launch_line_norm(DirectType type, const DirectParams& params, const NormParams& norm,
@@ -114,6 +134,7 @@ cudaError_t has_hopper_code(bool* has);
 cudaError_t load_line_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
+cudaError_t load_zero_copy_kernels();
 cudaError_t load_norm_kernels();
 cudaError_t load_norm_alone();
 

@@ -8,20 +8,8 @@ template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     push_reduce_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
-    if (!is_good) return false;
-    const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-    const uint64_t bytes = p.send_bytes[0];
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      if (at >= bytes) break;
-      const auto staged = [&](int source) {
-        const uint32_t epoch = state.epoch[source] + 1 + round;
-        return vectors_of<Case>(p, p.rank, source, epoch) + i * kVector;
-      };
-      const auto own = load_words<Case, 4>(p.send[p.rank] + at, bytes - at);
-      store_words<Case>(p.recv[0] + at, reduce_vectors<T, Case>(p, own, staged), bytes - at);
-    }
-    return true;
+    if (is_good) reduce_chunk<T, Case>(p, state, chunk, round);
+    return is_good;
   });
 }
 
@@ -29,34 +17,8 @@ template <typename Case>
 __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     push_copy_kernel(const __grid_constant__ DirectParams p) {
   exchange<Case>(p, [&p](const BlockState& state, uint32_t chunk, uint32_t round, bool is_good) {
-    if (!is_good) return false;
-    const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
-    for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
-      const uint64_t at = (first + i) * kVector;
-      Words<4> data[Case::kMostRanks];
-      const auto is_due = [&](int k, int source) {
-        if (k >= size_of<Case>(p) || at >= p.recv_bytes[source]) return false;
-        return k > 0 || p.recv[source] != p.send[source];
-      };
-#pragma unroll
-      for (int k = 0; k < Case::kMostRanks; ++k) {
-        const int source = rank_before<Case>(p, k);
-        if (!is_due(k, source)) continue;
-        if (k == 0) {
-          data[k] = load_words<Case, 4>(p.send[source] + at, p.recv_bytes[source] - at);
-        } else {
-          const uint32_t epoch = state.epoch[source] + 1 + round;
-          data[k] = load_staged(vectors_of<Case>(p, p.rank, source, epoch) + i * kVector);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < Case::kMostRanks; ++k) {
-        const int source = rank_before<Case>(p, k);
-        if (!is_due(k, source)) continue;
-        store_words<Case>(p.recv[source] + at, data[k], p.recv_bytes[source] - at);
-      }
-    }
-    return true;
+    if (is_good) copy_chunk<Case>(p, state, chunk, round);
+    return is_good;
   });
 }
 

@@ -44,6 +44,8 @@ class CudaWork final : public TorchWork {
   cudaEvent_t ready() const { return events_.ready; }
   cudaEvent_t end() const { return events_.end; }
   void runs_on(c10::cuda::CUDAStream stream) { stream_ = stream; }
+  // Before it is issued: memory of a window that the operation touches.
+  void uses(std::shared_ptr<SymmetricMemory> window) { call_.window = std::move(window); }
   // The device has passed the end event, whatever came of the operation. False while captured. An
   // error of the device is noted as the communicator's failure, on which the watchdog acts.
   bool has_ended();

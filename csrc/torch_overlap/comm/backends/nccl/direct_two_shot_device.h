@@ -1,0 +1,137 @@
+#pragma once
+
+// all_reduce as two pushes: slices to their owners, their sums to all. Of n ranks each sends
+// 2 (n - 1) / n of the message, where one push sends it n - 1 times. For .cu files.
+#include "torch_overlap/comm/backends/nccl/direct_push_device.h"
+
+namespace torch_overlap::cuda {
+
+// Slices come to the first half of a slot, sums to the second.
+inline constexpr size_t kSumsAt = DirectLayout::vectors_of_one_rank() / 2;
+
+struct Slice {
+  uint64_t begin;  // in the message
+  uint64_t bytes;
+};
+
+__device__ __forceinline__ Slice slice_of(const DirectParams& p, int rank) {
+  const uint64_t all = p.send_bytes[0];
+  const uint64_t each = p.send_bytes[1];  // of every slice but the last ones
+  const uint64_t begin = min(rank * each, all);
+  return {begin, min(each, all - begin)};
+}
+
+template <typename Case>
+__device__ __forceinline__ void send_slices(const DirectParams& p, const BlockState& state,
+                                            uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    Words<4> data[Case::kMostRanks];
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const Slice slice = slice_of(p, rank_after<Case>(p, k));
+      if (k >= size_of<Case>(p) || at >= slice.bytes) continue;
+      data[k] = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
+    }
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int peer = rank_after<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= slice_of(p, peer).bytes) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + i * kVector, data[k]);
+    }
+  }
+}
+
+template <typename T, typename Case>
+__device__ __forceinline__ void send_sums(const DirectParams& p, const BlockState& state,
+                                          uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  const Slice slice = slice_of(p, p.rank);
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    if (at >= slice.bytes) break;
+    const auto staged = [&](int source) {
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      return vectors_of<Case>(p, p.rank, source, epoch) + i * kVector;
+    };
+    const auto own = load_words<Case, 4>(p.send[0] + slice.begin + at, slice.bytes - at);
+    const auto sum = reduce_vectors<T, Case>(p, own, staged);
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      if (k >= size_of<Case>(p)) continue;
+      const int peer = rank_after<Case>(p, k);
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_staged(vectors_of<Case>(p, peer, p.rank, epoch) + kSumsAt + i * kVector, sum);
+    }
+    store_words<Case>(p.recv[0] + slice.begin + at, sum, slice.bytes - at);
+  }
+}
+
+// After a barrier: the sums of a round are there, and, if there is one, the slices of the next.
+__device__ __forceinline__ void announce(const DirectParams& p, const BlockState& state,
+                                         uint32_t round) {
+  if (!speaks_in(p, round)) return;
+  const auto peer = static_cast<int>(threadIdx.x);
+  const uint32_t epoch = state.epoch[peer] + 1 + round;
+  fence_system();
+  store_relaxed(flag_of(p, 1, peer, p.rank), epoch);
+  if (speaks_in(p, round + 1)) store_relaxed(flag_of(p, 0, peer, p.rank), epoch + 1);
+}
+
+template <typename Case>
+__device__ __forceinline__ void take_sums(const DirectParams& p, const BlockState& state,
+                                          uint32_t chunk, uint32_t round) {
+  const uint64_t first = static_cast<uint64_t>(chunk) * p.chunk;
+  for (uint32_t i = threadIdx.x; i < p.chunk; i += blockDim.x) {
+    const uint64_t at = (first + i) * kVector;
+    Words<4> data[Case::kMostRanks];
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const int source = rank_before<Case>(p, k);
+      if (k >= size_of<Case>(p) || at >= slice_of(p, source).bytes) continue;
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      data[k] = load_staged(vectors_of<Case>(p, p.rank, source, epoch) + kSumsAt + i * kVector);
+    }
+#pragma unroll
+    for (int k = 1; k < Case::kMostRanks; ++k) {
+      const Slice slice = slice_of(p, rank_before<Case>(p, k));
+      if (k >= size_of<Case>(p) || at >= slice.bytes) continue;
+      store_words<Case>(p.recv[0] + slice.begin + at, data[k], slice.bytes - at);
+    }
+  }
+}
+
+// A round's sums are taken one round later, and flags are raised last, when what they speak of has
+// arrived: a block waits neither for its own stores nor for a trip to a peer and back.
+template <typename T, typename Case>
+__device__ __forceinline__ void two_shot_rounds(const DirectParams& p, const BlockState& state,
+                                                bool is_good) {
+  if (is_good && blockIdx.x < p.most_chunks) {
+    send_slices<Case>(p, state, blockIdx.x, 0);
+    __syncthreads();
+    raise_flag(p, state, 0, 0);
+  }
+  uint32_t round = 0;
+  for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks && is_good; chunk += gridDim.x, ++round) {
+    const uint32_t next = chunk + gridDim.x;
+    if (next < p.most_chunks) send_slices<Case>(p, state, next, round + 1);
+    is_good = await_flags(p, state, 0, round);
+    if (!is_good) break;
+    send_sums<T, Case>(p, state, chunk, round);
+    if (round > 0) {
+      is_good = await_flags(p, state, 1, round - 1);
+      if (!is_good) break;
+      take_sums<Case>(p, state, chunk - gridDim.x, round - 1);
+    } else {
+      __syncthreads();
+    }
+    announce(p, state, round);
+  }
+  if (is_good && round > 0 && await_flags(p, state, 1, round - 1)) {
+    take_sums<Case>(p, state, blockIdx.x + (round - 1) * gridDim.x, round - 1);
+  }
+}
+
+}  // namespace torch_overlap::cuda

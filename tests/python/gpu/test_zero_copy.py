@@ -1,0 +1,470 @@
+"""Collectives on tensors in windows, which the peers read and write where they are. See docs/kernels.md."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from small_cases import FLOATS, INTEGERS, KI, OPS, OTHERS, algorithms, check_reduced, draw, draw_all, draw_bytes
+from timeout_cases import run_until_an_error
+
+import torch_overlap as to
+from torch_overlap import ReduceOp
+
+pytestmark = pytest.mark.gpu(2)
+
+MIB = 1024 * KI
+FILL = 0xA5
+ZERO_COPY = {"direct_collectives": "zero_copy"}
+# Bytes of one part: a vector, a block's share and one more, several rounds of what is staged.
+SIZES = [16, 16 * 128, 16 * 129, 48 * KI + 16, 3 * MIB + 48]
+
+
+class Arena:
+    """Tensors in one window, with a frame around each that must stay as it is."""
+
+    def __init__(self, comm, size=48 * MIB):
+        self.comm = comm
+        self.bytes = to.symmetric_empty(size, torch.uint8, comm)
+        self.window = comm.new_window(self.bytes)
+        self.start()
+
+    def start(self):
+        """Anew. The frames of all ranks are whole before any rank goes on."""
+        self.bytes.fill_(FILL)
+        self.used, self.taken = 256, []
+        torch.cuda.synchronize()
+        self.comm.barrier(async_op=True).wait_blocking()
+
+    def empty(self, count, dtype, shift=0):
+        """`shift` bytes from a vector's place, elsewhere on every rank."""
+        begin = self.used + 16 * (3 * self.comm.get_rank() + 1) + shift
+        end = begin + count * dtype.itemsize
+        self.used = -(-end // 256) * 256 + 16 * 3 * self.comm.get_size() + 256
+        assert self.used <= self.bytes.numel()
+        self.taken.append((begin, end))
+        return self.bytes[begin:end].view(dtype) if shift % dtype.itemsize == 0 else None
+
+    def copy(self, x, shift=0):
+        return self.empty(x.numel(), x.dtype, shift).copy_(x)
+
+    def check(self):
+        at = 0
+        for begin, end in [*self.taken, (self.bytes.numel(), 0)]:
+            assert (self.bytes[at:begin] == FILL).all()
+            at = end
+
+
+@pytest.fixture(scope="module")
+def zero(make_comm):
+    return make_comm("zero_copy", hints=ZERO_COPY)
+
+
+@pytest.fixture(scope="module")
+def whole_arena(zero):
+    return Arena(zero)
+
+
+@pytest.fixture
+def arena(whole_arena):
+    whole_arena.start()
+    yield whole_arena
+    torch.cuda.synchronize()
+    whole_arena.comm.barrier(async_op=True).wait_blocking()
+    whole_arena.check()
+
+
+def elements(size, dtype):
+    return size // dtype.itemsize
+
+
+# --- Values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: str(op).rsplit(".", maxsplit=1)[-1])
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+def test_every_reduction(zero, arena, seed, dtype, op):
+    if op == ReduceOp.AVG and dtype in INTEGERS:
+        pytest.skip("NCCL does it")
+    rank, size = zero.get_rank(), zero.get_size()
+    for bytes_ in SIZES[:-1] if op != ReduceOp.SUM else SIZES:
+        count = elements(bytes_, dtype)
+        parts = draw_all(zero, seed + count, dtype, count)
+        x = arena.copy(parts[rank])
+        zero.all_reduce(x, op, async_op=False)
+        check_reduced(x, op, parts)
+        whole = draw_all(zero, seed + count + 1, dtype, count * size)
+        source = arena.copy(whole[rank])
+        for out in (torch.zeros(count, dtype=dtype, device="cuda"), arena.empty(count, dtype)):
+            zero.reduce_scatter_single(out, source, op, async_op=False)
+            check_reduced(out, op, [part.view(size, count)[rank] for part in whole])
+        assert torch.equal(source, whole[rank])
+        zero.reduce_scatter_single(source.view(size, count)[rank], source, op, async_op=False)
+        check_reduced(source.view(size, count)[rank], op, [part.view(size, count)[rank] for part in whole])
+        arena.start()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *OTHERS], ids=str)
+def test_data_movement_of_every_dtype(zero, arena, seed, dtype):
+    """Random bytes, compared as bytes."""
+    rank, size = zero.get_rank(), zero.get_size()
+    for bytes_ in SIZES:
+        every = draw_bytes(zero, seed + bytes_, dtype, elements(bytes_, dtype) * size)
+        parts = every.view(size, size, -1)  # from, to
+        out = arena.empty(every[0].numel(), torch.uint8)
+        zero.all_gather_single(out.view(dtype), parts[rank][0].view(dtype), async_op=False)
+        assert torch.equal(out, parts[:, 0].flatten())
+        out.fill_(77).view(size, -1)[rank] = parts[rank][1]
+        zero.all_gather_single(out.view(dtype), out.view(size, -1)[rank].view(dtype), async_op=False)  # in place
+        assert torch.equal(out, parts[:, 1].flatten())
+        zero.all_to_all_single(out.view(dtype), every[rank].view(dtype), async_op=False)
+        assert torch.equal(out, parts[:, rank].flatten())
+        for root in range(size):
+            x = arena.copy(parts[rank][root])
+            zero.broadcast(x.view(dtype), root, async_op=False)
+            assert torch.equal(x, parts[root][root])
+        arena.start()
+
+
+def test_what_a_rank_overwrites_at_once_its_peers_have_read(zero, arena, seed):
+    """The call ends on the device when nobody looks at its tensors any more."""
+    rank, size, count = zero.get_rank(), zero.get_size(), 200_000
+    x, out = arena.empty(count * size, torch.float32), torch.empty(count, device="cuda")
+    gathered = arena.empty(count * size, torch.float32)
+    for step in range(20):
+        whole = draw_all(zero, seed + step, torch.float32, count * size)
+        if step % size == rank:
+            torch.cuda._sleep(3_000_000)
+        x.copy_(whole[rank])
+        zero.reduce_scatter_single(out, x, ReduceOp.SUM, async_op=False)
+        x.fill_(float("nan"))
+        zero.all_gather_single(gathered, out, async_op=False)
+        got = gathered.clone()
+        gathered.fill_(float("nan"))
+        check_reduced(got, ReduceOp.SUM, whole)
+
+
+# --- Where there is no one window --------------------------------------------------------------------------------
+
+
+def calls_on(comm, seed, dtype, count, take):
+    """Every operation, on tensors of take(count), and its check."""
+    rank, size = comm.get_rank(), comm.get_size()
+    whole = draw_all(comm, seed, dtype, count * size)
+    parts = [part.view(size, count) for part in whole]
+
+    def all_reduce():
+        x = take(count).copy_(parts[rank][0])
+        comm.all_reduce(x, ReduceOp.SUM, async_op=False)
+        check_reduced(x, ReduceOp.SUM, [part[0] for part in parts])
+
+    def reduce_scatter():
+        out = take(count).fill_(77)
+        comm.reduce_scatter_single(out, take(count * size).copy_(whole[rank]), ReduceOp.SUM, async_op=False)
+        check_reduced(out, ReduceOp.SUM, [part[rank] for part in parts])
+
+    def all_gather():
+        out = take(count * size).fill_(77)
+        comm.all_gather_single(out, parts[rank][1], async_op=False)
+        assert torch.equal(out, torch.cat([part[1] for part in parts]))
+
+    def all_to_all():
+        out = take(count * size).fill_(77)
+        comm.all_to_all_single(out, whole[rank], async_op=False)
+        assert torch.equal(out, torch.cat([part[rank] for part in parts]))
+
+    def broadcast():
+        x = take(count).copy_(parts[rank][0])
+        comm.broadcast(x, size - 1, async_op=False)
+        assert torch.equal(x, parts[-1][0])
+
+    return [all_reduce, reduce_scatter, all_gather, all_to_all, broadcast]
+
+
+@pytest.mark.parametrize("bytes_", [16, 48 * KI + 16, 3 * MIB + 48])
+@pytest.mark.parametrize("what", ["plain", "unaligned", "other window", "list"])
+def test_one_rank_that_has_no_place_in_the_window(zero, arena, seed, bytes_, what):
+    """It takes turns to be the odd one out: all ranks stage, and all have what is right."""
+    second = Arena(zero) if what == "other window" else None
+    arenas = [arena, second] if second else [arena]
+    count, dtype = elements(bytes_, torch.bfloat16), torch.bfloat16
+    for odd in range(zero.get_size() + 1):  # last: nobody is
+        is_odd = odd == zero.get_rank()
+        plain = lambda n: torch.empty(n, dtype=dtype, device="cuda")  # noqa: E731
+        take = {
+            "plain": plain,
+            "list": plain,
+            "unaligned": lambda n: arena.empty(n, dtype, 2),
+            "other window": lambda n: second.empty(n, dtype),
+        }[what]
+        for call in calls_on(zero, seed + odd, dtype, count, take if is_odd else lambda n: arena.empty(n, dtype)):
+            call()
+            for one in arenas:
+                one.start()
+        if what == "list":
+            rank, size = zero.get_rank(), zero.get_size()
+            parts = draw_all(zero, seed, dtype, count)
+            out = arena.empty(count * size, dtype)
+            if is_odd:
+                zero.all_gather([plain(count) for _ in range(size - 1)] + [out[:count]], parts[rank], async_op=False)
+                assert torch.equal(out[:count], parts[-1])
+            else:
+                zero.all_gather_single(out, parts[rank], async_op=False)
+                assert torch.equal(out, torch.cat(parts))
+            arena.start()
+    if second is not None:
+        second.check()
+        second.window.tensor_deregister()
+
+
+def test_the_recorder_names_the_way(make_comm, comm):
+    zero, auto = make_comm("zero_named", hints=ZERO_COPY), make_comm("auto_named")
+    x = to.symmetric_empty(4 * MIB, torch.uint8, zero)
+    out = to.symmetric_empty(4 * MIB * comm.get_size(), torch.uint8, zero)
+    floats = x.view(torch.float32)
+
+    def calls():
+        for on in (zero, auto):
+            on.all_reduce(floats, ReduceOp.SUM, async_op=False)
+            on.all_gather_single(out[: 512 * KI * comm.get_size()], x[: 512 * KI], async_op=False)
+            on.all_gather_single(out[: 1001 * comm.get_size()], x[:1001], async_op=False)
+            on.all_gather_single(out[: 1024 * comm.get_size()], x[:1024], async_op=False)
+
+    large = "direct_push" if comm.get_size() <= 2 else "direct_two_shot" if comm.get_size() <= 4 else "nccl"
+    medium = "direct_push" if comm.get_size() <= 4 else "nccl"
+    assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "direct_ll", "direct_ll"]
+    windows = [on.new_window(t) for on in (zero, auto) for t in (x, out)]
+    name = "direct_zero_copy"
+    mine = [name, name] if comm.get_size() <= 4 else [large, medium]
+    assert algorithms(calls) == [name, name, "nccl", name, *mine, "direct_ll", "direct_ll"]
+    for window in windows:
+        window.tensor_deregister()
+    assert algorithms(calls) == [name, name, "nccl", name, *mine, "direct_ll", "direct_ll"]  # staged
+
+
+# --- Life of the window ------------------------------------------------------------------------------------------
+
+
+def test_a_window_that_goes_leaves_calls_right(zero, seed):
+    """Deregistered, dropped, and made again, with calls under way."""
+    size, rank, count = zero.get_size(), zero.get_rank(), 300_000
+    for step in range(6):
+        tensor = to.symmetric_empty(count * size, torch.float32, zero)
+        window = zero.new_window(tensor)
+        parts = draw_all(zero, seed + step, torch.float32, count)
+        torch.cuda._sleep(5_000_000 * (rank == step % size))
+        works = [zero.all_gather_single(tensor, parts[rank], async_op=True) for _ in range(3)]
+        if step % 3 == 0:
+            window.tensor_deregister()
+        elif step % 3 == 1:
+            del window
+        for work in works:
+            work.wait()
+        assert torch.equal(tensor, torch.cat(parts))
+        zero.all_reduce(tensor, ReduceOp.MAX, async_op=False)  # in a window or not
+        assert torch.equal(tensor, torch.cat(parts))
+
+
+def test_deregistering_waits_for_collectives(zero):
+    rank, count = zero.get_rank(), 100_000
+    tensor = to.symmetric_empty(count * zero.get_size(), torch.float32, zero)
+    window = zero.new_window(tensor)
+    x = torch.full((count,), float(rank), device="cuda")
+    if rank == 0:
+        torch.cuda._sleep(200_000_000)
+    work = zero.all_gather_single(tensor, x, async_op=True)
+    window.tensor_deregister()
+    assert work.is_completed()
+    assert torch.equal(tensor.view(-1, count)[:, 0].cpu(), torch.arange(zero.get_size()).float())
+
+
+def test_deregistering_has_a_timeout(make_comm, comm):
+    late = make_comm("late_deregister", hints=ZERO_COPY)
+    tensor = to.symmetric_empty(4096, torch.float32, late)
+    window = late.new_window(tensor)
+    late.all_reduce(tensor, ReduceOp.SUM, async_op=False)
+    torch.cuda.synchronize()
+    late.set_timeout(timedelta(milliseconds=400))
+    comm.barrier(async_op=True).wait_blocking()
+    if comm.get_rank() == 0:
+        late.all_reduce(tensor, ReduceOp.SUM, async_op=True)
+        with pytest.raises(to.OperationTimeoutError):
+            window.tensor_deregister()
+    comm.barrier(async_op=True).wait_blocking()
+    late.abort()
+
+
+# --- Graphs ------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """Every operation once, on tensors in a window, between others of the same communicator on plain ones. Inputs
+    change with a counter on the device; differences are counted there."""
+
+    def __init__(self, comm, count, dtype=torch.bfloat16):
+        self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
+        self.count, self.dtype = count, dtype
+        self.step = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.base = torch.arange(count * self.size, device="cuda") % 97
+        self.memory = to.symmetric_empty(2 * count * self.size, dtype, comm)
+        self.window = comm.new_window(self.memory)
+        self.x, self.out = self.memory.view(2, -1)
+
+    def of(self, rank):
+        return ((self.base + 3 * rank + 5 * self.step) % 29).to(self.dtype)  # sums of eight are exact
+
+    def same(self, got, expected):
+        self.wrong += (got != expected).sum()
+
+    def __call__(self):
+        comm, count, rank = self.comm, self.count, self.rank
+        self.step.add_(1).remainder_(1000)
+        every = [self.of(r) for r in range(self.size)]
+        parts = [one.view(self.size, count) for one in every]
+        options = {"async_op": False, "hints": ZERO_COPY}
+        self.x.copy_(every[rank])
+        self.out.fill_(float("nan"))
+        result = self.out[:count]
+        comm.reduce_scatter_single(result, self.x, ReduceOp.SUM, **options)
+        self.same(result, sum(part[rank] for part in parts))
+        comm.all_reduce(self.x[:count], ReduceOp.SUM, **options)
+        self.same(self.x[:count], sum(part[0] for part in parts))
+        for hint in ("ll", "push", "two_shot"):  # they share epochs
+            plain = parts[rank][1].clone()
+            comm.all_reduce(plain, ReduceOp.SUM, async_op=False, hints={"direct_collectives": hint})
+            self.same(plain, sum(part[1] for part in parts))
+        self.x.fill_(float("nan"))
+        self.out.fill_(float("nan"))
+        comm.all_gather_single(self.out, parts[rank][0], **options)
+        self.same(self.out, torch.cat([part[0] for part in parts]))
+        self.out.fill_(float("nan"))
+        comm.all_to_all_single(self.out, every[rank], async_op=True, hints=ZERO_COPY).wait()
+        self.same(self.out, torch.cat([part[rank] for part in parts]))
+        for root in (1, self.size - 1):
+            self.x[:count] = parts[rank][rank]
+            comm.broadcast(self.x[:count], root, **options)
+            self.same(self.x[:count], parts[root][root])
+        staged = parts[rank][0].clone()  # of nobody in the window
+        comm.all_reduce(staged, ReduceOp.SUM, **options)
+        self.same(staged, sum(part[0] for part in parts))
+
+    def capture(self):
+        self()  # makes the memory, and is a test by itself
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph
+
+    def check(self):
+        torch.cuda.synchronize()
+        assert self.wrong.item() == 0
+
+    def end(self, *graphs):
+        """No rank lets go of what another may still touch."""
+        self.comm.barrier(async_op=True).wait_blocking()
+        for graph in graphs:
+            graph.reset()
+        self.window.tensor_deregister()
+
+
+@pytest.mark.parametrize("count", [8, 5000, 80_008, 600_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_graphs_and_eager_calls_take_turns(comm, zero, seed, count, dtype):
+    choose = random.Random(seed)
+    steps = [Step(on, count + 8 * i, dtype) for i, on in enumerate((comm, zero, zero))]
+    graphs = [step.capture() for step in steps]
+    for _ in range(40):
+        which = choose.randrange(len(steps))
+        if choose.randrange(5 * comm.get_size()) == comm.get_rank():
+            torch.cuda._sleep(4_000_000)
+        graphs[which].replay()
+        if choose.random() < 0.5:
+            steps[choose.randrange(len(steps))]()
+    for step in steps:
+        step.check()
+    for step, graph in zip(steps, graphs, strict=True):
+        step.end(graph)
+
+
+@pytest.mark.parametrize("count", [64, 5000, 200_000])
+def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
+    step = Step(zero, count)
+    graph = step.capture()
+    choose = random.Random(seed)
+    for _ in range(200):
+        late, delay = choose.randrange(zero.get_size()), choose.uniform(1e-3, 10e-3)
+        if zero.get_rank() == late:
+            time.sleep(delay)
+        graph.replay()
+    step.check()
+    step.end(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [64, 5000, 60_000])
+def test_ten_thousand_replays(zero, count):
+    step = Step(zero, count)
+    graph = step.capture()
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            torch.cuda.synchronize()
+    step.check()
+    step.end(graph)
+
+
+def test_a_graph_keeps_the_window(zero, seed):
+    """Its replays do without copies when the window is gone for everybody else."""
+    count, rank = 50_000, zero.get_rank()
+    tensor = to.symmetric_empty(count, torch.float32, zero)
+    window = zero.new_window(tensor)
+    zero.all_reduce(tensor, ReduceOp.SUM, async_op=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        zero.all_reduce(tensor, ReduceOp.SUM, async_op=False)
+    window.tensor_deregister()
+    del window
+    others = [zero.new_window(to.symmetric_empty(count, torch.float32, zero)) for _ in range(2)]
+    for step in range(5):
+        parts = [draw(zero, seed + step, torch.float32, count, r) for r in range(zero.get_size())]
+        tensor.copy_(parts[rank])
+        graph.replay()
+        check_reduced(tensor, ReduceOp.SUM, parts)
+    zero.barrier(async_op=True).wait_blocking()
+    graph.reset()
+    for other in others:
+        other.tensor_deregister()
+
+
+# --- Failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
+def test_a_missing_rank_is_named(comm, make_comm, name):
+    lonely = make_comm(f"lonely_zero_{name}", hints=ZERO_COPY)
+    size = comm.get_size()
+    memory = to.symmetric_empty(2 * 4000 * size, torch.float32, lonely)
+    lonely.new_window(memory)
+    whole, out = memory.view(2, -1)
+    call = {
+        "all_reduce": lambda: lonely.all_reduce(whole, ReduceOp.SUM, async_op=False),
+        "reduce_scatter": lambda: lonely.reduce_scatter_single(out[:4000], whole, ReduceOp.SUM, async_op=False),
+        "all_gather": lambda: lonely.all_gather_single(out, whole[:4000], async_op=False),
+        "all_to_all": lambda: lonely.all_to_all_single(out, whole, async_op=False),
+        "broadcast": lambda: lonely.broadcast(whole, 1, async_op=False),
+    }[name]
+    call()
+    torch.cuda.synchronize()
+    lonely.set_timeout(timedelta(milliseconds=700))
+    comm.barrier(async_op=True).wait_blocking()
+    if comm.get_rank() == 0:
+        call()
+        torch.cuda.synchronize()
+        message = r"'lonely_.*'.*700 ms.*rank [1-9] is missing: expected step 3 of block 0, got step 2"
+        with pytest.raises(to.OperationTimeoutError, match=message):
+            run_until_an_error(call)
+    comm.barrier(async_op=True).wait_blocking()
+    lonely.abort()
+    torch.cuda.synchronize()
