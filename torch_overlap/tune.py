@@ -4,7 +4,8 @@
 
 measures every algorithm that can run and writes the simplest of the quickest into the cache, the file of
 TORCH_OVERLAP_TUNE_CACHE. A program reads it when torch_overlap is imported. "auto" asks the table, then the cache, then
-a rule; all ranks of a communicator take the cache of rank 0, and keep it. Nothing is measured while a program runs.
+both for like sizes, then a rule; all ranks of a communicator take the cache of rank 0, and keep it. Nothing is measured
+while a program runs.
 
 An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
 device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches

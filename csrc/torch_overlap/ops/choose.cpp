@@ -136,8 +136,8 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
     const auto why = obstacle(*known, problem, comm, need);
     if (why.empty()) {
-      return {*known, std::string("measured as the quickest, ").append(tuned->source),
-              tuned->source};
+      const auto* const for_what = tuned->is_like ? " for a like size, " : ", ";
+      return {*known, concat("measured as the quickest", for_what, tuned->source), tuned->source};
     }
     if (!why_not.empty()) continue;
     why_not = why;

@@ -58,11 +58,11 @@ struct Choice {
   std::string_view decided_by;
 };
 
-// `algorithm` as it was asked for, or what "auto" finds: in the table, else in the cache, else by
-// the number of rows and what the ranks can do. The same on all ranks, and collective where
-// channels are used that are not there yet, or where the ranks have not met over the cache.
-// kUnsupported where what was asked for cannot be. The communicator keeps it for the next call,
-// until set_tuning() or a change of what its channels can do.
+// `algorithm` as it was asked for, or what "auto" finds: in the table, else in the cache, else for
+// like sizes in either, else by the number of rows and what the ranks can do. The same on all
+// ranks, and collective where channels are used that are not there yet, or where the ranks have not
+// met over the cache. kUnsupported where what was asked for cannot be. The communicator keeps it
+// for the next call, until set_tuning() or a change of what its channels can do.
 TORCH_OVERLAP_API Algorithm choose_algorithm(const OverlapProblem& problem,
                                              std::string_view algorithm,
                                              const std::shared_ptr<TorchComm>& comm);

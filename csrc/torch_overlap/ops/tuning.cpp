@@ -1,10 +1,13 @@
 #include "torch_overlap/ops/tuning.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/channel.h"
@@ -14,22 +17,93 @@ namespace {
 
 constexpr const char* kAgreed = "tuning cache";
 
+// How far apart a problem and what was measured may be: half powers of two over m, n and k
+// together.
+constexpr int64_t kFarthest = 4;
+
+// m, n and k in half powers of two.
+using Sizes = std::array<int64_t, 3>;
+
+Sizes sizes_of(int64_t m, int64_t n, int64_t k) {
+  const auto half_octaves = [](int64_t size) -> int64_t {
+    return std::lround(2 * std::log2(static_cast<double>(std::max<int64_t>(size, 1))));
+  };
+  return {half_octaves(m), half_octaves(n), half_octaves(k)};
+}
+
+int64_t distance(const Sizes& a, const Sizes& b) {
+  int64_t sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += std::abs(a.at(i) - b.at(i));
+  return sum;
+}
+
+// What has to be equal.
+std::string kind_of(std::string_view op, at::ScalarType dtype, int group_size,
+                    std::string_view device, bool in_graph) {
+  return concat(op, '|', c10::toString(dtype), '|', group_size, '|', device,
+                in_graph ? "|graph" : "|eager");
+}
+
+std::string text_of(const Sizes& sizes, std::string_view kind) {
+  return concat(sizes[0], '|', sizes[1], '|', sizes[2], '|', kind);
+}
+
+// Entries, to be found by what is like them.
+class Index {
+ public:
+  struct Found {
+    const std::string* algorithm;
+    int64_t distance;
+  };
+
+  Index() = default;
+  explicit Index(const TuningEntries& entries) {
+    for (const auto& [key, algorithm] : entries) {
+      std::istringstream text(key);
+      Sizes sizes{};
+      for (int64_t& size : sizes) (text >> size).ignore();
+      std::string kind;
+      std::getline(text, kind);
+      by_kind_[kind].insert_or_assign(sizes, algorithm);
+    }
+  }
+
+  // Of equally near ones the last by m, then n, then k.
+  std::optional<Found> nearest(const Sizes& sizes, const std::string& kind) const {
+    const auto same = by_kind_.find(kind);
+    if (same == by_kind_.end()) return std::nullopt;
+    std::optional<Found> best;
+    for (const auto& [measured, algorithm] : same->second) {
+      const int64_t apart = distance(measured, sizes);
+      if (apart <= (best ? best->distance : kFarthest)) best = Found{&algorithm, apart};
+    }
+    return best;
+  }
+
+  std::string text() const {
+    std::string text;
+    for (const auto& [kind, by_sizes] : by_kind_) {
+      for (const auto& [sizes, algorithm] : by_sizes) {
+        text += concat(text_of(sizes, kind), '\t', algorithm, '\n');
+      }
+    }
+    return text;
+  }
+
+ private:
+  std::map<std::string, std::map<Sizes, std::string>> by_kind_;
+};
+
 struct Measured {
   std::mutex mutex;
-  TuningEntries table;
-  TuningEntries cache;
+  Index table;
+  Index cache;
   std::atomic<uint64_t> version = 0;  // grows when one of them is replaced
 };
 
 Measured& measured() {
   static auto* const instance = new Measured;
   return *instance;
-}
-
-std::string text_of(const TuningEntries& entries) {
-  std::string text;
-  for (const auto& [key, algorithm] : entries) text += concat(key, '\t', algorithm, '\n');
-  return text;
 }
 
 TuningEntries entries_of(const std::string& text) {
@@ -51,52 +125,48 @@ class Agreed final : public CommAttachment {
   void drain(std::chrono::milliseconds) noexcept override {}
 
   const std::string device;
-  const TuningEntries cache;
+  const Index cache;
 };
 
 bool may_be_measured(const OverlapProblem& problem, const TorchComm& comm) {
   return problem.m > 0 && comm.backend_name() != "fake";
 }
 
-int64_t half_octaves(int64_t size) {
-  return std::lround(2 * std::log2(static_cast<double>(std::max<int64_t>(size, 1))));
-}
-
-std::optional<Tuned> find_in(const TuningEntries& entries, const std::string& key,
-                             std::string_view source) {
-  const auto found = entries.find(key);
-  if (found == entries.end()) return std::nullopt;
-  return Tuned{found->second, source};
-}
-
 std::string device_name(const OverlapProblem& problem, const TorchComm& comm) {
   return overlap_device(problem.op, comm.device().type()).name(comm.device());
 }
 
-// `agreed`: null where the ranks have not met.
+// `agreed`: null where the ranks have not met. Of equally near entries that of the table.
 std::optional<Tuned> look_up(const OverlapProblem& problem, const TorchComm& comm,
                              const Agreed* agreed, bool in_graph) {
-  const auto key =
-      tuning_key(problem.op, problem.m, problem.n, problem.k, problem.dtype, comm.size(),
-                 agreed != nullptr ? agreed->device : device_name(problem, comm), in_graph);
+  const Sizes sizes = sizes_of(problem.m, problem.n, problem.k);
+  const auto kind =
+      kind_of(problem.op, problem.dtype, comm.size(),
+              agreed != nullptr ? agreed->device : device_name(problem, comm), in_graph);
   Measured& all = measured();
   const std::lock_guard lock(all.mutex);
-  if (auto found = find_in(all.table, key, "table")) return found;
-  return find_in(agreed != nullptr ? agreed->cache : all.cache, key, "cache");
+  const auto table = all.table.nearest(sizes, kind);
+  const auto cache = (agreed != nullptr ? agreed->cache : all.cache).nearest(sizes, kind);
+  const bool takes_cache = cache && (!table || cache->distance < table->distance);
+  const auto& found = takes_cache ? cache : table;
+  if (!found) return std::nullopt;
+  return Tuned{.algorithm = *found->algorithm,
+               .source = takes_cache ? "cache" : "table",
+               .is_like = found->distance > 0};
 }
 
 }  // namespace
 
 std::string tuning_key(std::string_view op, int64_t m, int64_t n, int64_t k, at::ScalarType dtype,
                        int group_size, std::string_view device, bool in_graph) {
-  return concat(op, '|', half_octaves(m), '|', half_octaves(n), '|', half_octaves(k), '|',
-                c10::toString(dtype), '|', group_size, '|', device, in_graph ? "|graph" : "|eager");
+  return text_of(sizes_of(m, n, k), kind_of(op, dtype, group_size, device, in_graph));
 }
 
-void set_tuning(TuningSource source, TuningEntries entries) {
+void set_tuning(TuningSource source, const TuningEntries& entries) {
+  Index index(entries);
   Measured& all = measured();
   const std::lock_guard lock(all.mutex);
-  (source == TuningSource::table ? all.table : all.cache) = std::move(entries);
+  (source == TuningSource::table ? all.table : all.cache) = std::move(index);
   ++all.version;
 }
 
@@ -111,7 +181,7 @@ std::optional<Tuned> find_tuned(const OverlapProblem& problem,
     {
       Measured& all = measured();
       const std::lock_guard lock(all.mutex);
-      mine += text_of(all.cache);
+      mine += all.cache.text();
     }
     agreed = std::make_shared<Agreed>(OverlapGroup::of(comm)->exchange(kAgreed, mine).at(0));
     comm->attach(kAgreed, agreed);

@@ -28,14 +28,17 @@ TORCH_OVERLAP_API std::string tuning_key(std::string_view op, int64_t m, int64_t
 
 enum class TuningSource { table, cache };
 // Replaces them, for communicators whose ranks have not met over the cache yet.
-TORCH_OVERLAP_API void set_tuning(TuningSource source, TuningEntries entries);
+TORCH_OVERLAP_API void set_tuning(TuningSource source, const TuningEntries& entries);
 // How often that was done.
 uint64_t tuning_version();
 
 struct Tuned {
   std::string algorithm;
   std::string_view source;  // "table" or "cache"
+  bool is_like;             // measured for sizes near those that were asked for
 };
+// The entry of the sizes that were asked for; else the nearest one of the same operator, dtype,
+// ranks, device and mode, by how many half powers of two m, n and k are apart, at most four in all.
 // Collective for the first call of a communicator's members, which then agree on a cache and a
 // device.
 std::optional<Tuned> find_tuned(const OverlapProblem& problem,

@@ -446,9 +446,9 @@ void register_overlap(py::module_& m) {
         py::arg("dtype"), py::arg("group_size"), py::arg("device"), py::arg("in_graph"));
   m.def(
       "_set_tuning",
-      [](const std::string& source, ops::TuningEntries entries) {
+      [](const std::string& source, const ops::TuningEntries& entries) {
         ops::set_tuning(source == "table" ? ops::TuningSource::table : ops::TuningSource::cache,
-                        std::move(entries));
+                        entries);
       },
       py::arg("source"), py::arg("entries"));
   m.def("_set_interleaving", &set_interleaving);

@@ -21,6 +21,14 @@ Algorithm chosen(std::string_view algorithm, const std::shared_ptr<TorchComm>& c
   return choose_algorithm(problem_of(at::kFloat, rows), algorithm, comm);
 }
 
+// On all ranks of a process.
+void tune(const std::shared_ptr<TorchComm>& comm, TuningSource source,
+          const TuningEntries& entries) {
+  comm->barrier(/*async_op=*/false);
+  if (comm->rank() == 0) set_tuning(source, entries);
+  comm->barrier(/*async_op=*/false);
+}
+
 template <typename F>
 Error choose_error(const F& choose) {
   try {
@@ -80,23 +88,73 @@ TEST(ChooseAlgorithm, WhatIsKeptEndsWithTheTable) {
       .op = "op", .dtype = at::kFloat, .m = 64, .n = 64, .k = 64, .chunk_rows = 1};
   const auto key = tuning_key("op", 64, 64, 64, at::kFloat, 2, "cpu", /*in_graph=*/false);
   run_local_ranks(2, [&](const std::shared_ptr<TorchComm>& comm) {
-    const auto tune = [&](TuningEntries entries) {
-      comm->barrier(/*async_op=*/false);
-      if (comm->rank() == 0) set_tuning(TuningSource::table, std::move(entries));
-      comm->barrier(/*async_op=*/false);
-    };
     for (int turn = 0; turn < 2; ++turn) {
       for (int call = 0; call < 2; ++call) {
         EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::sequential);
       }
-      tune({{key, "chunked"}});
+      tune(comm, TuningSource::table, {{key, "chunked"}});
       EXPECT_EQ(choose_algorithm(problem, "auto", comm), Algorithm::chunked);
       EXPECT_EQ(choose_algorithm(problem, "sequential", comm), Algorithm::sequential);
       OverlapProblem other = problem;
       other.m = 8 * problem.m;
       EXPECT_EQ(choose_algorithm(other, "auto", comm), Algorithm::sequential);
-      tune({});
+      tune(comm, TuningSource::table, {});
     }
+  });
+}
+
+// Half a power of two: 1024, 1448, 2048, 2896, 4096, ...
+TEST(ChooseAlgorithm, TakesWhatIsQuickestForLikeSizes) {
+  const auto key = [](int64_t m, int64_t n, int64_t k) {
+    return tuning_key("op", m, n, k, at::kFloat, 2, "cpu", /*in_graph=*/false);
+  };
+  const TuningEntries table{{key(1024, 1024, 1024), "sequential"},
+                            {key(8192, 1024, 1024), "chunked"}};
+  const TuningEntries cache{{key(1024, 1024, 1024), "chunked"}, {key(1024, 2048, 1024), "chunked"}};
+  const std::string exact = "measured as the quickest, ";
+  const std::string like = "measured as the quickest for a like size, ";
+  const struct {
+    int64_t m, n, k;
+    std::string algorithm, why, decided_by;
+  } cases[] = {
+      {1024, 1024, 1024, "sequential", exact, "table"},
+      {1100, 1000, 1024, "sequential", exact, "table"},
+      {1024, 2048, 1024, "chunked", exact, "cache"},
+      {1448, 1024, 1024, "sequential", like, "table"},
+      {1024, 1448, 1024, "sequential", like, "table"},  // as far from the cache's
+      {1024, 2048, 1448, "chunked", like, "cache"},
+      {724, 724, 724, "sequential", like, "table"},
+      {512, 512, 1024, "sequential", like, "table"},
+      {512, 512, 724, "sequential", "", "rule"},
+      {2896, 1024, 1024, "chunked", like, "table"},  // as far from both: of the larger
+      {2048, 1024, 1024, "sequential", like, "table"},
+      {8192, 1024, 4096, "chunked", like, "table"},
+      {8192, 1024, 5793, "sequential", "", "rule"},
+      {65536, 1024, 1024, "sequential", "", "rule"},
+  };
+  run_local_ranks(2, [&](const std::shared_ptr<TorchComm>& comm) {
+    tune(comm, TuningSource::cache, cache);
+    tune(comm, TuningSource::table, table);
+    for (const auto& [m, n, k, algorithm, why, decided_by] : cases) {
+      SCOPED_TRACE(concat(m, " x ", n, " x ", k));
+      const OverlapProblem problem{
+          .op = "op", .dtype = at::kFloat, .m = m, .n = n, .k = k, .chunk_rows = 1};
+      EXPECT_EQ(to_string(choose_algorithm(problem, "auto", comm)), algorithm);
+      const auto choice = explain_algorithm(problem, "auto", comm);
+      EXPECT_EQ(to_string(choice.algorithm), algorithm);
+      EXPECT_EQ(choice.decided_by, decided_by);
+      if (!why.empty()) {
+        EXPECT_EQ(choice.why, why + decided_by);
+      }
+      OverlapProblem other = problem;
+      other.dtype = at::kDouble;
+      EXPECT_EQ(explain_algorithm(other, "auto", comm).decided_by, "rule");
+      other = problem;
+      other.op = "another op";
+      EXPECT_EQ(explain_algorithm(other, "auto", comm).decided_by, "rule");
+    }
+    tune(comm, TuningSource::cache, {});
+    tune(comm, TuningSource::table, {});
   });
 }
 
