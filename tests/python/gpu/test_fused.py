@@ -1,12 +1,14 @@
 """The fused Hopper kernels behind `algorithm="fused"`: odd shapes, every layout of the weight, graphs, late ranks."""
 
 import random
+import re
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_nodes import nodes_of
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
@@ -19,10 +21,11 @@ pytestmark = [
     ),
 ]
 
-# Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 or 256 columns, stages of k 64.
+# Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 to 256 columns, stages of k 64.
 SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
 LARGE = (2048, 264, 2304)  # a chunk has a tile for every SM, so that tiles of others are added between stages
+WIDE = (500, 264, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 
 
 def everybodys(comm, own):
@@ -121,13 +124,38 @@ KINDS = [Gather, Scatter, AllReduce]
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_values(comm, kind, shape, dtype, transposed, bias):
     case = kind(comm, *shape, dtype, transposed, bias)
     for _ in range(3):
         case.fill()
         case.check(case.run())
+
+
+def gather_tiles(case):
+    """As the names of the kernels that a captured call consists of have them."""
+    kernels, _ = nodes_of(case.run)
+    names = [kernel.name for kernel in kernels if "fused_gather_kernel" in kernel.name]
+    return [tuple(map(int, re.search(r"Li(\d+)ELi(\d+)E", name).groups())) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        (WIDE, (128, 224)),
+        ((4096, 264, 2048), (128, 256)),
+        ((4096, 512, 7168), (128, 192)),
+        ((1024, 4096, 512), (128, 128)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
+def test_tiles_of_the_gather(comm, shape, tile, transposed):
+    case = Gather(comm, *shape, torch.bfloat16, transposed, bias=False)
+    case.weights = case.weights[:1]
+    case.run()  # memory is shared before the capture
+    assert gather_tiles(case) == [tile]
 
 
 @pytest.mark.parametrize("shape", FULL, ids=str)
@@ -263,7 +291,8 @@ def replay(comm, seed, cases):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
-    replay(comm, seed, [kind(comm, *s, torch.bfloat16) for s in [(200, 264, 520), (512, 1024, 1032), LARGE]])
+    shapes = [(200, 264, 520), (512, 1024, 1032), LARGE, WIDE]
+    replay(comm, seed, [kind(comm, *shape, torch.bfloat16) for shape in shapes])
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "ring"])

@@ -4,11 +4,11 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tile_times.h"
 #include "torch_overlap/gemm/sm90/types.h"
 
 namespace torch_overlap::sm90 {
@@ -17,15 +17,6 @@ namespace {
 constexpr int kHopper = 9;
 // Rows of tiles that are computed before the next columns, of 128 rows.
 constexpr int kRowGroup = 16;
-
-// Tiles, and how much longer than the first they take for each output where there are many
-// (benchmarks/own_gemm.py).
-struct Candidate {
-  Choice tile;
-  double cost;
-};
-constexpr Candidate kTiles[] = {
-    {{128, 256}, 1.0}, {{128, 224}, 1.0}, {{128, 192}, 0.98}, {{128, 128}, 1.2}, {{64, 256}, 1.1}};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -49,43 +40,38 @@ int64_t clusters_on(const KernelInfo& kernel) {
   return at::cuda::getCurrentDeviceProperties()->multiProcessorCount / kernel.cluster;
 }
 
-// Those that there are on the current device for the matrices.
-std::vector<Candidate> candidates(const Product& product) {
-  std::vector<Candidate> all;
-  if (at::cuda::getCurrentDeviceProperties()->major != kHopper) return all;
-  if (!multiplies(product.lhs_type, product.rhs_type, product.out_type) ||
-      !is_mappable(product.lhs, product.lhs_type, product.lhs_stride) ||
-      !is_mappable(product.rhs, product.rhs_type, product.rhs_stride) ||
-      !is_storable(product.out, product.out_type, product.n, product.out_stride) ||
-      !is_mappable(product.residual, product.out_type, product.residual_stride)) {
-    return all;
-  }
-  for (const auto& [tile, cost] : kTiles) {
-    if (kernel_of(product, tile) != nullptr) all.push_back({tile, cost});
-  }
-  return all;
+// Whether the current device has kernels for the matrices.
+bool can_run(const Product& product) {
+  return at::cuda::getCurrentDeviceProperties()->major == kHopper &&
+         multiplies(product.lhs_type, product.rhs_type, product.out_type) &&
+         is_mappable(product.lhs, product.lhs_type, product.lhs_stride) &&
+         is_mappable(product.rhs, product.rhs_type, product.rhs_stride) &&
+         is_storable(product.out, product.out_type, product.n, product.out_stride) &&
+         is_mappable(product.residual, product.out_type, product.residual_stride);
 }
 
 }  // namespace
 
 std::vector<Choice> choices(const Product& product) {
   std::vector<Choice> all;
-  for (const Candidate& candidate : candidates(product)) all.push_back(candidate.tile);
+  if (!can_run(product)) return all;
+  for (const TimedTile& tile : kTiles) {
+    const Choice choice{tile.rows, tile.columns};
+    if (kernel_of(product, choice) != nullptr) all.push_back(choice);
+  }
   return all;
 }
 
 std::optional<Choice> guess(const Product& product) {
-  std::optional<Choice> best;
-  double least = std::numeric_limits<double>::infinity();
-  for (const auto& [tile, cost] : candidates(product)) {
-    const KernelInfo& kernel = *kernel_of(product, tile);
-    const int64_t waves = ceil_div(tiles_of(product, kernel), clusters_on(kernel));
-    const double time = static_cast<double>(waves * kernel.rows * kernel.columns) * cost;
-    if (time >= least) continue;
-    least = time;
-    best = tile;
-  }
-  return best;
+  if (!can_run(product)) return std::nullopt;
+  const TimedTile* const best = quickest_tile([&](const TimedTile& tile) -> std::optional<double> {
+    const KernelInfo* const kernel = kernel_of(product, {tile.rows, tile.columns});
+    if (kernel == nullptr) return std::nullopt;
+    const int64_t waves = ceil_div(tiles_of(product, *kernel), clusters_on(*kernel));
+    return static_cast<double>(waves) * tile.time();
+  });
+  if (best == nullptr) return std::nullopt;
+  return Choice{best->rows, best->columns};
 }
 
 void run(const Product& product, const Choice& choice) {

@@ -94,8 +94,8 @@ struct GatherKernel {
 
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key) {
   using sm90::Tile;
-  return sm90::find_instance<GatherKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 192, 2, 2, 1, 2>,
-                             Tile<128, 128, 2, 1, 2>>(key);
+  return sm90::find_instance<GatherKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 224, 2, 2, 2>,
+                             Tile<128, 192, 2, 2, 1, 2>, Tile<128, 128, 2, 1, 2>>(key);
 }
 
 cudaError_t launch_fused_gather(const sm90::KernelInfo& kernel, const FusedGatherParams& params,

@@ -13,6 +13,7 @@
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/gemm/sm90/tile_times.h"
 #include "torch_overlap/gemm/sm90/types.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 
@@ -21,19 +22,21 @@ namespace {
 
 using sm90::KernelInfo;
 using sm90::KernelKey;
+using sm90::TimedTile;
 using sm90::VectorType;
 
 constexpr int kHopper = 9;
 constexpr int kPieceRows = 64;  // of outputs that the reduce-scatter stores and loads at a time
 
-// Tiles, and how much longer than the first they take for each output.
-struct TileChoice {
-  int rows;
-  int columns;
-  double cost;
-};
-constexpr std::array kTiles{TileChoice{128, 256, 1.0}, TileChoice{128, 192, 0.98},
-                            TileChoice{128, 128, 1.15}};
+// The smallest tile of a reduce-scatter.
+constexpr int kLeastRows = 128;
+constexpr int kLeastColumns = 128;
+
+// What H200s take, for choosing: a stage of a tile of 128 x 256; copies to peers, until the first
+// byte of the first chunk is there, and then.
+constexpr double kStageNs = 600;
+constexpr double kFirstByteNs = 6000;
+constexpr double kCopyBytesPerNs = 386;
 
 // So many rows of tiles are computed before the next columns.
 constexpr int kRowGroup = 16;
@@ -85,28 +88,45 @@ int sm_count(c10::Device device) {
 
 using Find = const KernelInfo* (*)(const KernelKey&);
 
-// The tile whose waves take the least time. `waves(kernel, side_by_side)`: how many there are where
-// so many clusters run at a time.
-template <typename Waves>
-const KernelInfo& choose_kernel(Find find, const Operands& operands, int sms, const Waves& waves) {
-  const KernelInfo* best = nullptr;
-  double least = std::numeric_limits<double>::infinity();
-  for (const TileChoice& tile : kTiles) {
-    const KernelInfo* const kernel = find({.lhs = sm90::operand_type(operands.lhs.scalar_type()),
-                                           .rhs = sm90::operand_type(operands.rhs.scalar_type()),
-                                           .out = sm90::vector_type(operands.out),
-                                           .rhs_along_k = operands.rhs_along_k,
-                                           .rows = tile.rows,
-                                           .columns = tile.columns});
-    if (kernel == nullptr) continue;
-    const int64_t count = waves(*kernel, int64_t{sms} / kernel->cluster);
-    const double time = static_cast<double>(count * tile.rows * tile.columns) * tile.cost;
-    if (time >= least) continue;
-    least = time;
-    best = kernel;
-  }
+// Without a tile.
+KernelKey key_of(const Operands& operands) {
+  return {.lhs = sm90::operand_type(operands.lhs.scalar_type()),
+          .rhs = sm90::operand_type(operands.rhs.scalar_type()),
+          .out = sm90::vector_type(operands.out),
+          .rhs_along_k = operands.rhs_along_k,
+          .rows = 0,
+          .columns = 0};
+}
+
+const KernelInfo* kernel_of(Find find, KernelKey key, const TimedTile& tile) {
+  key.rows = tile.rows;
+  key.columns = tile.columns;
+  return find(key);
+}
+
+// The one with the least `time(tile, kernel)`.
+template <typename Time>
+const KernelInfo& choose_kernel(Find find, const KernelKey& key, const Time& time) {
+  const auto* const best = sm90::quickest_tile([&](const TimedTile& tile) -> std::optional<double> {
+    const KernelInfo* const kernel = kernel_of(find, key, tile);
+    if (kernel == nullptr) return std::nullopt;
+    return time(tile, *kernel);
+  });
   TORCH_OVERLAP_CHECK(best != nullptr, kRuntime, "fused: expected a kernel, got none");
-  return *best;
+  return *kernel_of(find, key, *best);
+}
+
+// Of all blocks of a cluster together.
+int64_t units_of(const KernelInfo& kernel, int64_t rows, int64_t n) {
+  return ceil_div(rows, int64_t{kernel.rows} * kernel.cluster) * ceil_div(n, kernel.columns);
+}
+
+int64_t units_of(const KernelInfo& kernel, const RowShare& rows, int64_t n) {
+  int64_t count = 0;
+  for (int chunk = 0; chunk < rows.size; ++chunk) {
+    count += units_of(kernel, rows.length(chunk), n);
+  }
+  return count;
 }
 
 // What both kinds of kernels have alike.
@@ -134,11 +154,10 @@ sm90::GemmParams gemm_params(const GemmArgs& args, const Operands& operands,
 }
 
 // The stores of a tile are spread over the larger part of the time that the next one takes, which
-// is not known: 600 ns a stage are what H200s take at the best. Measured as the best of 0, 0.5, 0.7
-// and 0.9 of that.
+// is not known: kStageNs is what H200s take at the best. Measured as the best of 0, 0.5, 0.7 and
+// 0.9 of that.
 uint32_t pace_of(int64_t stages, const KernelInfo& kernel) {
   constexpr double kPart = 0.9;
-  constexpr double kStageNs = 600;  // of a tile of 128 x 256
   const double tile =
       static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
   const double parts = static_cast<double>(kernel.rows) * kernel.columns / (kPacedRows * 64);
@@ -194,11 +213,33 @@ std::string fused_obstacle(const FusedShape& shape) {
                   per_row(types.out), ", not ", shape.k, " and ", shape.n);
   }
   const int64_t tiles =
-      ceil_div(shape.rows.largest(), kTiles.back().rows) * ceil_div(shape.n, kTiles.back().columns);
+      ceil_div(shape.rows.largest(), kLeastRows) * ceil_div(shape.n, kLeastColumns);
   if (tiles > kMostTiles) {
     return concat("a chunk would have ", tiles, " tiles; there are words for ", kMostTiles);
   }
   return {};
+}
+
+const KernelInfo& choose_gather_kernel(const KernelKey& key, const GatherShape& shape, int sms) {
+  const bool is_8_bit = key.lhs == sm90::OperandType::e4m3 || key.lhs == sm90::OperandType::e5m2;
+  const double chunk_ns =
+      static_cast<double>(shape.rows.largest() * shape.k * (is_8_bit ? 1 : 2)) / kCopyBytesPerNs;
+  // Every block goes through its tiles in order, so a chunk holds up all that is behind it.
+  return choose_kernel(
+      find_fused_gather, key, [&](const TimedTile& tile, const KernelInfo& kernel) {
+        const double tile_ns =
+            static_cast<double>(ceil_div(shape.k, kernel.depth)) * kStageNs * tile.time();
+        const int64_t side_by_side = sms / kernel.cluster;
+        int64_t left = 0;
+        double time = 0;
+        for (int step = shape.rows.size - 1; step >= 0; --step) {
+          left += units_of(kernel, shape.rows.length(shape.order.at(step)), shape.n);
+          const double arrival = step == 0 ? 0 : kFirstByteNs + step * chunk_ns;
+          const auto waves = static_cast<double>(ceil_div(left, side_by_side));
+          time = std::max(time, arrival + waves * tile_ns);
+        }
+        return time;
+      });
 }
 
 void run_fused(CudaTransport& transport, const FusedGather& problem) {
@@ -212,21 +253,9 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   const Operands operands = operands_of(problem.gemm, problem.own, dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const int sms = sm_count(device);
-  const auto units_of = [&](const KernelInfo& kernel, int chunk) {
-    return ceil_div(rows.length(chunk), int64_t{kernel.rows} * kernel.cluster) *
-           ceil_div(n, kernel.columns);
-  };
-  const auto units = [&](const KernelInfo& kernel) {
-    int64_t count = 0;
-    for (int chunk = 0; chunk < rows.size; ++chunk) count += units_of(kernel, chunk);
-    return count;
-  };
-  // Tiles of other chunks have hardly come when a wave that the own ones do not fill would begin.
-  const auto waves = [&](const KernelInfo& kernel, int64_t side_by_side) {
-    const int64_t own = units_of(kernel, rank);
-    return ceil_div(own, side_by_side) + ceil_div(units(kernel) - own, side_by_side);
-  };
-  const KernelInfo& kernel = choose_kernel(find_fused_gather, operands, sms, waves);
+  const KernelInfo& kernel = choose_gather_kernel(
+      key_of(operands), {.rows = rows, .order = problem.order, .n = n, .k = problem.own.size(1)},
+      sms);
   const at::Tensor out = mappable_out(problem.gemm.out);
   FusedGatherParams params{};
   if (operands.lhs.size(0) > 0) {
@@ -254,7 +283,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   params.words = transport.words();
   params.control = transport.control();
   const int64_t most = int64_t{sms} / kernel.cluster;
-  const auto blocks = static_cast<int>(std::min(units(kernel), most) * kernel.cluster);
+  const auto blocks = static_cast<int>(std::min(units_of(kernel, rows, n), most) * kernel.cluster);
   check(
       launch_fused_gather(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
       "fused all-gather and product");
@@ -273,10 +302,10 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
   };
   const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
-  const auto waves = [&](const KernelInfo& kernel, int64_t side_by_side) {
-    return ceil_div(units(kernel), side_by_side);
-  };
-  const KernelInfo& kernel = choose_kernel(find_fused_scatter, operands, sms, waves);
+  const KernelInfo& kernel = choose_kernel(
+      find_fused_scatter, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
+        return static_cast<double>(ceil_div(units(found), sms)) * tile.time();
+      });
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
@@ -319,7 +348,7 @@ void load_fused_kernels() {
     for (const auto& [lhs, rhs] : kOperands) {
       for (const auto out : {VectorType::bf16, VectorType::f16}) {
         for (const bool along_k : {true, false}) {
-          for (const TileChoice& tile : kTiles) {
+          for (const TimedTile& tile : sm90::kTiles) {
             load({.lhs = lhs,
                   .rhs = rhs,
                   .out = out,

@@ -1,7 +1,10 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
+#include "torch_overlap/base/export.h"
+#include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/overlap/cuda/transport.h"
 #include "torch_overlap/overlap/fused.h"
 
@@ -13,6 +16,18 @@ inline constexpr int kMostTiles = 16384;
 // Why fused kernels do not take such a product; empty: they do. An operand that lies as they cannot
 // read it is copied first.
 std::string fused_obstacle(const FusedShape& shape);
+
+// What the tile of an all-gather and product depends on.
+struct GatherShape {
+  RowShare rows;
+  const std::vector<int>& order;  // FusedGather's
+  int64_t n;
+  int64_t k;
+};
+// The kernel that takes the least time where copies arrive as soon as they can. The tile of `key`
+// is not looked at.
+TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::KernelKey& key,
+                                                               const GatherShape& shape, int sms);
 
 // On the current stream, within an operation of the transport's channel.
 void run_fused(CudaTransport& transport, const FusedGather& problem);
