@@ -31,7 +31,7 @@ std::vector<std::string> tell_all(Bootstrap& bootstrap, const std::string& said,
 }
 
 void agree(Bootstrap& bootstrap, std::string_view op, const Fault& mine) {
-  const std::string said = mine ? concat(static_cast<int>(mine.kind), ' ', mine.text) : "";
+  const std::string said = mine ? concat(static_cast<int>(mine.told_kind()), ' ', mine.text) : "";
   const auto all = tell_all(bootstrap, said, mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;

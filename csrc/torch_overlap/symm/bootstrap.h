@@ -46,6 +46,10 @@ struct Fault {
   std::string text;
 
   explicit operator bool() const { return !text.empty(); }
+  // For the other ranks, whom what interrupted this one did not.
+  ErrorKind told_kind() const {
+    return kind == ErrorKind::kInterrupted ? ErrorKind::kRuntime : kind;
+  }
   // Of the exception being handled.
   TORCH_OVERLAP_API static Fault current();
 };

@@ -122,7 +122,7 @@ std::string write_card(const Fault& fault, size_t bytes, const std::string& dige
                        const std::string& socket, bool apart,
                        const std::vector<Segment>& segments) {
   const Place& here = Place::here();
-  std::vector<std::string> fields{concat(static_cast<int>(fault.kind)),
+  std::vector<std::string> fields{concat(static_cast<int>(fault.told_kind())),
                                   fault.text,
                                   concat(bytes),
                                   digest,

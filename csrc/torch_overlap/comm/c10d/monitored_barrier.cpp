@@ -54,32 +54,52 @@ void done_with_barrier(c10d::Store& store, const std::string& key, int size) {
   done_with_keys(store, key + "/done", size, keys);
 }
 
-}  // namespace
-
-void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
-                       Milliseconds timeout, bool wait_all_ranks) {
-  const std::string verdict_key = missing_key(key);
-  store.set(concat(key, "/", rank), std::string("1"));
-  if (rank == 0) {
-    std::string missing = collect(store, key, size, timeout, wait_all_ranks);
-    if (missing.empty() && store.check({gave_up_key(key)})) missing = "0";
-    // The leading character keeps the value of a good barrier from being empty.
-    store.set(verdict_key, "=" + missing);
-    if (!missing.empty()) fail_missing(missing, rank, size, timeout);
-    done_with_barrier(store, key, size);
-    return;
+// Rank 0's verdict. The leading character keeps that of a good barrier from being empty.
+std::string decide(c10d::Store& store, const std::string& key, int size, Milliseconds timeout,
+                   bool wait_all_ranks) {
+  std::string missing;
+  try {
+    missing = collect(store, key, size, timeout, wait_all_ranks);
+  } catch (const Error&) {  // interrupted
+    store.set(missing_key(key), "=0");
+    throw;
   }
+  if (missing.empty() && store.check({gave_up_key(key)})) missing = "0";
+  store.set(missing_key(key), "=" + missing);
+  return missing;
+}
+
+// What another rank hears of it.
+std::string hear(c10d::Store& store, const std::string& key, int rank, int size,
+                 Milliseconds timeout) {
   // Rank 0 counts its time from when it came, which may be later than this rank.
   if (!arrives(store, key + "/0", Clock::now() + timeout)) {
     // Should it come just now, its verdict is for all; else it will find that this rank gave up.
     store.set(gave_up_key(key), std::string("1"));
     if (!store.check({key + "/0"})) fail_missing("0", rank, size, timeout);
   }
-  const bool decided = arrives(store, verdict_key, Clock::now() + timeout + kVerdictSlack);
+  const bool decided = arrives(store, missing_key(key), Clock::now() + timeout + kVerdictSlack);
   TORCH_OVERLAP_CHECK(decided, kTimeout, "monitored_barrier: expected rank 0 to decide within ",
                       (timeout + kVerdictSlack).count(),
                       " ms, got nothing; it passes a longer timeout or has died");
-  const std::string missing = store.get_to_str(verdict_key).substr(1);
+  return store.get_to_str(missing_key(key)).substr(1);
+}
+
+}  // namespace
+
+void monitored_barrier(c10d::Store& store, const std::string& key, int rank, int size,
+                       Milliseconds timeout, bool wait_all_ranks) {
+  const std::string mine = concat(key, "/", rank);
+  store.set(mine, std::string("1"));
+  std::string missing;
+  try {
+    missing = rank == 0 ? decide(store, key, size, timeout, wait_all_ranks)
+                        : hear(store, key, rank, size, timeout);
+  } catch (const Error& error) {
+    // Who was interrupted is not there, for a rank 0 that has yet to look.
+    if (rank != 0 && error.kind() == ErrorKind::kInterrupted) delete_keys(store, {mine});
+    throw;
+  }
   if (!missing.empty()) fail_missing(missing, rank, size, timeout);
   done_with_barrier(store, key, size);
 }
