@@ -1,15 +1,20 @@
 #include "torch_overlap/comm/bootstrap.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/store_access.h"
@@ -17,6 +22,7 @@
 namespace torch_overlap {
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 std::string readers_key(const std::string& key) { return key + "/read"; }
@@ -81,6 +87,69 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   return stores->by_address.try_emplace(address, std::move(*made)).first->second;
 }
 
+// How long a store has to connect before it is asked whether it is there at all.
+constexpr Milliseconds kWatchPeriod{100};
+
+// Another connection to a store, or why there is none. On threads of their own: it is tried for as
+// long as the store's timeout, also where the store has ended, which the connection that is there
+// tells at once; but that may be another thread's, who waits with it.
+class Connection {
+ public:
+  explicit Connection(StorePtr store) : store_(std::move(store)) {}
+
+  void make() {
+    StorePtr made = store_;
+    try {
+      made = store_->clone();
+    } catch (const std::exception&) {  // a store written in Python need not have clone()
+    }
+    const std::lock_guard lock(mutex_);
+    made_ = std::move(made);
+    changed_.notify_all();
+  }
+
+  // Until it is made, or the store has ended.
+  void watch() {
+    std::unique_lock lock(mutex_);
+    do {
+      lock.unlock();
+      std::string ended;
+      try {
+        (void)store_->check({"torch_overlap"});
+      } catch (const c10::DistNetworkError& error) {
+        ended = what_happened(error);
+      } catch (const std::exception&) {  // nor check()
+      }
+      lock.lock();
+      ended_ = std::move(ended);
+      changed_.notify_all();
+    } while (!changed_.wait_for(lock, kWatchPeriod, [this] { return is_over(); }));
+  }
+
+  bool wait(Clock::time_point until) {
+    std::unique_lock lock(mutex_);
+    return wait_interruptibly(changed_, lock, until, [this] { return is_over(); });
+  }
+
+  StorePtr get(const std::string& op, Milliseconds timeout) {
+    const std::lock_guard lock(mutex_);
+    TORCH_OVERLAP_CHECK(made_, kRuntime, op, ": expected the store to answer, got",
+                        ended_.empty() ? concat(" no connection within ", timeout.count(), " ms")
+                                       : concat(": ", ended_),
+                        "; has the process that serves it ended?");
+    return made_;
+  }
+
+ private:
+  bool is_over() const { return made_ || !ended_.empty(); }
+
+  const StorePtr store_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  StorePtr made_;
+  std::string ended_;
+};
+
 }  // namespace
 
 RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
@@ -98,20 +167,14 @@ RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
 }
 
 StorePtr own_connection(const StorePtr& store, const std::string& op, Milliseconds timeout) {
-  const auto clone = std::make_shared<StorePtr>();
-  // On a thread of its own: the store's own timeout for connecting may be much longer.
-  const bool answered = run_interruptibly(
-      [store, clone] {
-        try {
-          *clone = store->clone();
-        } catch (const std::exception&) {  // a store written in Python need not have clone()
-        }
-      },
-      timeout);
-  TORCH_OVERLAP_CHECK(answered, kRuntime, op,
-                      ": expected the store to answer, got no connection within ", timeout.count(),
-                      " ms; has the process that serves it ended?");
-  return *clone ? *clone : store;
+  const auto connection = std::make_shared<Connection>(store);
+  const auto deadline = Clock::now() + bounded_timeout(timeout);
+  std::thread([connection] { connection->make(); }).detach();
+  if (!connection->wait(std::min(deadline, Clock::now() + kWatchPeriod))) {
+    std::thread([connection] { connection->watch(); }).detach();
+    (void)connection->wait(deadline);
+  }
+  return connection->get(op, timeout);
 }
 
 c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std::string& prefix) {

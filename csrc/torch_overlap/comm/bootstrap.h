@@ -27,7 +27,8 @@ TORCH_OVERLAP_API RankAndSize who_am_i(const Env& env, std::optional<RankAndSize
 
 // A connection of our own: a store's client serves one thread at a time, and a wait would keep
 // every other user from it. A store that cannot be cloned is used as it is. `op` names who asks in
-// the error (kRuntime) that comes when the store's host does not answer within `timeout`.
+// the error (kRuntime) that comes when the store has ended, or its host does not answer within
+// `timeout`.
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> own_connection(
     const c10::intrusive_ptr<c10d::Store>& store, const std::string& op, Milliseconds timeout);
 

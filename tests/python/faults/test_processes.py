@@ -144,11 +144,16 @@ class Server:
         self.process.wait()
 
 
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.5])
 @pytest.mark.parametrize("backend", ["gloo", "local"])
-def test_a_store_that_dies_while_ranks_meet_is_an_error_at_once(backend: str) -> None:
+def test_a_store_that_dies_while_ranks_meet_is_an_error_at_once(backend: str, seconds: float | None) -> None:
+    """Also before one has made its connection, which it would try for as long as the store's timeout."""
     server = Server()
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=60))
-    threading.Timer(0.5, server.kill).start()
+    if seconds is None:
+        server.kill()
+    else:
+        threading.Timer(seconds, server.kill).start()
     begin = time.monotonic()
     with pytest.raises(to.Error, match="new_comm 'met': expected the store to answer, got"):
         to.new_comm(backend, "cpu", "met", store=store, rank=0, size=2, timeout=timedelta(seconds=60))
