@@ -1,5 +1,7 @@
 """Operators, and what rank r gets from everybody's inputs in plain torch: see test_ops.py and test_op_soak.py."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -8,11 +10,21 @@ from torch_overlap import ops
 ROWS, IN, OUT = 24, 32, 16  # of one rank; ROWS is divisible by every size up to 4
 
 
-class Case:
-    """An operator: the shapes of one rank's inputs, and what rank r gets from everybody's, in plain torch."""
+class Sizes(NamedTuple):
+    rows: int = ROWS
+    k: int = IN
+    n: int = OUT
 
-    def __init__(self, name, shapes, run, reference):
-        self.name, self.shapes, self.run, self.reference = name, shapes, run, reference
+
+EVEN = Sizes()
+
+
+class Case:
+    """An operator: the shapes of one rank's inputs, and what rank r gets from everybody's, in plain torch. Inputs of
+    the indices `shared` are equal on all ranks."""
+
+    def __init__(self, name, shapes, run, reference, shared=()):
+        self.name, self.shapes, self.run, self.reference, self.shared = name, shapes, run, reference, shared
 
 
 def poison(comm, case, inputs):
@@ -28,7 +40,9 @@ def summed(xs):
     return torch.stack(xs).sum(0)
 
 
-def fused_cases(algorithm):
+def fused_cases(algorithm, sizes=EVEN):
+    rows, k, n = sizes
+
     def gather_matmul(comm, x, w1, w2, bias):
         (a, b), whole = ops.all_gather_matmul(
             x, [w1, w2], comm, [bias, None], return_gathered=True, algorithm=algorithm
@@ -43,38 +57,42 @@ def fused_cases(algorithm):
         return summed([F.linear(e[0], e[1]) for e in every])
 
     return [
-        Case(f"all_gather_matmul-{algorithm}", [(ROWS, IN), (OUT, IN), (2 * OUT, IN), (OUT,)],
+        Case(f"all_gather_matmul-{algorithm}", [(rows, k), (n, k), (2 * n, k), (n,)],
              gather_matmul, gather_matmul_reference),
-        Case(f"matmul_reduce_scatter-{algorithm}", [(4 * ROWS, IN), (OUT, IN)],
+        Case(f"matmul_reduce_scatter-{algorithm}", [(4 * rows, k), (n, k)],
              lambda comm, x, w: ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm),
              lambda every, r: product_sum(every, r).chunk(len(every))[r]),
-        Case(f"matmul_all_reduce-{algorithm}", [(ROWS, IN), (OUT, IN)],
+        Case(f"matmul_all_reduce-{algorithm}", [(rows, k), (n, k)],
              lambda comm, x, w: ops.matmul_all_reduce(x, w, comm, algorithm=algorithm), product_sum),
     ]  # fmt: skip
 
 
-def exchange_cases(algorithm):
+def exchange_cases(algorithm, sizes=EVEN):
+    rows, k, n = sizes
+
     def by_tokens(every, r):
         size = len(every)
         x = torch.cat([e[0].chunk(size)[r] for e in every], dim=1)
-        return F.linear(x, every[r][1][:, : size * IN], every[r][2])
+        return F.linear(x, every[r][1][:, : size * k], every[r][2])
 
     def by_heads(every, r):
         products = [torch.stack([F.linear(e[0], e[1], e[3]), F.linear(e[0], e[2])]) for e in every]
         return torch.cat([p.chunk(len(every), dim=2)[r] for p in products], dim=1)
 
     return [
-        Case(f"all_to_all_matmul-{algorithm}", [(4 * ROWS, IN), (OUT, 8 * IN), (OUT,)],
-             lambda comm, x, w, b: ops.all_to_all_matmul(x, w[:, : comm.get_size() * IN], comm, b, algorithm=algorithm),
+        Case(f"all_to_all_matmul-{algorithm}", [(4 * rows, k), (n, 8 * k), (n,)],
+             lambda comm, x, w, b: ops.all_to_all_matmul(x, w[:, : comm.get_size() * k], comm, b, algorithm=algorithm),
              by_tokens),
-        Case(f"matmul_all_to_all-{algorithm}", [(ROWS, IN), (24, IN), (24, IN), (24,)],
+        Case(f"matmul_all_to_all-{algorithm}", [(rows, k), (24, k), (24, k), (24,)],
              lambda comm, x, w1, w2, b: torch.stack(
                  ops.matmul_all_to_all(x, [w1, w2], comm, [b, None], algorithm=algorithm)),
              by_heads),
     ]  # fmt: skip
 
 
-def bulk_cases(algorithm):
+def bulk_cases(algorithm, sizes=EVEN):
+    rows, k, n = sizes
+
     def run(collective):
         def both(comm, x, w, b, other):
             results = ops.bulk_overlap_matmul(x, w, other, comm, b, collective=collective, algorithm=algorithm)
@@ -85,7 +103,7 @@ def bulk_cases(algorithm):
     def reference(collect):
         return lambda every, r: torch.cat([F.linear(*every[r][:3]).flatten(), collect(every, r).flatten()])
 
-    shapes = [(ROWS, IN), (OUT, IN), (OUT,), (4 * ROWS, 3)]
+    shapes = [(rows, k), (n, k), (n,), (4 * rows, 3)]
     return [
         Case(f"bulk_overlap_matmul-all_gather-{algorithm}", shapes, run("all_gather"),
              reference(lambda every, r: gathered([e[3] for e in every]))),
@@ -94,15 +112,21 @@ def bulk_cases(algorithm):
     ]  # fmt: skip
 
 
+def around(comm):
+    """To the next rank."""
+    return [(r, (r + 1) % comm.get_size()) for r in range(comm.get_size())]
+
+
 X = [(4 * ROWS, IN)]
 
 
-def uneven_case(name, exchange):
+def uneven_case(name, exchange, shapes=X):
     """all_to_all_v: parts of every size, some of them empty."""
+    rows = shapes[0][0]
 
     def sent_by(a, size):
         parts = [5 * ((a + 2 * b) % 3) for b in range(size - 1)]
-        return [*parts, 4 * ROWS - sum(parts)]
+        return [*parts, rows - sum(parts)]
 
     def run(comm, x):
         rank, size = comm.get_rank(), comm.get_size()
@@ -111,12 +135,7 @@ def uneven_case(name, exchange):
     def reference(every, r):
         return torch.cat([e[0].split(sent_by(a, len(every)))[r] for a, e in enumerate(every)])
 
-    return Case(name, X, run, reference)
-
-
-def around(comm):
-    """To the next rank."""
-    return [(r, (r + 1) % comm.get_size()) for r in range(comm.get_size())]
+    return Case(name, shapes, run, reference)
 
 
 CASES = [

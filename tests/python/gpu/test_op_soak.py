@@ -6,11 +6,13 @@ import time
 
 import pytest
 import torch
-from op_cases import CASES, OVER_CHANNELS, poison
+from op_cases import CASES, OVER_CHANNELS
+from soak_cases import DTYPES, FUSED_DTYPES, WAITING, Replay, cases_of
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.slow]
+from torch_overlap.testing import gpu_ranks
 
-STEPS = 64  # inputs repeat after these
+pytestmark = pytest.mark.gpu(2)
+
 NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async", "broadcast", "permute",
          "all_to_all_v_async", "all_gather_matmul-chunked", "all_gather_matmul-ring",
          "matmul_reduce_scatter-sequential", "matmul_reduce_scatter-ring", "matmul_all_reduce-chunked",
@@ -20,53 +22,44 @@ NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async",
          "bulk_overlap_matmul-reduce_scatter-bulk"]  # fmt: skip
 assert set(NAMES) <= {case.name for case in CASES}
 assert {case.name for case in OVER_CHANNELS} <= set(NAMES)
-EACH = pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+IS_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
+SHARES_GPU = torch.cuda.is_available() and gpu_ranks() > torch.cuda.device_count()
 
 
-class Replay:
-    """One replay: the next inputs, small integers, the operator, and its result compared. run() does it eagerly."""
-
-    def __init__(self, comm, case, stream=None):
-        """Captured on `stream`: what runs at once may not share the workspace of cuBLAS, which each stream has."""
-        self.comm, self.case = comm, case
-        self.step = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.bases = [torch.arange(torch.Size(shape).numel(), device="cuda").view(shape) for shape in case.shapes]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries make their workspaces
-            self.run()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.run()
-
-    def of(self, rank):
-        """Rank `rank`'s inputs in this replay. Sums of their products are exact."""
-        shift = 3 * rank + 5 * self.step
-        return [((base * 7 + base // 13 + shift + 11 * i) % 13 - 6).float() for i, base in enumerate(self.bases)]
-
-    def run(self):
-        self.step.add_(1).remainder_(STEPS)
-        rank, every = self.comm.get_rank(), [self.of(r) for r in range(self.comm.get_size())]
-        poison(self.comm, self.case, every[rank])
-        got = self.case.run(self.comm, *every[rank])
-        self.wrong += (got != self.case.reference(every, rank)).sum()
+def all_of(dtype):
+    """Where ranks share a GPU, fused gathers are refused."""
+    cases = cases_of(dtype, has_fused=IS_HOPPER)
+    return [case for case in cases if not (SHARES_GPU and "all_gather" in case.name and case.name.endswith("fused"))]
 
 
+def each_of(grid):
+    ids = [f"{case.name}-{str(dtype).rsplit('.', maxsplit=1)[-1]}" for case, dtype in grid]
+    return pytest.mark.parametrize(("case", "dtype"), grid, ids=ids)
+
+
+EACH = each_of([
+    *((case, torch.float32) for case in CASES if case.name in NAMES),
+    *((case, BF16) for case in all_of(BF16) if "rms_norm" in case.name or case.name.endswith("to_all-ring")),
+    *((case, E4M3) for case in all_of(E4M3) if case.name.endswith("ring") or "all_reduce" in case.name),
+])  # fmt: skip
+
+
+@pytest.mark.slow
 @EACH
-def test_ten_thousand_replays(comm, case):
-    replay = Replay(comm, case)
+def test_ten_thousand_replays(comm, seed, case, dtype):
+    replay = Replay(comm, case, seed, dtype)
     for i in range(10_000):
         replay.graph.replay()
         if i % 1000 == 999:
             assert replay.wrong.item() == 0, i
 
 
+@pytest.mark.slow
 @EACH
-def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
+def test_two_hundred_replays_with_a_late_rank(comm, seed, case, dtype):
     """And eager calls in between."""
-    replay = Replay(comm, case)
+    replay = Replay(comm, case, seed, dtype)
     draw = random.Random(seed)  # the same on all ranks
     for _ in range(200):
         late, delay, eager = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3), draw.random() < 0.2
@@ -76,14 +69,36 @@ def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
     assert replay.wrong.item() == 0
 
 
-def test_two_communicators_at_once(make_comm, seed):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_operators_in_turns(comm, seed, dtype):
+    """200 rounds of all of a dtype, on one communicator, in an order that changes: replays and eager calls, with one
+    device that is 1 to 10 ms late in each round."""
+    replays = [Replay(comm, case, seed + i, dtype) for i, case in enumerate(all_of(dtype))]
+    draw = random.Random(seed)  # the same on all ranks
+    for _ in range(200):
+        late, before, milliseconds = draw.randrange(comm.get_size()), draw.choice(replays), draw.uniform(1, 10)
+        for replay in draw.sample(replays, len(replays)):
+            if replay is before and comm.get_rank() == late:
+                torch.cuda._sleep(int(milliseconds * 1_800_000))
+            replay.run() if draw.random() < 0.05 else replay.graph.replay()
+    torch.cuda.synchronize()
+    assert {replay.case.name for replay in replays if replay.wrong.item()} == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *FUSED_DTYPES, E4M3], ids=str)
+def test_two_communicators_at_once(make_comm, seed, dtype):
     """Each with channels, and a stream that nothing orders: replays of one operator beside those of another."""
-    comms = [make_comm(f"operators_at_once_{i}") for i in range(2)]
+    comms = [make_comm(f"operators_at_once_{dtype}_{i}") for i in range(2)]
     streams = [torch.cuda.Stream() for _ in comms]
     draw = random.Random(seed)
-    for case in OVER_CHANNELS:
-        beside = draw.choice(OVER_CHANNELS)
-        replays = [Replay(*one) for one in zip(comms, (case, beside), streams, strict=True)]
+    cases = OVER_CHANNELS
+    if dtype != torch.float32:
+        cases = [case for case in all_of(dtype) if case.name.endswith(("ring", "bulk", "fused")) or "norm" in case.name]
+    for case in cases:
+        replays = [
+            Replay(comm, one, seed, dtype, stream)
+            for comm, one, stream in zip(comms, (case, draw.choice(cases)), streams, strict=True)
+        ]
         torch.cuda.synchronize()
         for _ in range(100):
             for replay, stream in zip(replays, streams, strict=True):
@@ -97,9 +112,9 @@ def test_eager_calls_on_several_streams(comm, seed):
     """Each operator comes after the one before it, whatever stream either is called on."""
     draw = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    replays = [Replay(comm, case) for case in OVER_CHANNELS for _ in streams]
+    replays = [Replay(comm, case, seed) for case in WAITING for _ in streams]
     torch.cuda.synchronize()
-    for _ in range(60):
+    for _ in range(80):
         i, late = draw.randrange(len(replays)), draw.randrange(4 * comm.get_size())
         with torch.cuda.stream(streams[i % len(streams)]):
             if comm.get_rank() == late:

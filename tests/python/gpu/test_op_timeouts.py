@@ -2,19 +2,28 @@
 it did."""
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from graph_nodes import disable_all_but
-from op_cases import OVER_CHANNELS
+from soak_cases import WAITING
 from test_fused import KINDS
+from test_fused_row_scales import RowGather, RowScatter
+from test_fused_scaled import KINDS as SCALED
+from test_fused_scaled import TYPES
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
 
 pytestmark = pytest.mark.gpu(2)
-EACH = pytest.mark.parametrize("case", OVER_CHANNELS, ids=lambda case: case.name)
+EACH = pytest.mark.parametrize("case", WAITING, ids=lambda case: case.name)
 TIMEOUT = timedelta(milliseconds=700)
+BF16 = torch.bfloat16
+FUSED = {kind.__name__: partial(kind, dtype=BF16) for kind in KINDS} | {
+    f"8_bit_{kind.__name__}": partial(kind, types=TYPES["4x4"], out_dtype=BF16, bias=True)
+    for kind in (*SCALED, RowGather, RowScatter)
+}
 
 
 def capture(run):
@@ -78,10 +87,12 @@ def test_a_rank_that_begins_and_does_no_more(comm, make_comm, case):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
 )
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", list(FUSED))
 def test_a_rank_that_begins_a_fused_kernel_and_does_no_more(comm, make_comm, kind):
-    lonely = make_comm(f"begun_fused_{kind.__name__}")
-    miss_the_last(comm, lonely, kind(lonely, 128, 256, 256, torch.bfloat16).run)
+    lonely = make_comm(f"begun_fused_{kind}")
+    case = FUSED[kind](lonely, 128, 256, 256)
+    case.fill()
+    miss_the_last(comm, lonely, case.run)
 
 
 @EACH

@@ -1,0 +1,204 @@
+"""Operators of every family on odd sizes, by the dtype of their operands, and replays of them: see test_op_soak.py.
+
+Operands are small integers, of 8 bits times powers of two: all sums are exact in every dtype.
+"""
+
+import torch
+import torch.nn.functional as F
+from op_cases import CASES, OVER_CHANNELS, Case, Sizes, bulk_cases, exchange_cases, fused_cases, poison, summed
+
+from torch_overlap import ops
+from torch_overlap.quantize import ScalingMode as Mode
+
+EPS = 1e-6
+STEPS = 64  # inputs repeat after these
+# Rows are divisible by every number of ranks up to 4 where they have to be.
+ODD = Sizes(rows=21, k=7, n=5)
+OF_VECTORS = Sizes(rows=21, k=40, n=24)  # what tensor copies take
+OF_8_BITS = Sizes(rows=21, k=128, n=48)
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+# --- Norms -------------------------------------------------------------------------------------------------------
+
+
+def norm_is_right(out, hidden, gain):
+    """1 where it is that of `hidden`, as a number of its dtype."""
+    wide = hidden.double()
+    want = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * gain.double()
+    return ((out.double() - want).abs() <= 0.02 * want.abs() + 1e-6).to(hidden.dtype)
+
+
+def normed(hidden):
+    return torch.cat([hidden, torch.ones_like(hidden)], dim=1)
+
+
+def norm_case(sizes):
+    def run(comm, x, residual, gain, bias):
+        out, hidden = ops.all_reduce_rms_norm(x, residual, gain, comm, bias, eps=EPS)
+        return torch.cat([hidden, norm_is_right(out, hidden, gain)], dim=1)
+
+    def reference(every, r):
+        _, residual, _, bias = every[r]
+        return normed(residual + summed([e[0] for e in every]) + bias)
+
+    rows, _, n = sizes
+    return Case("all_reduce_rms_norm", [(rows, n), (rows, n), (n,), (n,)], run, reference, shared=(1, 2, 3))
+
+
+def product_norm_case(algorithm, sizes):
+    def run(comm, x, w, residual, gain, bias):
+        out, hidden = ops.matmul_all_reduce_rms_norm(x, w, residual, gain, comm, bias, eps=EPS, algorithm=algorithm)
+        return torch.cat([hidden, norm_is_right(out, hidden, gain)], dim=1)
+
+    def reference(every, r):
+        _, _, residual, _, bias = every[r]
+        return normed(residual + summed([F.linear(e[0], e[1]) for e in every]) + bias)
+
+    rows, k, n = sizes
+    shapes = [(rows, k), (n, k), (rows, n), (n,), (n,)]
+    return Case(f"matmul_all_reduce_rms_norm-{algorithm}", shapes, run, reference, shared=(2, 3, 4))
+
+
+# --- 8-bit operands ----------------------------------------------------------------------------------------------
+
+
+def magnitudes(x):
+    """Rows of three magnitudes: a scale at a wrong row is seen."""
+    return x * 2.0 ** (torch.arange(x.shape[0], device=x.device) % 3)[:, None]
+
+
+def quantized(x, mode):
+    data, scale_inv, *_ = ops.quantize(x, mode, power_of_two=True)
+    return data, scale_inv
+
+
+def scaled_cases(algorithm, mode, sizes=OF_8_BITS):
+    """Quantized in front of the operator, so that a graph does that too."""
+    of_x = Mode.BLOCK_1D_SCALING if mode == Mode.BLOCK_2D_SCALING else mode
+    has_blocks = mode not in (Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING)
+    rows, k, n = sizes._replace(rows=24) if has_blocks else sizes
+    options = {"algorithm": algorithm, "scaling_mode": mode, "out_dtype": torch.float16}
+    options["use_split_accumulator"] = algorithm != "fused"
+
+    def gather_matmul(comm, x, w):
+        (data, scale_inv), (weight, weight_scale_inv) = quantized(magnitudes(x), of_x), quantized(w, mode)
+        (product,), whole, scales = ops.scaled_all_gather_matmul(
+            data, scale_inv, [weight], [weight_scale_inv], comm, return_gathered=True, **options
+        )
+        values = ops.dequantize(whole, scales if scales.numel() else scale_inv, of_x)
+        return torch.cat([product.float(), values.float()], dim=1)
+
+    def gathered(every, r):
+        x = torch.cat([magnitudes(e[0]) for e in every])
+        return torch.cat([F.linear(x, every[r][1]), x], dim=1)
+
+    def reduced(operator):
+        def run(comm, x, w):
+            return operator(*quantized(magnitudes(x), of_x), *quantized(w, mode), comm, **options).float()
+
+        return run
+
+    def total(every):
+        return summed([F.linear(magnitudes(e[0]), e[1]) for e in every])
+
+    name = f"{mode.name}-{algorithm}"
+    return [
+        Case(f"scaled_all_gather_matmul-{name}", [(rows, k), (n, k)], gather_matmul, gathered),
+        Case(f"scaled_matmul_reduce_scatter-{name}", [(4 * rows, k), (n, k)],
+             reduced(ops.scaled_matmul_reduce_scatter), lambda every, r: total(every).chunk(len(every))[r]),
+        Case(f"scaled_matmul_all_reduce-{name}", [(rows, k), (n, k)],
+             reduced(ops.scaled_matmul_all_reduce), lambda every, r: total(every)),
+    ]  # fmt: skip
+
+
+MODES = [Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING, Mode.BLOCK_1D_SCALING, Mode.BLOCK_2D_SCALING,
+         Mode.MXFP8_1D_SCALING]  # fmt: skip
+SCALED = [("sequential", MODES[0]), *((a, mode) for a in ("chunked", "ring") for mode in MODES)]
+
+
+# --- All of a dtype ----------------------------------------------------------------------------------------------
+
+
+def of_products(algorithm, sizes):
+    yield from fused_cases(algorithm, sizes)
+    if algorithm != "fused":
+        yield from exchange_cases(algorithm, sizes)
+    yield product_norm_case(algorithm, sizes)
+
+
+def cases_of(dtype, has_fused):
+    """Those of one dtype; float8_e4m3fn: of operands with scales."""
+    if dtype == torch.float8_e4m3fn:
+        pairs = [*SCALED, *(("fused", mode) for mode in MODES[:2] if has_fused)]
+        return [case for pair in pairs for case in scaled_cases(*pair)]
+    algorithms = {"sequential": ODD, "chunked": ODD, "ring": ODD}
+    if has_fused and dtype in FUSED_DTYPES:
+        algorithms["fused"] = OF_VECTORS
+    return [
+        *(case for case in CASES if case.name in COLLECTIVES),
+        norm_case(ODD),
+        *(case for pair in algorithms.items() for case in of_products(*pair)),
+        *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm, ODD)),
+    ]
+
+
+COLLECTIVES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async", "broadcast", "permute",
+               "all_to_all_v_async"]  # fmt: skip
+DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+# What waits on the device over the operators' channels.
+WAITING = [*OVER_CHANNELS, product_norm_case("ring", ODD), *scaled_cases("ring", Mode.ROW_SCALING)]
+
+
+class Inputs:
+    """Everybody's, of a step that a tensor counts; drawn once, equal on all ranks."""
+
+    def __init__(self, comm, case, seed, dtype=torch.float32, device="cuda"):
+        self.comm, self.case = comm, case
+        self.has_8_bits = dtype == torch.float8_e4m3fn
+        self.dtype = torch.float32 if self.has_8_bits else dtype
+        self.largest = 6 if dtype in (torch.float32, torch.float64) else 1
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        draws = torch.Generator().manual_seed(seed)
+        self.bases = [torch.randint(1 << 20, shape, generator=draws).to(device) for shape in case.shapes]
+
+    def of(self, rank):
+        """Rank `rank`'s inputs in this step, in a dtype in which all results are exact."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        count = 2 * self.largest + 1
+        shifts = [5 * self.step + (0 if i in self.case.shared else 3 * rank) for i in range(len(self.bases))]
+        return [
+            ((base + base // 13 * shift + shift) % count - self.largest).to(wide)
+            for base, shift in zip(self.bases, shifts, strict=True)
+        ]
+
+    def run(self):
+        """One step: the number of elements that are wrong, on the device. What is written to, on the way too, is NaN
+        before."""
+        self.step.add_(1).remainder_(STEPS)
+        rank, every = self.comm.get_rank(), [self.of(r) for r in range(self.comm.get_size())]
+        mine = [x.to(self.dtype) for x in every[rank]]
+        poison(self.comm, self.case, mine)
+        got, want = self.case.run(self.comm, *mine), self.case.reference(every, rank)
+        assert got.shape == want.shape, self.case.name
+        return (got.to(want.dtype) != want).sum()
+
+
+class Replay:
+    """Steps in a graph, whose count of what is wrong grows; run() does one eagerly."""
+
+    def __init__(self, comm, case, seed, dtype=torch.float32, stream=None):
+        """Captured on `stream`: what runs at once may not share the workspace of cuBLAS, which each stream has."""
+        self.case, self.inputs = case, Inputs(comm, case, seed, dtype)
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries make their workspaces
+            self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.run()
+
+    def run(self):
+        self.wrong += self.inputs.run()
