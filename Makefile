@@ -143,9 +143,9 @@ SANITIZED_WINDOWS = values_of_every_size or ring_a_hundred_times or everyone_wri
 SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits or rounded_once \
   or (every_reduction and two_shot and bfloat16)
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
-  or (RowGather and 257 and 4x4) or test_double or (no_rows and ring)
+  or (RowGather and 257 and 4x4) or test_double or (no_rows and ring) or (any_alignment and off-4) or (watched_graphs and sync)
 GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives rms_norm fused fused_scaled \
-  fused_row_scales overlap ops gemm) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
+  fused_row_scales overlap ops own_gemm residual graph_timeouts) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1
 sanitize-gpu: export CMAKE_ARGS += -DTORCH_OVERLAP_LINEINFO=ON
 sanitize-gpu: build
