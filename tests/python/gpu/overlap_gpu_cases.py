@@ -371,8 +371,17 @@ def capture(issue):
     return graph
 
 
-GRID = [(kind, torch.bfloat16) for kind in KINDS] + [(kind, E4M3) for kind in OF_8_BITS]
-EACH = pytest.mark.parametrize(("kind", "dtype"), GRID, ids=lambda v: getattr(v, "__name__", str(v).split(".")[-1]))
+def of_dtypes(grid):
+    return pytest.mark.parametrize(
+        ("kind", "dtype"), grid, ids=lambda value: getattr(value, "__name__", str(value).split(".")[-1])
+    )
+
+
+EACH = of_dtypes([(kind, torch.bfloat16) for kind in KINDS] + [(kind, E4M3) for kind in OF_8_BITS])
+SOAKED = of_dtypes(
+    [(kind, torch.bfloat16) for kind in SOME]
+    + [(kind, E4M3) for kind in (GatherFilled, Scatter8Bits, Pipeline8Bits, BulkScatterOutput)]
+)
 ONE = pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.__name__)
 
 

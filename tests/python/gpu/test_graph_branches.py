@@ -10,6 +10,8 @@ import pytest
 import torch
 from graph_branches import beside, reachable
 from graph_nodes import Copy, Kernel, captured
+from overlap_gpu_cases import KINDS, SMALL
+from soak_cases import WAITING, cases_of
 
 from torch_overlap import ops
 from torch_overlap.quantize import ScalingMode as Mode
@@ -20,8 +22,8 @@ pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
     ),
-    pytest.mark.skipif(gpu_ranks() > torch.cuda.device_count(), reason="copies within a GPU need SMs"),
 ]
+separate = pytest.mark.skipif(gpu_ranks() > torch.cuda.device_count(), reason="copies within a GPU need SMs")
 
 
 def random(*shape):
@@ -44,6 +46,7 @@ GATHERS = {
 }
 
 
+@separate
 @pytest.mark.parametrize("kind", list(GATHERS))
 def test_a_fused_gather_waits_for_copies_to_other_devices(comm, kind):
     options = GATHERS[kind]
@@ -63,6 +66,7 @@ def test_a_fused_gather_waits_for_copies_to_other_devices(comm, kind):
         assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
 
 
+@separate
 def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
     mode = Mode.ROW_SCALING
     x, w = (ops.quantize(random(n, 512), mode)[:2] for n in (256, 768))
@@ -76,6 +80,13 @@ def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
     assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
 
 
+def nothing_waits_in(found):
+    """Of what may run beside each kernel."""
+    for others in found:
+        names = [n.name for n in others if isinstance(n, Kernel)]
+        assert not [name for name in names if "await" in name or "fused" in name], names
+
+
 @pytest.mark.parametrize("rows", [1024, 8192])
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
@@ -83,17 +94,55 @@ def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
     found = around(lambda: getattr(ops, op)(x, w, comm, random(6144), algorithm="fused"), "fused_scatter_kernel")
     blocks = 3 if (op, rows) == ("matmul_all_reduce", 8192) else 1
     assert len(found) == blocks
-    for others in found:
-        names = [n.name for n in others if isinstance(n, Kernel)]
-        assert not [name for name in names if "await" in name or "fused" in name], names
+    nothing_waits_in(found)
     if op == "matmul_reduce_scatter":
         assert found == [[]]
+
+
+FUSED = [case for dtype in (torch.bfloat16, torch.float8_e4m3fn) for case in cases_of(dtype, has_fused=True)
+         if case.name.endswith("fused") and "all_gather" not in case.name]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_beside_other_fused_reductions_nothing_waits_for_ranks(comm, case):
+    dtype = torch.float32 if case.name.startswith("scaled") else torch.bfloat16
+    inputs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in case.shapes]
+    found = around(lambda: case.run(comm, *inputs), "fused_scatter_kernel")
+    assert found
+    nothing_waits_in(found)
+
+
+def waiting_kernels(issue):
+    issue()
+    nodes, _ = captured(issue)
+    kernels = [n for n in nodes if isinstance(n, Kernel)]
+    assert not [n.name for n in kernels if "fused" in n.name]
+    return [n for n in kernels if "begin_kernel" in n.name or "await_kernel" in n.name]
+
+
+@pytest.mark.parametrize("case", WAITING, ids=lambda case: case.name)
+def test_what_waits_over_a_channel_is_one_block(comm, case):
+    """Whatever it waits for, products and the copies of others have the other SMs."""
+    inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
+    found = waiting_kernels(lambda: case.run(comm, *inputs))
+    assert found
+    assert all(n.blocks == 1 for n in found), found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_waits_in_the_overlap_classes_is_one_block(comm, kind):
+    case = kind(comm, **SMALL)
+    case.fill(0)
+    found = waiting_kernels(case.issue)
+    assert found
+    assert all(n.blocks == 1 for n in found), found
 
 
 # Copies to each other rank. Those of an all-to-all in front of a product come in pieces.
 COPIES = {"all_gather_matmul": 1, "matmul_reduce_scatter": 1, "all_to_all_matmul": 4, "matmul_all_to_all": 1}
 
 
+@separate
 @pytest.mark.parametrize("op", list(COPIES))
 def test_products_of_chunks_wait_for_copies_alone(comm, op):
     """What waits is one block of its own kernel; beside it come the copies, whose own ways need no SM. None of these

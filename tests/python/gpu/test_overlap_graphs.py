@@ -14,6 +14,7 @@ from overlap_gpu_cases import (
     KINDS,
     ONE,
     SMALL,
+    SOAKED,
     Gather,
     GatherEpilogue,
     GatherFilled,
@@ -65,6 +66,15 @@ def test_a_hundred_replays_of_other_dtypes(comm, kind, dtype):
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_a_hundred_replays_with_an_epilogue(comm, epilogue, dtype):
     case = GatherEpilogue(comm, dtype, epilogue=epilogue, **SMALL)
+    eager(case, 0)
+    hundred_replays(comm, capture(case.issue), case)
+
+
+@pytest.mark.parametrize("active", [0, 1, 7, 255])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_hundred_replays_of_few_tokens(comm, kind, active):
+    """Of which ranks have unequal numbers, and some none."""
+    case = kind(comm, active=active, **SMALL)
     eager(case, 0)
     hundred_replays(comm, capture(case.issue), case)
 
@@ -158,9 +168,9 @@ def capture_all(case, *, poisons=False):
 
 
 @pytest.mark.slow
-@ONE
-def test_ten_thousand_replays(comm, seed, kind):
-    case = kind(comm, **SMALL)
+@SOAKED
+def test_ten_thousand_replays(comm, seed, kind, dtype):
+    case = kind(comm, dtype, **SMALL)
     graph = capture_all(case)
     draw = random.Random(seed + comm.get_rank())
     for i in range(10_000):
@@ -173,9 +183,9 @@ def test_ten_thousand_replays(comm, seed, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_two_hundred_replays_with_a_late_rank(comm, seed, kind):
-    case = kind(comm, **SMALL)
+@EACH
+def test_two_hundred_replays_with_a_late_rank(comm, seed, kind, dtype):
+    case = kind(comm, dtype, **SMALL)
     graph = capture_all(case, poisons=True)
     draw = random.Random(seed)
     for _ in range(200):

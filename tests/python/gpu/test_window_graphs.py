@@ -59,10 +59,15 @@ def test_captured_waits_take_the_signals_in_order(comm, ring):
     window.tensor_deregister()
 
 
+SOAKED = [(COUNT, torch.float32), (2 << 20, torch.float32), (1, torch.uint8), (COUNT, torch.bfloat16),
+          (5 * COUNT, torch.float8_e4m3fn), (COUNT, torch.int64)]  # fmt: skip
+SOAKS = pytest.mark.parametrize(("count", "dtype"), SOAKED, ids=str)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [COUNT, 2 << 20])
-def test_ten_thousand_replays(comm, ring, count):
-    case = Ring(comm, ring, count)
+@SOAKS
+def test_ten_thousand_replays(comm, ring, count, dtype):
+    case = Ring(comm, ring, count, dtype)
     graph = case.capture_counted()
     for i in range(10_000):
         graph.replay()
@@ -72,10 +77,35 @@ def test_ten_thousand_replays(comm, ring, count):
     case.close()
 
 
+def test_windows_on_streams_that_nothing_orders(comm, ring, seed):
+    """Replays on one, of each window on its own, and a device that is late; each goes on eagerly behind them."""
+    draw = random.Random(seed)  # the same on all ranks
+    cases = [Ring(comm, ring, count, dtype) for count, dtype in SOAKED]
+    graphs = [case.capture_counted() for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        late = draw.randrange(5 * comm.get_size())
+        for i in draw.sample(range(len(cases)), len(cases)):
+            with torch.cuda.stream(streams[i]):
+                if i == 0 and comm.get_rank() == late:
+                    torch.cuda._sleep(4_000_000)
+                graphs[i].replay()
+    torch.cuda.synchronize()
+    for case in cases:
+        assert case.wrong.item() == 0, case.x.dtype
+        case.fill(7)
+        case.step()
+        case.check(7)
+    del graphs
+    for case in cases:
+        case.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [COUNT, 2 << 20])
-def test_two_hundred_replays_with_a_late_rank(comm, ring, seed, count):
-    case = Ring(comm, ring, count)
+@SOAKS
+def test_two_hundred_replays_with_a_late_rank(comm, ring, seed, count, dtype):
+    case = Ring(comm, ring, count, dtype)
     graph = case.capture_counted()
     draw = random.Random(seed)
     for _ in range(200):
