@@ -1,9 +1,13 @@
 #include "torch_overlap/gemm/sm90/product.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -50,6 +54,19 @@ bool can_run(const Product& product) {
          is_mappable(product.residual, product.out_type, product.residual_stride);
 }
 
+// Gives it its shared memory on the current device, once.
+void load(const KernelInfo& kernel) {
+  static std::mutex mutex;
+  static auto* const loaded = new std::set<std::pair<const void*, c10::DeviceIndex>>;
+  const std::pair key(kernel.kernel, c10::cuda::current_device());
+  const std::lock_guard lock(mutex);
+  if (loaded->contains(key)) return;
+  cuda::check(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   kernel.shared_bytes),
+              "gemm: loading a kernel");
+  loaded->insert(key);
+}
+
 }  // namespace
 
 std::vector<Choice> choices(const Product& product) {
@@ -78,9 +95,7 @@ void run(const Product& product, const Choice& choice) {
   const KernelInfo* const kernel = kernel_of(product, choice);
   TORCH_OVERLAP_CHECK(kernel != nullptr, kRuntime,
                       "gemm: expected a kernel of this tile, got none");
-  cuda::check(cudaFuncSetAttribute(kernel->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   kernel->shared_bytes),
-              "gemm: loading a kernel");
+  load(*kernel);
   GemmParams params{};
   params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
                           kernel->rows);
