@@ -15,6 +15,13 @@ at::Tensor contiguous(const at::Tensor& bias) { return bias.defined() ? bias.con
 
 int64_t element(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
+// Whether a rank's chunk of such rows is copied in less time than lanes for that cost the host.
+bool is_quick(const RowShare& share, const at::Tensor& rows) {
+  constexpr int64_t kBytes = 512 << 10;
+  const int64_t bytes = share.largest() * rows.size(1) * element(rows.scalar_type());
+  return !is_worth_chunks(share.largest()) && bytes <= kBytes;
+}
+
 int64_t scales_at(const TorchComm& comm, const at::Tensor& own) {
   const int64_t bytes = comm.size() * static_cast<int64_t>(own.nbytes());
   return (bytes + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
@@ -153,6 +160,7 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     args.lhs.data = problem.data.all;
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
+  problem.as_one = is_quick(rows, input.own);
   problem.fused =
       input.fused && std::all_of(problem.gemms.begin(), problem.gemms.end(),
                                  [&](const auto& args) { return has_fused(*channel, args, rows); });
@@ -165,7 +173,7 @@ ChannelGather::ChannelGather(std::string_view op, const std::shared_ptr<TorchCom
                               share.rows * own.size(1) * element(own.scalar_type()));
   use_.emplace(*channel_);
   rows_ = channel_->data(0, {share.rows, own.size(1)}, own.scalar_type());
-  gather_.emplace(op, *channel_, share, own, rows_, with_own);
+  gather_.emplace(op, *channel_, share, own, rows_, with_own, is_quick(share, own));
 }
 
 void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& comm,
@@ -185,7 +193,8 @@ void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& c
                     .scale_inv = {},
                     .factor = sum.mean ? 1.0 / comm->size() : 1.0,
                     .bias = contiguous(sum.bias),
-                    .fused = fused});
+                    .fused = fused,
+                    .as_one = is_quick(place.rows, sum.out)});
 }
 
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,

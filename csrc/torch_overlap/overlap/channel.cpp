@@ -176,6 +176,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   } else {
     channel->transport_ = std::make_unique<CommTransport>(group->comm());
   }
+  channel->lanes_->keep(channel->transport_->keepers());
   channel->group_ = std::move(group);
   ++channel_changes;
   return channel;
@@ -256,7 +257,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
     channel.keep_for_graph();
     channel.enter();
     channel.transport_->begin(call.rows);
-    session_.lanes.fork();
+    session_.lanes.fork(call.as_one);
   } catch (...) {
     fail();
     throw;
@@ -314,9 +315,7 @@ void OverlapChannel::check() const {
   transport_->check();
 }
 
-void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept {
-  transport_->drain(timeout);
-}
+void OverlapChannel::drain(std::chrono::milliseconds timeout) noexcept { lanes_->drain(timeout); }
 
 OverlapChannel::Use::Use(OverlapChannel& channel) : channel_(channel), lock_(channel.mutex_) {
   channel_.enter();

@@ -71,6 +71,7 @@ struct OverlapCall {
   // Of all ranks together. Where two ranks differ, both are told.
   int64_t rows = 0;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
+  bool as_one = false;               // see Lanes::fork()
 };
 
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that

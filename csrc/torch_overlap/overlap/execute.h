@@ -33,6 +33,7 @@ struct GatherGemm {
   GatherOrder order = GatherOrder::direct;
   // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
   bool fused = false;
+  bool as_one = false;  // see Lanes::fork()
 };
 // Uses flags 0 .. size - 1, with scales to 2 * size - 1. Afterwards `all` holds all rows but, in
 // orders `direct` and `ring`, this rank's own if they were elsewhere.
@@ -53,6 +54,7 @@ struct ScatterGemm {
   // One kernel, which sends and sums; one product without scale_inv, which the device takes.
   // `partial` is not used.
   bool fused = false;
+  bool as_one = false;  // see Lanes::fork()
 };
 // Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
@@ -63,9 +65,9 @@ TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& cha
 class TORCH_OVERLAP_API BackgroundGather {
  public:
   // `own` [length, k] to `gathered` [rows, k], where the channel's data begins; `with_own`: also
-  // on this rank.
+  // on this rank. `as_one`: see Lanes::fork().
   BackgroundGather(std::string_view op, OverlapChannel& channel, const RowShare& rows,
-                   const at::Tensor& own, const at::Tensor& gathered, bool with_own);
+                   const at::Tensor& own, const at::Tensor& gathered, bool with_own, bool as_one);
   // `gathered` is valid on the caller's stream.
   void finish();
 

@@ -101,9 +101,9 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
 
 BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
-                                   const at::Tensor& gathered, bool with_own)
+                                   const at::Tensor& gathered, bool with_own, bool as_one)
     : flags_(flags_of_others(channel.group(), 0)) {
-  operation_.emplace(op, channel, OverlapCall{.rows = rows.rows});
+  operation_.emplace(op, channel, OverlapCall{.rows = rows.rows, .as_one = as_one});
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);

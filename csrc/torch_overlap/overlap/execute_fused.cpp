@@ -52,7 +52,7 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       put_copy(session.lanes, 0, part, problem.rows, rank);
     }
   };
-  channel.operate(op, body, {.rows = problem.rows.rows});
+  channel.operate(op, body, {.rows = problem.rows.rows, .as_one = problem.as_one});
 }
 
 void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {

@@ -107,7 +107,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       }
     }
   };
-  channel.operate(op, body, {.rows = rows.rows});
+  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one});
   for (const auto& one : largest) one.finish();
 }
 
@@ -158,7 +158,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       // In this order also where lanes are branches of a graph: a product comes behind the one
       // before the last. Of the first two the second begins a moment later, behind a wait for
       // nothing; that is not sure, but usual, and makes graphs quicker.
-      if (i == 1 && lanes.computes() > 1) session.arrived(lane, {});
+      if (i == 1 && lanes.computes() > 1 && lanes.are_captured()) session.arrived(lane, {});
       if (i > 1 && lanes.computes() > 2) lanes.after(lane, computed[i - 2]);
       for (CheckedGemm& product : products[i]) session.gemm(lane, product);
       if (i >= schedule.exchanges.size()) continue;  // the own one, for which nothing waits
@@ -177,7 +177,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     session.arrived(lane, flags_of_others(channel.group(), 0));
     if (length > 0) session.sum(lane, sum);
   };
-  channel.operate(op, body, {.rows = rows.rows});
+  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one});
   largest.finish();
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/comm/work.h"
@@ -24,7 +25,7 @@ struct LaneOptions {
 // caller is and end before the caller goes on. On CUDA a lane is a stream; on a CPU the work of all
 // lanes is queued, and done by the caller's thread in an order that respects what each waits for.
 //
-//   fork();                        the lanes come behind what the caller has issued
+//   fork(false);                   the lanes come behind what the caller has issued
 //   run(lane, work); ...           after(other, mark(lane)) orders two lanes, settle(lane) a lane
 //                                  and what the caller does by itself before the join
 //   join();                        the caller comes behind all lanes
@@ -45,8 +46,16 @@ class TORCH_OVERLAP_API Lanes {
   // operation will come behind what is on it now.
   virtual void enter() {}
   virtual void leave() {}
+  // Waits until the device is done with all that came before a leave(), at most so long.
+  virtual void drain(std::chrono::milliseconds timeout) noexcept {}
+  // `what` lives until the lanes are gone and the device is done with that.
+  virtual void keep(std::vector<std::shared_ptr<void>> what) {}
 
-  virtual void fork() = 0;
+  // `as_one`: of work that takes less time than lanes cost. All is one lane then, in the order in
+  // which it is put there; not in a graph, where lanes cost nothing.
+  virtual void fork(bool as_one) = 0;
+  // Whether they are branches of a graph that is being captured.
+  virtual bool are_captured() const { return false; }
   virtual void join() = 0;
   // Forgets what is queued, after an error; lanes that run come to an end by themselves.
   virtual void cancel() noexcept = 0;

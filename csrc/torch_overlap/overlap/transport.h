@@ -39,10 +39,9 @@ class TORCH_OVERLAP_API Transport {
   // on all ranks, or the operation fails on all where memory is shared.
   virtual void begin(int64_t rows) = 0;
   // On the caller's stream, after join(); of an operation that ended half way, too.
-  virtual void end() = 0;
-  // Waits until the device is done with all operations, at most so long.
-  virtual void drain(std::chrono::milliseconds timeout) noexcept {}
-  // What a graph that captured an operation needs to live.
+  virtual void end() {}
+  // What the device uses in an operation: it outlives the transport where one may still run, or a
+  // graph has captured one.
   virtual std::vector<std::shared_ptr<void>> keepers() const { return {}; }
 
   // `give` goes to rank `to`, at byte `at` of its data, and is told there by `flag`; what comes

@@ -101,6 +101,12 @@ cudaEvent_t SideStreams::mark(cudaStream_t stream) {
   return event;
 }
 
+void SideStreams::follow(size_t index, cudaEvent_t mark) {
+  check(cudaStreamWaitEvent(current_->streams.at(index)->get().stream(), mark),
+        "cudaStreamWaitEvent");
+  current_->forked[index] = true;  // the mark is behind the fork
+}
+
 void SideStreams::join() {
   if (current_ == nullptr) return;
   for (size_t i = 0; i < current_->streams.size(); ++i) {

@@ -29,10 +29,16 @@ class SideStreams {
   // is recorded.
   void fork_at_first_use(c10::cuda::CUDAStream origin);
   const c10::cuda::CUDAStream& origin();
+  // Without that: of a fork whose streams are not used.
+  const c10::cuda::CUDAStream& unforked_origin() const { return *origin_; }
+  // Whether the fork is in a capture.
+  bool are_captured() const { return current_ != nullptr && current_->capture != 0; }
   // Of the fork.
   c10::cuda::CUDAStream stream(size_t index);
   // An event behind what the stream has; it is used again after the next fork.
   cudaEvent_t mark(cudaStream_t stream);
+  // What is put on a stream from now on comes behind `mark`, which was made since the fork.
+  void follow(size_t index, cudaEvent_t mark);
   // The origin comes behind what the streams have; nothing to do without a fork.
   void join();
 

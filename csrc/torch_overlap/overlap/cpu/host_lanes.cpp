@@ -24,14 +24,15 @@ void set_interleaving(uint64_t seed) { interleaving_seed = seed; }
 
 HostLanes::HostLanes(int computes) : Lanes(computes), queues_(count()) {}
 
-void HostLanes::fork() {
+void HostLanes::fork(bool as_one) {
   const uint64_t seed = interleaving_seed;
   shuffles_ = seed != 0;
+  as_one_ = as_one && !shuffles_;
   if (shuffles_) random_.seed(seed + 0x9E3779B97F4A7C15ULL * ++interleaved_operations);
 }
 
 void HostLanes::put(int lane, Item item) {
-  Queue& queue = queues_.at(lane);
+  Queue& queue = queue_of(lane);
   queue.items.push_back(std::move(item));
   ++queue.put;
 }
@@ -41,7 +42,7 @@ void HostLanes::run(int lane, std::string_view name, std::function<void()> work)
 }
 
 Lanes::Mark HostLanes::mark(int lane) {
-  return queues_.at(lane).put << kLaneBits | static_cast<Mark>(lane);
+  return queue_of(lane).put << kLaneBits | static_cast<Mark>(as_one_ ? 0 : lane);
 }
 
 void HostLanes::after(int lane, Mark mark) {
@@ -100,7 +101,7 @@ void HostLanes::join() {
 }
 
 void HostLanes::settle(int lane) {
-  work_off([&queue = queues_.at(lane), put = queues_.at(lane).put] { return queue.done >= put; });
+  work_off([&queue = queue_of(lane), put = queue_of(lane).put] { return queue.done >= put; });
 }
 
 void HostLanes::cancel() noexcept {

@@ -15,7 +15,7 @@ class HostLanes final : public Lanes {
  public:
   explicit HostLanes(int computes);
 
-  void fork() override;
+  void fork(bool as_one) override;
   void join() override;
   void cancel() noexcept override;
   void run(int lane, std::string_view name, std::function<void()> work) override;
@@ -39,6 +39,7 @@ class HostLanes final : public Lanes {
     uint64_t put = 0;
     uint64_t done = 0;
   };
+  Queue& queue_of(int lane) { return queues_.at(as_one_ ? 0 : lane); }
   void put(int lane, Item item);
   // Does the first item of a lane, if it is ready.
   bool advance(Queue& queue);
@@ -48,6 +49,7 @@ class HostLanes final : public Lanes {
   std::vector<Queue> queues_;
   std::mt19937_64 random_;
   bool shuffles_ = false;
+  bool as_one_ = false;
 };
 
 // In which order lanes are worked off: 0, the default, one after another as they were filled; else

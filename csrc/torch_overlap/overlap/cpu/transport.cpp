@@ -63,8 +63,6 @@ void CpuTransport::begin(int64_t rows) {
   }
 }
 
-void CpuTransport::end() {}
-
 void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
   lanes.run(lane, "exchange", [this, move] {
     auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;

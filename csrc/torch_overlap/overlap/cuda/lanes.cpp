@@ -4,9 +4,11 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <limits>
-#include <vector>
+#include <thread>
+#include <utility>
 
 #include "torch_overlap/base/strings.h"
+#include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/check.h"
 
 namespace torch_overlap::cuda {
@@ -28,19 +30,33 @@ std::vector<OwnedStream::Priority> priorities_of(const LaneOptions& options) {
 
 }  // namespace
 
+// What was kept, for as long as the device may use it.
+class CudaLanes::Hold final : public Body {
+ public:
+  Hold(c10::DeviceIndex device, std::vector<std::shared_ptr<void>> kept, cudaEvent_t until)
+      : Body(device), kept_(std::move(kept)), until_(until) {}
+  ~Hold() override { (void)cudaEventDestroy(until_); }
+  bool may_go() noexcept override { return cudaEventQuery(until_) != cudaErrorNotReady; }
+
+ private:
+  const std::vector<std::shared_ptr<void>> kept_;
+  const cudaEvent_t until_;
+};
+
 CudaLanes::CudaLanes(c10::DeviceIndex device, const LaneOptions& options)
     : Lanes(options.computes),
       device_(device),
       shares_caller_(options.compute_priority == 0),
       streams_(device, priorities_of(options)) {
+  open_graveyard();
   const c10::cuda::CUDAGuard guard(device);
   eager_end_.event = make_event();
   captured_end_.event = make_event();
 }
 
 CudaLanes::~CudaLanes() {
+  bury(new Hold(device_, std::move(kept_), eager_end_.event));
   const RelaxedCapture relaxed;
-  (void)cudaEventDestroy(eager_end_.event);
   (void)cudaEventDestroy(captured_end_.event);
 }
 
@@ -52,10 +68,14 @@ void CudaLanes::enter() {
   check(cudaStreamWaitEvent(caller, end.event), "cudaStreamWaitEvent");
 }
 
-void CudaLanes::fork() { streams_.fork_at_first_use(c10::cuda::getCurrentCUDAStream(device_)); }
+void CudaLanes::fork(bool as_one) {
+  streams_.fork_at_first_use(c10::cuda::getCurrentCUDAStream(device_));
+  as_one_ = as_one && !streams_.are_captured();
+}
 
 c10::cuda::CUDAStream CudaLanes::stream_of(int lane) {
-  return lane == 0 && shares_caller_ ? streams_.origin() : streams_.stream(lane);
+  if (as_one_) return streams_.unforked_origin();
+  return is_callers(lane) ? streams_.origin() : streams_.stream(lane);
 }
 
 void CudaLanes::run(int lane, std::string_view name, std::function<void()> work) {
@@ -66,16 +86,19 @@ void CudaLanes::run(int lane, std::string_view name, std::function<void()> work)
 }
 
 Lanes::Mark CudaLanes::mark(int lane) {
+  if (as_one_) return Mark{};
   return reinterpret_cast<Mark>(streams_.mark(stream_of(lane).stream()));
 }
 
 void CudaLanes::after(int lane, Mark mark) {
-  check(cudaStreamWaitEvent(stream_of(lane).stream(), reinterpret_cast<cudaEvent_t>(mark)),
-        "cudaStreamWaitEvent");
+  if (as_one_) return;
+  const auto event = reinterpret_cast<cudaEvent_t>(mark);
+  if (!is_callers(lane)) return streams_.follow(lane, event);
+  check(cudaStreamWaitEvent(stream_of(lane).stream(), event), "cudaStreamWaitEvent");
 }
 
 void CudaLanes::settle(int lane) {
-  if (lane == 0 && shares_caller_) return;
+  if (is_callers(lane)) return;
   check(cudaStreamWaitEvent(streams_.origin().stream(), reinterpret_cast<cudaEvent_t>(mark(lane))),
         "cudaStreamWaitEvent");
 }
@@ -96,6 +119,16 @@ void CudaLanes::leave() {
   end.is_recorded = true;
   end.stream = caller;
   end.capture = capture.id;
+}
+
+void CudaLanes::drain(std::chrono::milliseconds timeout) noexcept {
+  const RelaxedCapture relaxed;
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  while (cudaEventQuery(eager_end_.event) == cudaErrorNotReady &&
+         std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  (void)cudaGetLastError();
 }
 
 void CudaLanes::cancel() noexcept {

@@ -17,7 +17,10 @@ class CudaLanes final : public Lanes {
 
   void enter() override;
   void leave() override;
-  void fork() override;
+  void drain(std::chrono::milliseconds timeout) noexcept override;
+  void keep(std::vector<std::shared_ptr<void>> what) override { kept_ = std::move(what); }
+  void fork(bool as_one) override;
+  bool are_captured() const override { return streams_.are_captured(); }
   void join() override;
   void cancel() noexcept override;
   void run(int lane, std::string_view name, std::function<void()> work) override;
@@ -29,10 +32,14 @@ class CudaLanes final : public Lanes {
  private:
   // Behind the fork.
   c10::cuda::CUDAStream stream_of(int lane);
+  bool is_callers(int lane) const { return as_one_ || (lane == 0 && shares_caller_); }
 
   const c10::DeviceIndex device_;
   const bool shares_caller_;
   SideStreams streams_;  // of lane 0 too, which shared lanes leave idle
+  bool as_one_ = false;  // on the caller's stream
+  class Hold;
+  std::vector<std::shared_ptr<void>> kept_;
   // The end of the operation before, of eager ones and of those of the last capture.
   struct End {
     cudaEvent_t event = nullptr;

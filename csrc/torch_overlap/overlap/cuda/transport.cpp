@@ -4,10 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <thread>
-
 #include "torch_overlap/comm/backends/nccl/backend.h"
-#include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/overlap/channel.h"
@@ -29,20 +26,6 @@ std::shared_ptr<WaitBoard> board_of(const OverlapGroup& group) {
 
 }  // namespace
 
-// The memory and the words of its waits, for as long as the device may use them.
-class CudaTransport::Hold final : public Body {
- public:
-  Hold(const CudaTransport& of, cudaEvent_t until)
-      : Body(of.memory_->device().index()), memory_(of.memory_), board_(of.board_), until_(until) {}
-  ~Hold() override { (void)cudaEventDestroy(until_); }
-  bool may_go() noexcept override { return cudaEventQuery(until_) != cudaErrorNotReady; }
-
- private:
-  const std::shared_ptr<SymmetricMemory> memory_;
-  const std::shared_ptr<WaitBoard> board_;
-  const cudaEvent_t until_;
-};
-
 CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options)
     : memory_(std::move(memory)),
       options_(std::move(options)),
@@ -59,15 +42,11 @@ CudaTransport::CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOpti
   TORCH_OVERLAP_CHECK(memory_->size() <= kMostRanks, kUnsupported, memory_->name(),
                       ": expected at most ", kMostRanks, " ranks that share memory, got ",
                       memory_->size());
-  open_graveyard();
   const c10::cuda::CUDAGuard guard(memory_->device());
   const RelaxedCapture relaxed;
   require(load_overlap_kernels(), "overlap: loading kernels");
   load_fused_kernels();
-  require(cudaEventCreateWithFlags(&ended_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
-
-CudaTransport::~CudaTransport() { bury(new Hold(*this, ended_)); }
 
 cudaStream_t CudaTransport::current_stream() const {
   return c10::cuda::getCurrentCUDAStream(memory_->device().index()).stream();
@@ -93,20 +72,6 @@ void CudaTransport::begin(int64_t rows) {
                        word(memory_->rank(), options_.layout.begun_at(0)),
                        static_cast<uint32_t>(rows), control(), current_stream()),
           "overlap: begin");
-}
-
-void CudaTransport::end() {
-  const cudaStream_t stream = current_stream();
-  if (!capture_of(stream)) require(cudaEventRecord(ended_, stream), "cudaEventRecord");
-}
-
-void CudaTransport::drain(std::chrono::milliseconds timeout) noexcept {
-  const RelaxedCapture relaxed;
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  while (cudaEventQuery(ended_) == cudaErrorNotReady && std::chrono::steady_clock::now() < until) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  (void)cudaGetLastError();
 }
 
 void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {

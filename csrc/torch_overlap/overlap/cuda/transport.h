@@ -21,15 +21,11 @@ namespace torch_overlap::cuda {
 class CudaTransport final : public Transport {
  public:
   CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options);
-  // What it holds lives until the device is done with it.
-  ~CudaTransport() override;
 
   std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
   bool is_direct() const override { return true; }
   void check() const override;
   void begin(int64_t rows) override;
-  void end() override;
-  void drain(std::chrono::milliseconds timeout) noexcept override;
   std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
   void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
@@ -52,7 +48,6 @@ class CudaTransport final : public Transport {
   }
 
  private:
-  class Hold;
   uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(data(rank, at)); }
   WordOfAll word_of_all(int64_t at) const;
   cudaStream_t current_stream() const;
@@ -62,7 +57,6 @@ class CudaTransport final : public Transport {
   const std::shared_ptr<WaitBoard> board_;
   const ChannelWords words_;
   const int cluster_;
-  cudaEvent_t ended_ = nullptr;
 };
 
 }  // namespace torch_overlap::cuda
