@@ -826,6 +826,7 @@ def _explain_algorithm(
     local_shape: tuple[int, int, int] = (0, 0, 0),
     prefers_channels: bool = True,
     scaled: tuple[torch.dtype, torch.dtype, int, bool] | None = None,
+    direct_bytes: int | None = None,
 ) -> tuple[str, str, str]: ...
 def _summed_product_problem(
     op: str,

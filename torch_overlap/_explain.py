@@ -72,6 +72,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         why = "bulk hides the communication of gradients, and a forward pass has none"
         return Explanation(op, "sequential", why, "caller")
     taken, why, by = _C._explain_algorithm(_AS.get(op, op), algorithm, given["comm"], **_EXPLAINED[op](given))
+    if op in _AS and taken == "direct" and algorithm == "auto":
+        why = "what was measured as the quickest is the sum without the norm, which this has in its kernel"
+        return Explanation(op, "sequential", why)
     if op == "bulk_overlap_matmul" and taken == "ring":
         taken = "bulk"  # its one way over shared memory
     return Explanation(op, taken, why, by)
@@ -100,6 +103,7 @@ def _gather(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x) * size, features * size, x.shape[-1]),
         "chunk_rows": _rows(x),
         "gather_bytes": x.nbytes * size,
+        "direct_bytes": None if "out_dtype" in given else 0,
     } | _local(given, features, given["weights"][0])
 
 
@@ -111,6 +115,7 @@ def _scatter(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x), features, x.shape[-1] * size),
         "chunk_rows": _rows(x) // size,
         "scatter_bytes": 2 * _rows(x) * features * dtype.itemsize,
+        "direct_bytes": None if "out_dtype" in given else _rows(x) * features * dtype.itemsize,
     } | _local(given, features, given["weight"])
 
 

@@ -11,12 +11,16 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
 - "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 in one kernel each, which waits
   for rows, or sends and sums tiles, by itself; matmul_all_reduce as the latter by blocks of rows, each of which is
   gathered beside the next. Gradients too, but for sums of several products, which go as "ring".
+- "direct", for few rows: the ranks reach into each other's memory for the operand between product and collective.
+  matmul_all_reduce and matmul_reduce_scatter sum products where they lie, matmul_all_reduce_rms_norm with a norm behind
+  it; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Needs what "ring" needs. Gradients
+  of all_gather_matmul and matmul_all_reduce go as "sequential".
 - "auto": the quicker one by shape and by what the ranks can do. The same on all ranks.
 
-The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk" and "fused" after a
-call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A bias's or
-weight's gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks that hold
-other rows.
+The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk", "fused" and "direct"
+after a call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A
+bias's or weight's gradient is that of this rank's rows: like every replicated parameter's it is to be summed over ranks
+that hold other rows.
 """
 
 from __future__ import annotations

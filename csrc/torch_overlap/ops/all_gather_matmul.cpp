@@ -85,9 +85,10 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
                                         .chunk_rows = rows,
                                         .gather_bytes = gather_bytes(*communicator, own),
                                         .local_n = features,
-                                        .local_k = own.size(1)},
+                                        .local_k = own.size(1),
+                                        .direct_bytes = 0},
                                        forward_algorithm(algorithm), communicator);
-  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
+  if (chosen == Algorithm::ring || chosen == Algorithm::fused || chosen == Algorithm::direct) {
     std::vector<Tensor> defined_biases(weights.size());
     for (size_t i = 0; i < biases.size(); ++i) {
       defined_biases[i] = std::optional<Tensor>(biases.get(i)).value_or(Tensor());
@@ -97,7 +98,8 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
                           .scales = {},
                           .gathered = gathered.value_or(Tensor()),
                           .gathered_scales = {},
-                          .fused = chosen == Algorithm::fused},
+                          .fused = chosen == Algorithm::fused,
+                          .direct = chosen == Algorithm::direct},
                          weights, defined_biases, products);
   } else if (chosen != Algorithm::chunked) {  // a forward pass has nothing for bulk to hide behind
     if (!gathered) gathered = at::empty({group_size * rows, own.size(1)}, x.options());

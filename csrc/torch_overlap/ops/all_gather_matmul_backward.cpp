@@ -121,7 +121,7 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_kernel(
                                                   : 0,
                         .local_n = own.size(1),
                         .local_k = features},
-                       algorithm, communicator);
+                       algorithm == "direct" ? "sequential" : algorithm, communicator);
   const bool chunked = chosen == Algorithm::chunked;
   if (chosen == Algorithm::ring || chosen == Algorithm::bulk || chosen == Algorithm::fused) {
     return gather_gradients_over_channels(grads, x, weights, gathered, gathered_grad, x_wanted,

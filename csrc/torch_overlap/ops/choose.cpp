@@ -27,15 +27,19 @@ constexpr const char* kCopiesNeedSms =
 // A channel as it is needed: made, or only looked for.
 enum class Need { make, look };
 
-// Why the channels of a communicator cannot be used; empty if they can.
-std::string channel_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
-                             Need need) {
+struct NeededChannel {
+  OperatorChannel which;
+  int64_t bytes;  // 0: it is not needed
+};
+
+// Why these channels of a communicator cannot be used; empty if they can.
+std::string obstacle_of(const std::vector<NeededChannel>& channels, const OverlapProblem& problem,
+                        const std::shared_ptr<TorchComm>& comm, Need need) {
   if (!is_channel_dtype(problem.dtype)) {
     return concat("products of ", problem.dtype, " are torch's");
   }
   if (comm->backend_name() == "fake") return "the communicator has no peers";
-  for (const auto& [which, bytes] : {std::pair(OperatorChannel::gather, problem.gather_bytes),
-                                     std::pair(OperatorChannel::scatter, problem.scatter_bytes)}) {
+  for (const auto& [which, bytes] : channels) {
     if (bytes == 0) continue;
     const auto channel = need == Need::make ? operator_channel(problem.op, comm, which, bytes)
                                             : existing_operator_channel(*comm, which);
@@ -48,6 +52,23 @@ std::string channel_obstacle(const OverlapProblem& problem, const std::shared_pt
     }
   }
   return {};
+}
+
+std::string channel_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                             Need need) {
+  return obstacle_of({{OperatorChannel::gather, problem.gather_bytes},
+                      {OperatorChannel::scatter, problem.scatter_bytes}},
+                     problem, comm, need);
+}
+
+std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
+                            Need need) {
+  if (!problem.direct_bytes) {
+    return concat("nothing of this part of ", problem.op, " lies in memory that ranks share");
+  }
+  const NeededChannel gathered{OperatorChannel::gather, problem.gather_bytes};
+  const NeededChannel summed{OperatorChannel::sum, *problem.direct_bytes};
+  return obstacle_of({summed.bytes > 0 ? summed : gathered}, problem, comm, need);
 }
 
 // Why the device has no fused kernel for it, or that cannot be used; empty if it can.
@@ -75,11 +96,12 @@ struct Kind {
 };
 
 // By Algorithm.
-constexpr std::array<Kind, 5> kKinds{{{"sequential", nullptr},
+constexpr std::array<Kind, 6> kKinds{{{"sequential", nullptr},
                                       {"chunked", nullptr},
                                       {"ring", channel_obstacle},
                                       {"bulk", channel_obstacle},
-                                      {"fused", fused_obstacle}}};
+                                      {"fused", fused_obstacle},
+                                      {"direct", direct_obstacle}}};
 
 std::optional<Algorithm> algorithm_of(std::string_view name) {
   const auto* const found = std::find_if(kKinds.begin(), kKinds.end(),

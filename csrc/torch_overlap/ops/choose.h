@@ -16,7 +16,7 @@
 // Which way a fused operator goes.
 namespace torch_overlap::ops {
 
-enum class Algorithm { sequential, chunked, ring, bulk, fused };
+enum class Algorithm { sequential, chunked, ring, bulk, fused, direct };
 TORCH_OVERLAP_API std::string_view to_string(Algorithm algorithm);
 // All but "auto".
 TORCH_OVERLAP_API std::vector<std::string> algorithm_names();
@@ -41,6 +41,9 @@ struct OverlapProblem {
   int64_t local_k = 0;
   int64_t local_m = 0;
   std::optional<FusedTypes> types = std::nullopt;
+  // What the channel of sums must have room for, by "direct"; 0: it uses that of what is gathered.
+  // Not there: it has no such way.
+  std::optional<int64_t> direct_bytes = std::nullopt;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;
 

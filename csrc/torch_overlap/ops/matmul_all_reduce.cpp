@@ -76,7 +76,9 @@ bool gradient_goes_chunked(const std::shared_ptr<TorchComm>& comm, const Tensor&
                            std::string_view algorithm) {
   // What is summed is there before the product: nothing for channels.
   const bool is_channels = algorithm == "ring" || algorithm == "fused";
-  const auto without_channels = is_channels ? "chunked" : forward_algorithm(algorithm);
+  const auto without_channels = is_channels             ? "chunked"
+                                : algorithm == "direct" ? "sequential"
+                                                        : forward_algorithm(algorithm);
   return choose_algorithm({.op = kMatmulAllReduce,
                            .dtype = sum.scalar_type(),
                            .chunk_rows = sum.size(0) / kAllReduceChunks,

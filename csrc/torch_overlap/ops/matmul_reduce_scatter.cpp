@@ -54,23 +54,36 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
   const auto sums = rows_of(out, dim);
 
   bool bias_pending = bias.has_value();
-  const auto chosen =
-      choose_algorithm({.op = kMatmulReduceScatter,
-                        .dtype = x.scalar_type(),
-                        .m = inputs.size(0),
-                        .n = weight.size(0),
-                        .k = weight.size(1) * group_size,
-                        .chunk_rows = rows,
-                        .scatter_bytes = scatter_bytes(*communicator, inputs.size(0),
-                                                       weight.size(0), x.scalar_type()),
-                        .local_n = weight.size(0),
-                        .local_k = weight.size(1)},
-                       forward_algorithm(algorithm), communicator);
-  if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
-    GemmArgs product;
-    product.lhs = operand(inputs);
-    product.rhs = transposed_operand(weight);
-    ring_scatter_gemms(kMatmulReduceScatter, communicator, {std::move(product)},
+  const auto chosen = choose_algorithm(
+      {.op = kMatmulReduceScatter,
+       .dtype = x.scalar_type(),
+       .m = inputs.size(0),
+       .n = weight.size(0),
+       .k = weight.size(1) * group_size,
+       .chunk_rows = rows,
+       .scatter_bytes =
+           scatter_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type()),
+       .local_n = weight.size(0),
+       .local_k = weight.size(1),
+       .direct_bytes =
+           direct_bytes(*communicator, inputs.size(0), weight.size(0), x.scalar_type())},
+      forward_algorithm(algorithm), communicator);
+  const auto product = [&] {
+    GemmArgs args;
+    args.lhs = operand(inputs);
+    args.rhs = transposed_operand(weight);
+    return args;
+  };
+  if (chosen == Algorithm::direct) {
+    direct_sum_gemm(kMatmulReduceScatter, communicator,
+                    {.product = product(),
+                     .rows = inputs.size(0),
+                     .bias = bias.value_or(Tensor()),
+                     .mean = mean,
+                     .out = sums});
+    bias_pending = false;
+  } else if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
+    ring_scatter_gemms(kMatmulReduceScatter, communicator, {product()},
                        {.start = {},
                         .bias = bias.value_or(Tensor()),
                         .mean = mean,

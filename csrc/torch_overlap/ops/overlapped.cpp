@@ -125,6 +125,10 @@ int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::
   return std::max<int64_t>((rows + share.size * share.largest()) * columns * element(dtype), 1);
 }
 
+int64_t direct_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype) {
+  return std::max<int64_t>(direct_sum_room({rows, comm.size()}, columns * element(dtype)), 1);
+}
+
 void ring_gather_multiply(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                           const GatherInput& input, at::TensorList weights,
                           const std::vector<at::Tensor>& biases,
@@ -161,6 +165,7 @@ void ring_gather_gemms(std::string_view op, const std::shared_ptr<TorchComm>& co
     if (input.scales.defined()) args.lhs.scale_inv = problem.scales.all;
   }
   problem.as_one = is_quick(rows, input.own);
+  problem.direct = input.direct;
   problem.fused =
       input.fused && std::all_of(problem.gemms.begin(), problem.gemms.end(),
                                  [&](const auto& args) { return has_fused(*channel, args, rows); });
@@ -195,6 +200,21 @@ void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& c
                     .bias = contiguous(sum.bias),
                     .fused = fused,
                     .as_one = is_quick(place.rows, sum.out)});
+}
+
+void direct_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                     DirectProduct problem) {
+  const at::Tensor& out = problem.out;
+  const auto channel =
+      operator_channel(op, comm, OperatorChannel::sum,
+                       direct_bytes(*comm, problem.rows, out.size(1), out.scalar_type()));
+  run_direct_sum(op, *channel,
+                 {.gemm = std::move(problem.product),
+                  .rows = {problem.rows, comm->size()},
+                  .everywhere = problem.everywhere,
+                  .out = out,
+                  .factor = problem.mean ? 1.0 / comm->size() : 1.0,
+                  .bias = contiguous(problem.bias)});
 }
 
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,

@@ -34,6 +34,8 @@ struct GatherInput {
   at::Tensor gathered_scales;
   // By fused kernels, where the device has them for all of the products.
   bool fused = false;
+  // All rows first, from the memory of each rank to that of the others. Without scales.
+  bool direct = false;
 };
 // Products of all rows, which are the lhs of each; undefined there: data, and scale_inv if it is
 // gathered.
@@ -75,6 +77,19 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
                            const ScatterMultiply& problem, const std::function<void()>& before_sum,
                            const std::vector<GemmArgs>& beside);
 
+// out = the sum (or mean) over ranks of this product of all rows, plus bias: this rank's rows of
+// it, or `everywhere` all of them. It is summed from where the ranks' products lie.
+struct DirectProduct {
+  GemmArgs product;  // out is not looked at
+  int64_t rows = 0;  // of all
+  at::Tensor bias;
+  bool mean = false;
+  bool everywhere = false;
+  at::Tensor out;  // contiguous
+};
+void direct_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                     DirectProduct problem);
+
 // How a matmul_all_reduce of these `rows` goes.
 Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm,
                                       const at::Tensor& rows, int64_t features,
@@ -103,5 +118,6 @@ class ChannelGather {
 int64_t gather_bytes(const TorchComm& comm, const at::Tensor& own, const at::Tensor& scales = {});
 int64_t scatter_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype,
                       int64_t row_unit = 1);
+int64_t direct_bytes(const TorchComm& comm, int64_t rows, int64_t columns, at::ScalarType dtype);
 
 }  // namespace torch_overlap::ops

@@ -143,8 +143,11 @@ NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& wei
       matmul_shape(x, weight, bias, residual, norm_weight, group_size, eps, algorithm);
   const auto communicator = find_comm(kMatmulAllReduceRmsNorm, comm, group_size);
   const auto inputs = to_rows(x, 0);
-  if (matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm) !=
-      Algorithm::sequential) {
+  const auto chosen = matmul_all_reduce_algorithm(communicator, inputs, weight.size(0), algorithm);
+  // What was measured is a sum alone. With a norm behind it, the sum that does both in one kernel
+  // is quicker than one whose operand needs no copy.
+  const bool is_measured_alone = chosen == Algorithm::direct && algorithm != "direct";
+  if (chosen != Algorithm::sequential && !is_measured_alone) {
     const auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
     return norm_of(sum, residual, norm_weight, eps);
   }

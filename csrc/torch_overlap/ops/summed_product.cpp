@@ -125,6 +125,7 @@ OverlapProblem summed_product_problem(std::string_view op, const TorchComm& comm
           .local_n = features,
           .local_k = local_k,
           .local_m = block,
+          .direct_bytes = direct_bytes(comm, rows, features, dtype),
           .prefers_channels = false};
 }
 
@@ -134,6 +135,14 @@ void run_summed_product(const SummedProduct& problem, Algorithm algorithm) {
     case Algorithm::ring:
     case Algorithm::fused:
       return Blockwise(problem).run(algorithm == Algorithm::fused);
+    case Algorithm::direct:
+      return direct_sum_gemm(problem.op, problem.comm,
+                             {.product = problem.arguments({0, problem.out.size(0)}),
+                              .rows = problem.out.size(0),
+                              .bias = problem.bias,
+                              .mean = problem.mean,
+                              .everywhere = true,
+                              .out = problem.out});
     case Algorithm::sequential:
       problem.multiply({0, problem.out.size(0)}, problem.out);
       problem.comm->all_reduce(problem.out, reduction, /*async_op=*/false);

@@ -256,7 +256,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   try {
     channel.keep_for_graph();
     channel.enter();
-    channel.transport_->begin(call.rows);
+    if (!call.begins_itself) channel.transport_->begin(call.rows);
     session_.lanes.fork(call.as_one);
   } catch (...) {
     fail();

@@ -72,6 +72,8 @@ struct OverlapCall {
   int64_t rows = 0;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
   bool as_one = false;               // see Lanes::fork()
+  // A kernel of the operation begins it, where it first needs the other ranks.
+  bool begins_itself = false;
 };
 
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that

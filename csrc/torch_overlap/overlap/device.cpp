@@ -33,6 +33,14 @@ void OverlapDevice::run_fused(Transport&, const FusedScatter&) {
   fail(ErrorKind::kUnsupported, "product and reduce-scatter: expected a device with fused kernels");
 }
 
+void OverlapDevice::run_direct(Transport&, const DirectSum&) {
+  fail(ErrorKind::kUnsupported, "sum: expected a device with a kernel for it");
+}
+
+void OverlapDevice::run_direct(Transport&, const DirectGather&) {
+  fail(ErrorKind::kUnsupported, "all-gather: expected a device with a kernel for it");
+}
+
 OverlapDevice& overlap_device(std::string_view op, c10::DeviceType type) {
   const std::lock_guard lock(devices().mutex);
   const auto found = devices().by_type.find(type);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/overlap/direct.h"
 #include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/lanes.h"
 #include "torch_overlap/overlap/transport.h"
@@ -37,8 +38,9 @@ struct SumArgs {
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
 // before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
-// also has a word that a rank which gives up sets on all others. tiles[r] are the flags of tiles
-// that come from rank r, where a chunk comes in tiles.
+// also has a word that a rank which gives up sets on all others, and one that says that a kernel
+// runs which is an operation by itself. tiles[r] are the flags of tiles that come from rank r,
+// where a chunk comes in tiles.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;
@@ -48,6 +50,7 @@ struct ChannelLayout {
 
   int64_t epoch_at() const { return (bytes + kLine - 1) / kLine * kLine; }
   int64_t gone_at() const { return epoch_at() + 2 * static_cast<int64_t>(sizeof(uint32_t)); }
+  int64_t busy_at() const { return epoch_at() + 3 * static_cast<int64_t>(sizeof(uint32_t)); }
   int64_t flag_at(int flag) const { return epoch_at() + kLine * (1 + flag); }
   int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
   int64_t tiles_at(int source) const {
@@ -88,7 +91,13 @@ class TORCH_OVERLAP_API OverlapDevice {
   // On the current stream, within an operation.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
-  // Of ChannelLayout, that these need.
+  // Collectives in one kernel, within an operation that nobody has begun: the kernel does. Whether
+  // there is one, the same on all ranks; and what puts it on the current stream.
+  virtual bool has_kernel(const DirectSum& sum) const { return false; }
+  virtual bool has_kernel(const DirectGather& gather) const { return false; }
+  virtual void run_direct(Transport& transport, const DirectSum& sum);
+  virtual void run_direct(Transport& transport, const DirectGather& gather);
+  // Of ChannelLayout, that fused kernels need.
   virtual int tiles() const { return 0; }
   // As its maker calls it; devices of one name are as fast as each other.
   virtual std::string name(c10::Device device) = 0;

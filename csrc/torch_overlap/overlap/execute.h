@@ -34,6 +34,9 @@ struct GatherGemm {
   // One kernel a product, which waits for the chunks itself; the device takes all of `gemms`.
   bool fused = false;
   bool as_one = false;  // see Lanes::fork()
+  // All rows first, pushed by one kernel where the device has it; then each product as one. Without
+  // scales.
+  bool direct = false;
 };
 // Uses flags 0 .. size - 1, with scales to 2 * size - 1. Afterwards `all` holds all rows but, in
 // orders `direct` and `ring`, this rank's own if they were elsewhere.
@@ -59,6 +62,20 @@ struct ScatterGemm {
 // Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
+
+// A product that is summed over ranks where it lies, by whoever wants the sums.
+struct DirectGemm {
+  GemmArgs gemm;  // of all rows; out is not looked at
+  RowShare rows;
+  bool everywhere = false;  // all ranks get all rows; else their own
+  at::Tensor out;           // [rows, columns] or [length, columns], contiguous
+  double factor = 1;
+  at::Tensor bias;  // [columns] of this rank, contiguous, added once; or undefined
+};
+// On a channel of these alone, with room of direct_sum_room() and 2 * kDirectBlocks flags for each
+// rank. Only where ranks reach each other's memory.
+TORCH_OVERLAP_API void run_direct_sum(std::string_view op, OverlapChannel& channel,
+                                      const DirectGemm& problem);
 
 // An all-gather that goes on beside what the caller does next: started by the constructor, and
 // there after finish(). Uses flags 0 .. size - 1.

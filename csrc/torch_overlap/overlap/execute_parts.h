@@ -62,4 +62,7 @@ void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, i
 void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
 void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
 
+// All rows, then the products (execute_direct.cpp).
+void run_direct_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
+
 }  // namespace torch_overlap

@@ -26,6 +26,7 @@ Transport::Move chunk_move(const OverlapChannel& channel, const GatheredRows& pa
 
 void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
   if (problem.fused) return run_fused_gather(op, channel, problem);
+  if (problem.direct) return run_direct_gather(op, channel, problem);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
   const RowShare& rows = problem.rows;

@@ -7,8 +7,19 @@ namespace {
 constexpr int64_t kStep = 2 << 20;
 
 constexpr std::string_view attachment_name(OperatorChannel which) {
-  return which == OperatorChannel::gather ? "operators' gather channel"
-                                          : "operators' scatter channel";
+  switch (which) {
+    case OperatorChannel::gather:
+      return "operators' gather channel";
+    case OperatorChannel::scatter:
+      return "operators' scatter channel";
+    case OperatorChannel::sum:
+      break;
+  }
+  return "operators' sum channel";
+}
+
+constexpr int flags_of_rank(OperatorChannel which) {
+  return which == OperatorChannel::sum ? 2 * kDirectBlocks : kOperatorFlags;
 }
 
 }  // namespace
@@ -34,8 +45,8 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
        .name = std::string(name),
        .digest = concat(room, " bytes, ", device.sm_count(comm->device()), " SMs"),
        .bytes = room,
-       .flags = kOperatorFlags * size,
-       .tiles = device.tiles(),
+       .flags = flags_of_rank(which) * size,
+       .tiles = which == OperatorChannel::sum ? 0 : device.tiles(),
        .lanes = {.computes = 2},
        .use_ce = true,
        .fault = {}});

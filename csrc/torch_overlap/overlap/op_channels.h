@@ -8,10 +8,11 @@
 
 namespace torch_overlap {
 
-// The channels that operators use, which have no buffer of their own. Two are enough, since one
-// operator at a time is issued: one for what is gathered, one for what is scattered, which a
-// gradient has under way together.
-enum class OperatorChannel { gather, scatter };
+// The channels that operators use, which have no buffer of their own. One for what is gathered, and
+// one for what is scattered, which a gradient has under way together; one operator at a time is
+// issued. And one for what is summed where it lies (run_direct_sum), whose operations end before
+// the other ranks have read all of it, and so share it with no others.
+enum class OperatorChannel { gather, scatter, sum };
 
 // Flags that such a channel has for each rank.
 inline constexpr int kOperatorFlags = 4;

@@ -82,6 +82,12 @@ ScatterSchedule scatter_schedule(int rank, int size) {
   return schedule;
 }
 
+bool sums_in_one_shot(int64_t bytes, int size) {
+  constexpr int64_t kMostOfFour = 512 << 10;
+  constexpr int64_t kMostOfMore = 256 << 10;
+  return size <= 2 || bytes <= (size <= 4 ? kMostOfFour : kMostOfMore);
+}
+
 std::vector<Piece> pieces(int64_t total, int64_t count, int64_t multiple) {
   const int64_t even = (total + std::max<int64_t>(count, 1) - 1) / std::max<int64_t>(count, 1);
   const int64_t length = (even + multiple - 1) / multiple * multiple;

@@ -82,6 +82,25 @@ struct ScatterSchedule {
 };
 TORCH_OVERLAP_API ScatterSchedule scatter_schedule(int rank, int size);
 
+// A sum over ranks of what each has in memory that the others read, `bytes` of it, which all get.
+// One shot: each rank reads all of it from all others. Two shots: each sums its part of it, and
+// reads the sums of the others from them. Two ranks read as much either way.
+TORCH_OVERLAP_API bool sums_in_one_shot(int64_t bytes, int size);
+
+// How that memory is shared out: what a rank sums at 0, `rows` of row_bytes, and from sums_at on
+// sums of the largest part that others take. Where the second begins depends on nothing but the
+// size of it all, so that what is summed in one operation is never where sums of another lie.
+inline constexpr int64_t kSumAlignment = 128;
+inline int64_t direct_sum_room(const RowShare& rows, int64_t row_bytes) {
+  const int64_t part = rows.largest() * row_bytes;
+  return (rows.size + 1) * ((part + kSumAlignment - 1) / kSumAlignment * kSumAlignment);
+}
+inline int64_t direct_sums_at(int64_t room, int size) {
+  return room / (size + 1) / kSumAlignment * kSumAlignment * size;
+}
+// Blocks of a kernel that does so, each of which has two flags of its own for each rank.
+inline constexpr int kDirectBlocks = 128;
+
 // [0, total) in at most `count` consecutive pieces, none empty, all but the last of one length that
 // is a multiple of `multiple`.
 struct Piece {

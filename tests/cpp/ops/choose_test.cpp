@@ -78,8 +78,8 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
   EXPECT_EQ(error.kind(), ErrorKind::kValue);
   EXPECT_STREQ(
       error.what(),
-      "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, got "
-      "'tree'");
+      "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, direct, "
+      "got 'tree'");
   comm->finalize();
 }
 

@@ -263,5 +263,36 @@ TEST(PipelineOrder, ThePictures) {
   EXPECT_EQ(text(pipeline_order(3, true)), "G0 G1 R0 G2 R1 R2 ");
 }
 
+TEST(DirectSums, HaveRoomThatNoProductIsPutIn) {
+  for (const int size : kSizes) {
+    for (const int64_t rows : {0, 1, 3, 16, 100, 8192}) {
+      for (const int64_t row_bytes : {2, 14, 16, 4096, 57344}) {
+        const RowShare share{rows, size};
+        const int64_t least = direct_sum_room(share, row_bytes);
+        for (const int64_t room : {least, least + 1, least + (2 << 20), 3 * least}) {
+          const int64_t sums_at = direct_sums_at(room, size);
+          EXPECT_EQ(sums_at % kSumAlignment, 0);
+          EXPECT_LE(rows * row_bytes, sums_at);
+          EXPECT_LE(sums_at + share.largest() * row_bytes, room);
+          // Slices of whole vectors, in place of rows.
+          const int64_t slice = (rows * row_bytes / 16 + size - 1) / size * 16;
+          if (row_bytes % 16 == 0) {
+            EXPECT_LE(sums_at + slice, room);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DirectSums, GoInOneShotWhereThatReadsLittleMore) {
+  EXPECT_TRUE(sums_in_one_shot(int64_t{1} << 40, 2));
+  for (const auto& [size, most] : {std::pair(3, 512 << 10), std::pair(4, 512 << 10),
+                                   std::pair(5, 256 << 10), std::pair(8, 256 << 10)}) {
+    EXPECT_TRUE(sums_in_one_shot(most, size));
+    EXPECT_FALSE(sums_in_one_shot(most + 1, size));
+  }
+}
+
 }  // namespace
 }  // namespace torch_overlap

@@ -163,9 +163,9 @@ CASES = [
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
     Case("permute_async", X, lambda comm, x: ops.wait_tensor(ops.permute_async(x, comm, around(comm))),
          lambda every, r: every[(r - 1) % len(every)][0].clone()),
-    *(case for algorithm in ("sequential", "chunked", "ring", "bulk") for case in fused_cases(algorithm)),
+    *(case for algorithm in ("sequential", "chunked", "ring", "bulk", "direct") for case in fused_cases(algorithm)),
     *(case for algorithm in ("sequential", "chunked", "ring") for case in exchange_cases(algorithm)),
     *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm)),
 ]  # fmt: skip
-OVER_CHANNELS = [case for case in CASES if case.name.endswith("ring")]
+OVER_CHANNELS = [case for case in CASES if case.name.endswith(("ring", "direct"))]
 OVER_CHANNELS += [case for case in CASES if case.name.startswith("bulk_overlap") and case.name.endswith("bulk")]

@@ -12,7 +12,7 @@ from torch_overlap.ops.gemm import ScalingMode
 pytestmark = pytest.mark.gpu(2)
 
 FEATURES, HEADS, HIDDEN, SEQUENCE, BATCH = 1024, 16, 2048, 1024, 2
-ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "fused", "auto"]
+ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "fused", "direct", "auto"]
 MODULES = {
     "mlp": lambda comm, **options: tnn.ParallelMLP(FEATURES, HIDDEN, comm, activation="swiglu", **options),
     # The gradient of a key's bias is 0 but for roundings.

@@ -19,7 +19,8 @@ NAMES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_async",
          "all_to_all_matmul-chunked", "all_to_all_matmul-ring", "matmul_all_to_all-chunked",
          "matmul_all_to_all-ring", "matmul_all_reduce-ring", "bulk_overlap_matmul-all_gather-chunked",
          "bulk_overlap_matmul-reduce_scatter-chunked", "bulk_overlap_matmul-all_gather-bulk",
-         "bulk_overlap_matmul-reduce_scatter-bulk"]  # fmt: skip
+         "bulk_overlap_matmul-reduce_scatter-bulk", "all_gather_matmul-direct", "matmul_reduce_scatter-direct",
+         "matmul_all_reduce-direct"]  # fmt: skip
 assert set(NAMES) <= {case.name for case in CASES}
 assert {case.name for case in OVER_CHANNELS} <= set(NAMES)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

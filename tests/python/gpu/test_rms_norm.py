@@ -187,7 +187,7 @@ class Product:
         assert wrong.item() == 0
 
 
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "auto"])
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "direct", "auto"])
 @pytest.mark.parametrize("rows", [1, 16, 100, 1024])
 def test_products_eager_and_captured(comm, seed, rows, algorithm):
     product = Product(comm, seed, rows, algorithm)

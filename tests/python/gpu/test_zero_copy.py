@@ -24,7 +24,7 @@ SIZES = [16, 16 * 128, 16 * 129, 48 * KI + 16, 3 * MIB + 48]
 class Arena:
     """Tensors in one window, with a frame around each that must stay as it is."""
 
-    def __init__(self, comm, size=48 * MIB):
+    def __init__(self, comm, size=96 * MIB):
         self.comm = comm
         self.bytes = to.symmetric_empty(size, torch.uint8, comm)
         self.window = comm.new_window(self.bytes)

@@ -37,9 +37,9 @@ def check(got, want):
 def on_ranks(rank, size, algorithm, *args):
     """run_ranks(rank, size, algorithm, *args) on ranks that can run `algorithm`.
 
-    ring and bulk need shared memory, which processes on one host have; threads do for the others.
+    ring, bulk and direct need shared memory, which processes on one host have; threads do for the others.
     """
-    backend = "gloo" if algorithm in ("ring", "bulk") else "local"
+    backend = "gloo" if algorithm in ("ring", "bulk", "direct") else "local"
     return run_ranks(rank, size, algorithm, *args, backend=backend)
 
 

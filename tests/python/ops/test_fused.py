@@ -9,7 +9,7 @@ from torch_overlap import InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "auto"]
+ALGORITHMS = ["sequential", "chunked", "ring", "bulk", "direct", "auto"]
 FORCED = ALGORITHMS[:-1]
 
 
@@ -287,7 +287,7 @@ def test_autocast_casts_the_operands(seed):
 
 
 ERRORS = {
-    "algorithm to be one of auto, sequential, chunked, ring, bulk, fused, got 'tree'": lambda c, x, w: (
+    "algorithm to be one of auto, sequential, chunked, ring, bulk, fused, direct, got 'tree'": lambda c, x, w: (
         ops.all_gather_matmul(x, [w], c, algorithm="tree")
     ),
     "two or more dimensions, got shape": lambda c, x, w: ops.all_gather_matmul(x[0], [w], c),
@@ -314,8 +314,8 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
     run_ranks(rank, 2, backend="local")
 
 
-def test_what_needs_shared_memory_says_why_it_cannot_run():
-    algorithm = "ring"
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_what_needs_shared_memory_says_why_it_cannot_run(algorithm):
 
     def rank(comm):
         for dtype, why in ((None, "the communicator has no peers"), (torch.int32, "products of Int are torch's")):
@@ -324,5 +324,7 @@ def test_what_needs_shared_memory_says_why_it_cannot_run():
                 ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)
             with pytest.raises(UnsupportedError, match=f"what algorithm '{algorithm}' needs, got: {why}"):
                 ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
+            with pytest.raises(UnsupportedError, match=f"what algorithm '{algorithm}' needs, got: {why}"):
+                ops.matmul_all_reduce(x, w, comm, algorithm=algorithm)
 
     run_ranks(rank, 2, backend="fake")

@@ -9,7 +9,7 @@ from torch_overlap import InvalidTypeError, InvalidValueError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
-ALGORITHMS = ["sequential", "chunked", "ring", "auto"]
+ALGORITHMS = ["sequential", "chunked", "ring", "direct", "auto"]
 EPS = 1e-3
 
 

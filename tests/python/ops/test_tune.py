@@ -46,7 +46,7 @@ def spans(call):
     return names & {"chunk_gemm", "gemm"}  # pieces through the communicator; products over channels
 
 
-SPANS = {"sequential": set(), "chunked": {"chunk_gemm"}, "ring": {"gemm"}}
+SPANS = {"sequential": set(), "chunked": {"chunk_gemm"}, "ring": {"gemm"}, "direct": {"gemm"}}
 
 
 def check_auto(comm, algorithm, decided_by):
@@ -89,7 +89,7 @@ def auto_rank(comm, algorithm, decided_by):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring"])
+@pytest.mark.parametrize("algorithm", ["sequential", "chunked", "ring", "direct"])
 def test_the_cache_decides(tmp_path, size, algorithm):
     path = tmp_path / "cache.json"
     tune.write(path, entries_for(algorithm, size))
@@ -191,7 +191,8 @@ def measure_rank(comm):
     for op in tune.OPERATORS:
         found = tune.measure(comm, op, (64, 64, 64), torch.float32, rounds=3, repeats=1)
         assert found["op"] == op
-        assert set(found["us"]) == {"sequential", "chunked", "ring"}
+        direct = {"direct"} if op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce") else set()
+        assert set(found["us"]) == {"sequential", "chunked", "ring"} | direct
         assert found["algorithm"] in found["us"]
         assert found["device"] == "cpu"
     with pytest.raises(ValueError, match="tune: expected m of all_gather_matmul divisible by the 2 ranks, got 3"):

@@ -5,6 +5,7 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/lanes.h"
@@ -91,6 +92,14 @@ class CudaOverlapDevice final : public OverlapDevice {
   }
   void run_fused(Transport& transport, const FusedScatter& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
+  }
+  bool has_kernel(const DirectSum& sum) const override { return cuda::has_direct_kernel(sum); }
+  bool has_kernel(const DirectGather&) const override { return true; }
+  void run_direct(Transport& transport, const DirectSum& sum) override {
+    cuda::run_direct(dynamic_cast<cuda::CudaTransport&>(transport), sum);
+  }
+  void run_direct(Transport& transport, const DirectGather& gather) override {
+    cuda::run_direct(dynamic_cast<cuda::CudaTransport&>(transport), gather);
   }
   int tiles() const override { return cuda::kMostTiles; }
 

@@ -1,28 +1,12 @@
-#include "torch_overlap/overlap/cuda/await.cuh"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/launch.h"
+#include "torch_overlap/overlap/cuda/operation.cuh"
 #include "torch_overlap/symm/cuda/wait_device.h"
 
 namespace torch_overlap::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kWordsInLine = 32;  // ChannelLayout::kLine bytes
-
-// Of a peer that has begun. It does not begin another operation before this rank has done its part
-// of this one, so its word stays.
-__device__ void check_rows(const ChannelWords& words, const uint32_t* word, uint32_t rows, int peer,
-                           const WaitControl& control) {
-  if (has_failed(control)) return;
-  const uint32_t seen = load_acquire(word);
-  if (seen == rows) return;
-  WaitRecord what{};
-  what.kind = WaitKind::rows;
-  what.window = words.id;
-  what.peer = peer;
-  what.expected = rows;
-  give_up(control, what, seen);
-}
 
 __global__ void __launch_bounds__(kWarp)
     begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told,
@@ -34,13 +18,13 @@ __global__ void __launch_bounds__(kWarp)
   __threadfence_system();
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
     if (peer == words.rank || !tells) continue;
-    *static_cast<volatile uint32_t*>(told.at[peer] + 1) = rows;
-    store_release(told.at[peer], epoch);
+    tell_entry(told.at[peer], rows, epoch);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
     if (peer == words.rank) continue;
     await_word(words, begun + peer * kWordsInLine, epoch, WaitKind::begin, peer, control);
-    check_rows(words, begun + peer * kWordsInLine + 1, rows, peer, control);
+    if (has_failed(control)) continue;
+    check_rows(words, load_acquire(begun + peer * kWordsInLine + 1), rows, peer, control);
   }
   __syncwarp();
   if (!has_failed(control)) {
@@ -156,13 +140,16 @@ cudaError_t launch_push(const ChannelWords& words, void* to, const void* from, s
 }
 
 cudaError_t load_overlap_kernels() {
-  const cudaError_t status = load_kernels({reinterpret_cast<const void*>(begin_kernel),
-                                           reinterpret_cast<const void*>(tell_kernel),
-                                           reinterpret_cast<const void*>(await_kernel),
-                                           reinterpret_cast<const void*>(push_kernel<uint4>),
-                                           reinterpret_cast<const void*>(push_kernel<uint32_t>),
-                                           reinterpret_cast<const void*>(push_kernel<uint8_t>)});
-  return status == cudaSuccess ? load_sum_kernels() : status;
+  cudaError_t status = load_kernels({reinterpret_cast<const void*>(begin_kernel),
+                                     reinterpret_cast<const void*>(tell_kernel),
+                                     reinterpret_cast<const void*>(await_kernel),
+                                     reinterpret_cast<const void*>(push_kernel<uint4>),
+                                     reinterpret_cast<const void*>(push_kernel<uint32_t>),
+                                     reinterpret_cast<const void*>(push_kernel<uint8_t>)});
+  for (const auto load : {load_sum_kernels, load_direct_sum_kernels, load_direct_gather_kernels}) {
+    if (status == cudaSuccess) status = load();
+  }
+  return status;
 }
 
 }  // namespace torch_overlap::cuda

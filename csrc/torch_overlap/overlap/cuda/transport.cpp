@@ -67,10 +67,8 @@ void CudaTransport::check() const {
 }
 
 void CudaTransport::begin(int64_t rows) {
-  require(launch_begin(words_, word_of_all(options_.layout.begun_at(memory_->rank())),
-                       word_of_all(options_.layout.gone_at()),
-                       word(memory_->rank(), options_.layout.begun_at(0)),
-                       static_cast<uint32_t>(rows), control(), current_stream()),
+  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun(), static_cast<uint32_t>(rows),
+                       control(), current_stream()),
           "overlap: begin");
 }
 
@@ -117,8 +115,7 @@ void CudaTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flag
 
 void CudaTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [&] {
-    require(launch_tell(words_, word_of_all(options_.layout.flag_at(flag + memory_->rank())),
-                        control(), current_stream()),
+    require(launch_tell(words_, flag_of_all(flag + memory_->rank()), control(), current_stream()),
             "overlap: post");
   });
 }

@@ -42,6 +42,12 @@ class CudaTransport final : public Transport {
   }
   WaitControl control() const;
   uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
+  uint32_t* busy() const { return word(memory_->rank(), options_.layout.busy_at()); }
+  // Of the ranks that have begun, on this one: that of rank 0, and of all that of this rank there.
+  const uint32_t* begun() const { return word(memory_->rank(), options_.layout.begun_at(0)); }
+  WordOfAll begun_of_all() const { return word_of_all(options_.layout.begun_at(memory_->rank())); }
+  WordOfAll gone_of_all() const { return word_of_all(options_.layout.gone_at()); }
+  WordOfAll flag_of_all(int flag) const { return word_of_all(options_.layout.flag_at(flag)); }
   // On `rank`, the words of tiles that come from `source`.
   uint32_t* tile_word(int rank, int source) const {
     return word(rank, options_.layout.tiles_at(source));

@@ -46,8 +46,15 @@ class LeafOnExit {
 };
 
 Lane lane_of(const Call& call) {
-  if (call.primitive == Primitive::wait_signal) return Lane::waits;
-  return call.window != nullptr ? Lane::one_sided : Lane::collectives;
+  switch (call.primitive) {
+    case Primitive::wait_signal:
+      return Lane::waits;
+    case Primitive::put:
+    case Primitive::signal:
+      return Lane::one_sided;
+    default:
+      return Lane::collectives;
+  }
 }
 
 at::Tensor make_workspace(c10::Device device) {

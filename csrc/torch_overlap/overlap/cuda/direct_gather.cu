@@ -1,0 +1,137 @@
+#include <algorithm>
+
+#include "torch_overlap/overlap/cuda/launch.h"
+#include "torch_overlap/overlap/cuda/operation.cuh"
+
+namespace torch_overlap::cuda {
+namespace {
+
+struct GatherConfig {
+  static constexpr int kThreads = 512;
+  static constexpr int kUnroll = 4;
+  static constexpr int kMostBlocks = 128;
+};
+static_assert(kMostRanks <= GatherConfig::kThreads);
+
+__device__ bool is_peer(const ChannelWords& words) {
+  return static_cast<int>(threadIdx.x) < words.size && static_cast<int>(threadIdx.x) != words.rank;
+}
+
+// Every block waits until all others have begun; the first one tells them that this rank has.
+// False, for all threads alike: a wait has failed.
+__device__ bool begin_together(const DirectGatherParams& p, const OperationEntry& entry) {
+  const OperationParams& operation = p.operation;
+  const ChannelWords& words = operation.words;
+  const bool is_first = blockIdx.x == 0;
+  bool is_good = true;
+  if (is_peer(words)) {
+    const int peer = static_cast<int>(threadIdx.x);
+    const uint32_t* const begun = p.begun + peer * kWordsInLine;
+    is_good = !has_failed(operation.control);
+    if (is_good && is_first) tell_entry(p.begin.at[peer], operation.rows, entry.epoch);
+    is_good = is_good && comes(operation, begun, entry.epoch, WaitKind::begin, peer) &&
+              (!is_first ||
+               check_rows(words, load_relaxed(begun + 1), operation.rows, peer, operation.control));
+    if (!is_good) tell_gone(operation, peer);
+  }
+  is_good = is_good && is_alone(operation, entry);
+  return __syncthreads_and(static_cast<int>(is_good)) != 0;
+}
+
+template <typename Vector>
+__device__ void push(const DirectGatherParams& p) {
+  constexpr int unroll = GatherConfig::kUnroll;
+  const auto* const from = static_cast<const Vector*>(p.from);
+  const size_t count = p.bytes / sizeof(Vector);
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  const int size = p.operation.words.size;
+  for (size_t first = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; first < count;
+       first += unroll * step) {
+    Vector values[unroll];
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * step < count) values[u] = from[first + u * step];
+    }
+    // From the next rank on, so that all are written to at the same time.
+    for (int i = 1; i <= size; ++i) {
+      auto* const to = static_cast<Vector*>(p.to[(p.operation.words.rank + i) % size]);
+#pragma unroll
+      for (int u = 0; u < unroll; ++u) {
+        if (first + u * step < count) to[first + u * step] = values[u];
+      }
+    }
+  }
+}
+
+// Whether this block is the last to come here, behind the stores of all. All threads.
+__device__ bool is_last_block(const OperationParams& p) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    is_last = atomicAdd(p.words.ticket, 1U) + 1 == gridDim.x;
+    __threadfence_system();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// Of the last block: tells the others that this rank's rows are there, and waits for theirs.
+__device__ bool exchange_flags(const DirectGatherParams& p, const OperationEntry& entry) {
+  const OperationParams& operation = p.operation;
+  bool is_good = true;
+  if (is_peer(operation.words)) {
+    const int peer = static_cast<int>(threadIdx.x);
+    is_good = !has_failed(operation.control);  // in another block
+    if (is_good) store_release(p.flag.at[peer], entry.epoch);
+    is_good = is_good &&
+              comes(operation, p.told + peer * kWordsInLine, entry.epoch, WaitKind::chunk, peer);
+    if (!is_good) tell_gone(operation, peer);
+  }
+  return __syncthreads_and(static_cast<int>(is_good)) != 0;
+}
+
+template <typename Vector>
+__global__ void __launch_bounds__(GatherConfig::kThreads)
+    direct_gather_kernel(__grid_constant__ const DirectGatherParams p) {
+  const OperationEntry entry = enter_operation(p.operation);
+  if (begin_together(p, entry)) push<Vector>(p);
+  if (!is_last_block(p.operation)) return;
+  const bool is_good = exchange_flags(p, entry);
+  if (threadIdx.x == 0) leave_operation(p.operation, entry.epoch, is_good);
+}
+
+// The most that is moved at once: what the addresses and the number of bytes are a multiple of.
+const void* kernel_for(const DirectGatherParams& p) {
+  auto bits = reinterpret_cast<uintptr_t>(p.from) | p.bytes;
+  for (int rank = 0; rank < p.operation.words.size; ++rank) {
+    bits |= reinterpret_cast<uintptr_t>(p.to[rank]);
+  }
+  if (bits % sizeof(uint4) == 0) {
+    return reinterpret_cast<const void*>(direct_gather_kernel<uint4>);
+  }
+  if (bits % sizeof(uint32_t) == 0) {
+    return reinterpret_cast<const void*>(direct_gather_kernel<uint32_t>);
+  }
+  return reinterpret_cast<const void*>(direct_gather_kernel<uint8_t>);
+}
+
+}  // namespace
+
+cudaError_t launch_direct_gather(const DirectGatherParams& params, cudaStream_t stream) {
+  constexpr size_t kBytesOfBlock = GatherConfig::kThreads * sizeof(uint4);
+  const size_t blocks = std::clamp<size_t>((params.bytes + kBytesOfBlock - 1) / kBytesOfBlock, 1,
+                                           GatherConfig::kMostBlocks);
+  DirectGatherParams p = params;
+  void* arguments[] = {&p};
+  return launch_with_cluster(kernel_for(p), dim3(static_cast<unsigned int>(blocks)),
+                             dim3(GatherConfig::kThreads), 1, arguments, stream);
+}
+
+cudaError_t load_direct_gather_kernels() {
+  return load_kernels({reinterpret_cast<const void*>(direct_gather_kernel<uint4>),
+                       reinterpret_cast<const void*>(direct_gather_kernel<uint32_t>),
+                       reinterpret_cast<const void*>(direct_gather_kernel<uint8_t>)});
+}
+
+}  // namespace torch_overlap::cuda

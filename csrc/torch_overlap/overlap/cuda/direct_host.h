@@ -1,0 +1,15 @@
+#pragma once
+
+#include "torch_overlap/overlap/cuda/transport.h"
+#include "torch_overlap/overlap/direct.h"
+
+namespace torch_overlap::cuda {
+
+// Whether the kernel takes such a sum; by what all ranks have alike.
+bool has_direct_kernel(const DirectSum& sum);
+
+// On the current stream: operations of the transport's channel by themselves.
+void run_direct(CudaTransport& transport, const DirectSum& sum);
+void run_direct(CudaTransport& transport, const DirectGather& gather);
+
+}  // namespace torch_overlap::cuda

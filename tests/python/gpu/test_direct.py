@@ -1,0 +1,292 @@
+"""Products by algorithm "direct", whose operands other ranks read from, or write to, where they lie: values of every
+way through the kernels, eagerly and in graphs, in any order, with late ranks; the same bits everywhere; errors."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timeout_cases import expired, run_until_an_error
+
+import torch_overlap as to
+from torch_overlap import ops
+
+pytestmark = pytest.mark.gpu(2)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-12}
+KINDS = ["gather", "scatter", "sum"]
+# Rows of a rank, features, inner size: of one and of two shots, of less than a block, of parts that do not divide, and
+# of widths that fit no vector.
+SHAPES = [(1, 8, 64), (3, 264, 72), (16, 2048, 128), (65, 1000, 64), (128, 4104, 64), (5, 7, 9)]
+
+
+class Problem:
+    """An operator, this rank's inputs, and what it gets from everybody's, in fp64."""
+
+    def __init__(self, comm, kind, shape, dtype, op="sum", biased=True):
+        self.comm, self.kind, self.op, self.dtype = comm, kind, op, dtype
+        self.size, self.rank = comm.get_size(), comm.get_rank()
+        rows, features, inner = shape
+        if kind == "scatter":
+            rows *= self.size
+        self.x, self.w, self.bias = (
+            torch.empty(s, dtype=dtype, device="cuda") for s in ((rows, inner), (features, inner), (features,))
+        )
+        self.biased = biased
+
+    def fill(self, seed):
+        """The same bias on all ranks."""
+        draw = torch.Generator().manual_seed(seed)
+        self.every = []
+        for _ in range(self.size):
+            pair = [torch.randn(t.shape, generator=draw, dtype=torch.float64).to(self.dtype) for t in (self.x, self.w)]
+            self.every.append(pair)
+        self.bias.copy_(torch.randn(self.bias.shape, generator=draw, dtype=torch.float64))
+        self.x.copy_(self.every[self.rank][0])
+        self.w.copy_(self.every[self.rank][1])
+
+    def run(self, algorithm="direct"):
+        bias = self.bias if self.biased else None
+        if self.kind == "gather":
+            (y,), whole = ops.all_gather_matmul(
+                self.x, [self.w], self.comm, [bias], return_gathered=True, algorithm=algorithm
+            )
+            return [y, whole]
+        call = ops.matmul_reduce_scatter if self.kind == "scatter" else ops.matmul_all_reduce
+        return [call(self.x, self.w, self.comm, bias, op=self.op, algorithm=algorithm)]
+
+    def reference(self):
+        bias = self.bias.double().cpu() if self.biased else None
+        if self.kind == "gather":
+            whole = torch.cat([x for x, _ in self.every]).double()
+            return [F.linear(whole, self.w.double().cpu(), bias), whole]
+        total = sum(F.linear(x.double(), w.double()) for x, w in self.every)
+        if self.op == "avg":
+            total = total / self.size
+        if self.kind == "scatter":
+            total = total.chunk(self.size)[self.rank]
+        return [total + bias if self.biased else total]
+
+    def check(self, results):
+        product, *whole = zip(results, self.reference(), strict=True)
+        terms = 1 if self.kind == "gather" else self.size
+        bound = TOLERANCE[self.dtype] * terms * self.x.shape[1] ** 0.5
+        torch.testing.assert_close(product[0].double().cpu(), product[1], rtol=TOLERANCE[self.dtype], atol=bound)
+        for got, want in whole:
+            assert torch.equal(got.double().cpu(), want)
+
+
+def capture(run):
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+def late(comm, step):
+    if comm.get_rank() == step % comm.get_size():
+        torch.cuda._sleep(5_000_000)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_and_captured(comm, seed, kind, shape, dtype):
+    problems = [
+        Problem(comm, kind, shape, dtype, op, biased)
+        for op in (("sum", "avg") if kind != "gather" else ("sum",))
+        for biased in (False, True)
+    ]
+    for i, problem in enumerate(problems):
+        problem.fill(seed + i)
+        late(comm, i)
+        problem.check(problem.run())
+    graph, results = capture(lambda: [problem.run() for problem in problems])
+    for step in range(4):
+        for i, (problem, mine) in enumerate(zip(problems, results, strict=True)):
+            problem.fill(seed + 10 * step + i)
+            for t in mine:
+                t.fill_(float("nan"))
+        late(comm, step)
+        graph.replay()
+        for problem, mine in zip(problems, results, strict=True):
+            problem.check(mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_sums_have_the_same_bits_everywhere_and_in_every_call(comm, seed, shape, dtype, biased):
+    problem = Problem(comm, "sum", shape, dtype, biased=biased)
+    problem.fill(seed)
+    (first,) = problem.run()
+    every = torch.empty(comm.get_size(), *first.shape, dtype=dtype, device="cuda")
+    comm.all_gather_single(every, first, async_op=False)
+    for other in every:
+        assert torch.equal(other, first)
+    for step in range(5):
+        late(comm, step)
+        assert torch.equal(problem.run()[0], first)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_at_any_offset(comm, seed, kind, offset):
+    """Of each rank at another one."""
+    problem = Problem(comm, kind, (33, 264, 72), torch.bfloat16)
+    at = offset * (1 + comm.get_rank())
+    room = torch.empty(problem.x.numel() + at, dtype=torch.bfloat16, device="cuda")
+    problem.x = room[at:].view(problem.x.shape)
+    problem.fill(seed)
+    problem.check(problem.run())
+
+
+class Sums:
+    """An operator on small integers, whose sums are exact, beside the same without channels."""
+
+    def __init__(self, comm, kind, shape, dtype):
+        self.problem = Problem(comm, kind, shape, dtype, biased=False)
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.step = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def run(self):
+        problem = self.problem
+        self.step.add_(1)
+        for t in (problem.x, problem.w):
+            t.fill_(float("nan"))
+        problem.run()  # NaN where the next one's data lies, and where its results will
+        for i, t in enumerate((problem.x, problem.w)):
+            at = torch.arange(t.numel(), device="cuda").view(t.shape)
+            t.copy_((at * 7 + at // 13 + 3 * problem.rank + 5 * self.step + 11 * i) % 3 - 1)
+        for got, want in zip(problem.run(), problem.run("sequential"), strict=True):
+            self.wrong += (got != want).sum()
+
+
+def soak_cases(comm):
+    return [
+        Sums(comm, kind, shape, dtype)
+        for kind in KINDS
+        for shape, dtype in (
+            ((1, 64, 32), torch.bfloat16),
+            ((16, 2048, 32), torch.float16),
+            ((64, 4096, 32), torch.float32),
+            ((3, 9, 16), torch.float32),
+        )
+    ]
+
+
+def test_any_order_with_late_ranks(comm, seed):
+    """Kernels of one and of two shots, and what has no kernel: eager calls and replays in turns, on one memory."""
+    cases = soak_cases(comm)
+    for case in cases:
+        case.run()
+    graphs = [capture(case.run)[0] for case in cases]
+    draw = random.Random(seed)  # the same on all ranks
+    for _ in range(300):
+        i, behind, delay, eager = (
+            draw.randrange(len(cases)), draw.randrange(2 * comm.get_size()), draw.uniform(0, 3e-3), draw.random() < 0.3
+        )  # fmt: skip
+        if comm.get_rank() == behind:
+            time.sleep(delay)
+        cases[i].run() if eager else graphs[i].replay()
+    for case in cases:
+        assert case.wrong.item() == 0, (case.problem.kind, tuple(case.problem.x.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(12))
+def test_ten_thousand_replays(comm, case):
+    one = soak_cases(comm)[case]
+    one.run()
+    graph, _ = capture(one.run)
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            assert one.wrong.item() == 0, i
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "sequential", "chunked"])
+def test_beside_other_algorithms_of_the_same_channels(comm, seed, algorithm):
+    problems = [Problem(comm, kind, (64, 256, 64), torch.bfloat16) for kind in KINDS]
+    for step in range(12):
+        for problem in problems:
+            problem.fill(seed + step)
+            late(comm, step)
+            problem.check(problem.run(algorithm if step % 2 else "direct"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_stays_away(comm, make_comm, seed, kind, mode):
+    lonely = make_comm(f"direct_away_{kind}_{mode}")
+    problem = Problem(lonely, kind, (16, 512, 64), torch.bfloat16)
+    problem.fill(seed)
+    problem.check(problem.run())
+    lonely.set_timeout(timedelta(milliseconds=700))
+    graph, _ = capture(problem.run)
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    last = comm.get_size() - 1
+    if comm.get_rank() != last:
+        graph.replay() if mode == "graph" else problem.run()
+        torch.cuda.synchronize()
+        with pytest.raises(to.OperationTimeoutError, match=expired(comm, last, "begin")):
+            run_until_an_error(problem.run)
+    comm.barrier(async_op=True).wait_blocking()
+    lonely.abort()
+    graph.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_differ(comm, make_comm, seed, kind):
+    """An error on all ranks, before the timeout."""
+    other = make_comm(f"direct_rows_{kind}", timeout=timedelta(seconds=60))
+    rows = 8 if other.get_rank() == other.get_size() - 1 else 16
+    Problem(other, kind, (16, 512, 64), torch.bfloat16).run()  # makes the memory
+    problem = Problem(other, kind, (rows, 512, 64), torch.bfloat16)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    with pytest.raises(to.Error, match=r"expected the same number of rows on all ranks, got \d+ here|has given up"):
+        run_until_an_error(lambda: (problem.run(), torch.cuda.synchronize()))
+    assert time.monotonic() - began < 30
+    other.abort()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replays_at_once(comm, make_comm, seed, kind):
+    """On a rank that waits for another one in the first: the second finds it under way."""
+    other = make_comm(f"direct_apart_{kind}", timeout=timedelta(seconds=60))
+    problem = Problem(other, kind, (16, 512, 64), torch.bfloat16)
+    problem.fill(seed)
+    problem.run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    graphs = []
+    for stream in streams:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            problem.run()
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == 0:
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(to.Error, match="two that ran at once"):
+            run_until_an_error(problem.run)
+    comm.barrier(async_op=True).wait_blocking()
+    other.abort()
+    for graph in graphs:
+        graph.reset()
+
+
+def test_explain_and_a_table_of_it(comm, seed):
+    problem = Problem(comm, "sum", (16, 512, 64), torch.bfloat16)
+    found = to.explain("matmul_all_reduce", problem.x, problem.w, comm, algorithm="direct")
+    assert (found.algorithm, found.decided_by) == ("direct", "caller")
+    assert to.explain("matmul_all_reduce", problem.x, problem.w, comm).algorithm != "direct"
