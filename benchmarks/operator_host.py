@@ -56,7 +56,7 @@ def operators(comm: to.TorchComm) -> dict[str, Callable[[], object]]:
     }
     found: dict[str, Callable[[], object]] = {}
     for name, (call, arguments, options) in calls.items():
-        for algorithm in ("auto", "sequential", "ring", "fused"):
+        for algorithm in ("auto", "sequential", "ring", "fused", "direct"):
             try:
                 taken = to.explain(name, *arguments, algorithm=algorithm, **options).algorithm
             except (to.UnsupportedError, to.InvalidValueError):
