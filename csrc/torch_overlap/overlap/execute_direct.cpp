@@ -90,7 +90,7 @@ void run_direct_sum(std::string_view op, OverlapChannel& channel, const DirectGe
                       put_direct_sum(channel, session, sum);
                     }
                   },
-                  {.rows = problem.rows.rows, .begins_itself = has_kernel});
+                  {.rows = problem.rows.rows, .as_one = true, .begins_itself = has_kernel});
 }
 
 void run_direct_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
@@ -116,7 +116,7 @@ void run_direct_gather(std::string_view op, OverlapChannel& channel, const Gathe
         for (CheckedGemm& product : products) session.gemm(0, product);
         if (data.copy.defined()) lanes.run(0, "copy", [&] { data.copy.copy_(data.all); });
       },
-      {.rows = problem.rows.rows, .begins_itself = has_kernel});
+      {.rows = problem.rows.rows, .as_one = true, .begins_itself = has_kernel});
 }
 
 }  // namespace torch_overlap
