@@ -23,7 +23,7 @@ ROW = {
 }  # fmt: skip
 GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
 # Options that say where files are, or when: nobody needs them to run it again.
-_PATHS = ("--out", "--json", "--loops", "--cutlass", "--began")
+_PATHS = ("--out", "--json", "--library", "--loops", "--cutlass", "--began")
 
 
 def git_commit() -> str:

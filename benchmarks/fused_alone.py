@@ -1,0 +1,220 @@
+"""The fused kernels with the communication taken out: what their frame costs, and what waits and links cost beside it.
+
+    python benchmarks/fused_alone.py --tp 4 --library <build>/benchmarks/cpp/libtorch_overlap_fused_alone.so
+
+One GPU, one process, no rank but this one: the library is made by the target torch_overlap_benchmarks. The kernels and
+what launches them are those of `algorithm="fused"`, in a channel whose flags have all come and whose memory, that of
+the other ranks too, is on this device. Shapes are those of one of `tp` ranks of the operators' benchmark.
+
+    gather                  all-gather and product: the rows of all chunks are there
+    gather, one chunk       the same kernel with all rows as its own
+    scatter                 product and reduce-scatter: tiles are stored to local memory, paced as for a link, and those
+                            of the other ranks, which are there, are added
+    scatter, no sums        tiles of all rows are stored so, and none is added
+    scatter, one rank       neither: the product by the same kernel
+
+Beside them cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our plain product by each of its tiles.
+Results are compared with torch's before anything is timed. Each variant is captured in a CUDA graph of several calls on
+operands that rotate beyond the L2 cache; variants take turns within every round, and a ratio is the median over rounds
+of the ratio within one: `ratio_gemm` to cuBLASLt, `ratio_own` to the quickest tile of our plain product.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from own_gemm import BASELINE, OWN, check, products_of, sampler_of, shapes_of
+
+from torch_overlap._gemm import own_gemm_kernels, run_own_gemm_kernel
+from torch_overlap.bench.result import result, write
+from torch_overlap.bench.timing import Samples, interleave, ratio_of, spread_of
+from torch_overlap.gemm import GemmArgs, gemm, set_gemm_tuning
+
+MOST_RANKS = 8  # of a fused kernel
+OUT_BYTES = 2  # of an element
+
+
+@dataclass(frozen=True)
+class Variant:
+    run: Callable[[GemmArgs], object]
+    # Raises RuntimeError where run() gives another result than the product, in fp32.
+    check: Callable[[GemmArgs, torch.Tensor], None]
+
+
+def operands(product: GemmArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    return product.lhs.data, product.rhs.data
+
+
+def scales(product: GemmArgs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return product.lhs.scale_inv, product.rhs.scale_inv
+
+
+def product_of(product: GemmArgs) -> torch.Tensor:
+    """By torch, in fp32."""
+    x, w = (data.float() for data in operands(product))
+    factors = [scale for scale in scales(product) if scale is not None]
+    whole = x @ w.t()
+    for factor in factors:
+        whole *= factor
+    return whole
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, share: float) -> None:
+    """`share`: of the spread of what is expected, how much sums that are made in another order may differ."""
+    if not torch.allclose(got.float(), expected, rtol=2.0**-6, atol=share * float(expected.std())):
+        raise RuntimeError("expected torch's result, got another one")
+
+
+def share_of(product: GemmArgs) -> float:
+    return 2.0**-4 if product.lhs.data.element_size() == 1 else 2.0**-7
+
+
+def gather(ranks: Any, product: GemmArgs) -> None:
+    ranks.gather(*operands(product), product.out, *scales(product))
+
+
+class Scatter:
+    """`sums`: this rank has the first chunk; else it is one rank more, which has none."""
+
+    def __init__(self, library: Any, shape: tuple[int, int, int], tp: int, sums: bool) -> None:
+        m, n, _ = shape
+        self.size, self.rank, self.rows = tp + (not sums), 0 if sums else tp, m // tp
+        self.ranks = library.Rank(self.size, self.rank, self.size * self.rows * n * OUT_BYTES)
+        self.out = torch.empty(self.rows * sums, n, dtype=torch.bfloat16, device="cuda")
+        self.like = torch.empty(self.rows, n, dtype=torch.bfloat16, device="meta")
+
+    def run(self, product: GemmArgs) -> None:
+        self.ranks.scatter(*operands(product), self.out, self.rows, *scales(product))
+
+    def check(self, product: GemmArgs, expected: torch.Tensor) -> None:
+        tiles = self.ranks.tiles
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        came = [tiles(self.rank, rank, self.like) for rank in others]
+        sent = [tiles(rank, self.rank, self.like) for rank in others]
+        for part in came:
+            part.copy_(torch.randn(part.shape, device="cuda") * float(expected.std()))
+        for part in (*sent, self.out):
+            part.fill_(float("nan"))
+        self.run(product)
+        chunks = expected.split(self.rows)
+        for rank, part in zip(others, sent, strict=True):
+            close(part, chunks[rank], share_of(product))
+        if self.rank < len(chunks):
+            close(self.out, sum((part.float() for part in came), chunks[self.rank]), share_of(product))
+
+
+def one_rank(ranks: Any, product: GemmArgs) -> None:
+    ranks.scatter(*operands(product), product.out, product.out.shape[0], *scales(product))
+
+
+def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int) -> dict[str, Variant]:
+    """Of a shape of `shapes_of`, by its name."""
+
+    def whole(run: Callable[[GemmArgs], object]) -> Variant:
+        return Variant(run, partial(check, run))
+
+    alone = library.Rank(1, 0, 0)
+    if name.endswith(" ag"):
+        return {
+            "gather": whole(partial(gather, library.Rank(tp, 0, 0))),
+            "gather, one chunk": whole(partial(gather, alone)),
+        }
+    summed, unsummed = (Scatter(library, shape, tp, sums) for sums in (True, False))
+    return {
+        "scatter": Variant(summed.run, summed.check),
+        "scatter, no sums": Variant(unsummed.run, unsummed.check),
+        "scatter, one rank": whole(partial(one_rank, alone)),
+    }
+
+
+def measure(library: Any, name: str, products: Sequence[GemmArgs], tp: int, rounds: int) -> Samples:
+    """Microseconds of a call, by variant; RuntimeError where one has another result than torch."""
+    product = products[0]
+    m, n = product.out.shape
+    variants = fused_variants(library, name, (m, n, product.lhs.data.shape[1]), tp)
+    expected = product_of(product)
+    calls: dict[str, Callable[[GemmArgs], object]] = {BASELINE: gemm}
+    calls |= {OWN + kernel: partial(run_own_gemm_kernel, kernel=kernel) for kernel in own_gemm_kernels(product)}
+    for call in calls.values():
+        check(call, product, expected)
+    for variant in variants.values():
+        variant.check(product, expected)
+    calls |= {kind: variant.run for kind, variant in variants.items()}
+    return interleave({kind: sampler_of(call, list(products)) for kind, call in calls.items()}, rounds)
+
+
+def rows_of(name: str, shape: tuple[int, int, int], dtype: str, tp: int, samples: Samples) -> list[dict[str, Any]]:
+    """A row for each variant: of one rank's product, its time beside the library's and our quickest tile."""
+    medians = {kind: spread_of(values).median for kind, values in samples.items()}
+    own = min((kind for kind in samples if kind.startswith(OWN)), key=medians.__getitem__)
+    rows = []
+    for kind, values in samples.items():
+        us, iqr = spread_of(values)
+        to_gemm, to_own = ratio_of(samples, kind, BASELINE), ratio_of(samples, kind, own)
+        row = {"op": "gemm", "name": name, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": "graph"}
+        row |= {"algorithm": kind, "us": us, "iqr_us": iqr, "gemm_us": medians[BASELINE]}
+        row |= {"ratio_gemm": to_gemm.median, "iqr_ratio_gemm": to_gemm.iqr}
+        row |= {"own": own, "own_us": medians[own], "ratio_own": to_own.median, "iqr_ratio_own": to_own.iqr}
+        rows.append(row | {"peers": {}})
+    return rows
+
+
+def line_of(rows: Sequence[dict[str, Any]]) -> str:
+    first = rows[0]
+    parts = [f"{first['name']:12s} {first['dtype']} {first['shape']!s:22s} {first['gemm_us']:8.1f} us"]
+    parts.append(f"{first['own']} {first['own_us'] / first['gemm_us']:.3f}")
+    fused = [row for row in rows if row["algorithm"] != BASELINE and not row["algorithm"].startswith(OWN)]
+    parts += [f"{row['algorithm']} {row['ratio_gemm']:.3f} ({row['ratio_own']:.3f} of ours)" for row in fused]
+    return "  ".join(parts)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, required=True, help="libtorch_overlap_fused_alone.so")
+    parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help='shapes, such as "small-up ag" (default: all)')
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(arguments)
+    if not 2 <= args.tp < MOST_RANKS:  # one more takes part where nothing is added
+        parser.error(f"expected --tp from 2 to {MOST_RANKS - 1}, got {args.tp}")
+    if args.rounds < 1:
+        parser.error(f"expected --rounds of 1 or more, got {args.rounds}")
+    unknown = sorted(set(args.only or []) - set(shapes_of(args.tp)))
+    if unknown:
+        parser.error(f"expected --only to name shapes of {', '.join(shapes_of(args.tp))}, got {', '.join(unknown)}")
+    if not args.library.is_file():
+        parser.error(f"expected a library in --library, got {args.library}; build the target torch_overlap_benchmarks")
+    if not torch.cuda.is_available():
+        parser.error("expected a GPU of compute capability 9.0, got none")
+    if torch.cuda.get_device_capability()[0] != 9:
+        parser.error(f"expected a GPU of compute capability 9.0, got {torch.cuda.get_device_name()}")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    torch.classes.load_library(str(args.library.resolve()))
+    library = torch.classes.fused_alone
+    set_gemm_tuning("measured")
+    torch.manual_seed(0)
+    rows = []
+    for dtype in args.dtype:
+        for name, shape in shapes_of(args.tp).items():
+            if args.only and name not in args.only:
+                continue
+            samples = measure(library, name, products_of(shape, dtype, "nk", False), args.tp, args.rounds)
+            rows += rows_of(name, shape, dtype, args.tp, samples)
+            print(line_of(rows[-len(samples) :]), flush=True)
+    print(write(result("fused_alone", rows), args.tp, args.out))
+
+
+if __name__ == "__main__":
+    main()
