@@ -54,6 +54,7 @@ class TORCH_OVERLAP_API Lanes {
   // `as_one`: of work that takes less time than lanes cost. All is one lane then, in the order in
   // which it is put there; not in a graph, where lanes cost nothing.
   virtual void fork(bool as_one) = 0;
+  virtual bool are_one() const { return false; }
   // Whether they are branches of a graph that is being captured.
   virtual bool are_captured() const { return false; }
   virtual void join() = 0;

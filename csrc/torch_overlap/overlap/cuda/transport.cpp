@@ -78,7 +78,9 @@ void CudaTransport::exchange(Lanes& lanes, int lane, const Move& move) {
     const size_t bytes = move.give.nbytes();
     const void* const from = bytes == 0 ? nullptr : move.give.const_data_ptr();
     void* const to = data(move.to, move.at);
-    if (!options_.use_ce && move.pitch == 0 && move.flag != kUntold) {
+    // In one lane nothing runs beside a copy, and one launch costs the host less than two copies.
+    const bool by_kernel = !options_.use_ce || lanes.are_one();
+    if (by_kernel && move.pitch == 0 && move.flag != kUntold) {
       require(
           launch_push(words_, to, from, bytes, word(move.to, options_.layout.flag_at(move.flag)),
                       control(), options_.blocks, cluster_, stream),

@@ -17,7 +17,8 @@ namespace torch_overlap::cuda {
 // each other in any order that is the same on all ranks. A copy engine copies a chunk and behind it
 // the word of the epoch, from this rank's memory to the flag in the other's: on one stream they
 // arrive in this order. What is waited for comes from copies and kernels of other ranks that wait
-// for nothing of this one but what came before in the order of the operations.
+// for nothing of this one but what came before in the order of the operations. Of lanes that are
+// one a kernel does both.
 class CudaTransport final : public Transport {
  public:
   CudaTransport(std::shared_ptr<SymmetricMemory> memory, DirectOptions options);
