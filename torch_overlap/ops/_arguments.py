@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, StateError, TorchComm
+from torch_overlap._C import InvalidTypeError, InvalidValueError, ReduceOp, TorchComm, _name_and_size
 
 # torch.compile makes constants of both, guarded by their equality: another communicator compiles again.
 torch.utils._pytree.register_constant(TorchComm)
@@ -22,11 +22,7 @@ def group(comm: object) -> tuple[str, int]:
             f"torch_overlap.ops: expected comm as a TorchComm, got {comm!r} ({type(comm).__name__}); "
             "get_comm(name) finds one by its name"
         )
-    if comm.is_finalized():
-        raise StateError(
-            f"torch_overlap.ops: expected a live communicator, got '{comm.get_name()}', which was finalized"
-        )
-    return comm.get_name(), comm.get_size()
+    return _name_and_size("torch_overlap.ops", comm)
 
 
 def one_each(op: str, weights: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:

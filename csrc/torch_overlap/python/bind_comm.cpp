@@ -186,6 +186,11 @@ void register_comm(py::module_& module) {
              py::arg("options"), py::arg("rank"), py::arg("size"));
   module.def("_refuse_capture",
              [](std::string_view op, const TorchComm& comm) { refuse_capture(op, comm.device()); });
+  // One call for what operators take of a communicator.
+  module.def("_name_and_size", [](std::string_view op, const TorchComm& comm) {
+    comm.require_not_finalized(op);
+    return std::pair<std::string_view, int>(comm.name(), comm.size());
+  });
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
   module.def("get_comm", &get_comm, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
              "The live communicator of that name in this process. StateError: it was finalized. "
