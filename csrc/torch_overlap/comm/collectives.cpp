@@ -109,7 +109,7 @@ void copy_if_in_place(Blocks& in, const Blocks& out, int size) {
 void check_equal_parts(const Checker& check, const std::vector<at::Tensor>& parts, int64_t expected,
                        std::string_view what) {
   for (size_t i = 0; i < parts.size(); ++i) {
-    check.numel(parts[i], expected, concat(what, "[", i, "]"));
+    check.numel(parts[i], expected, {what, static_cast<int64_t>(i)});
   }
 }
 
@@ -258,8 +258,7 @@ WorkPtr TorchComm::all_gather_v(const Tensors& outputs, const Tensor& input, boo
   const Checker check = checker("all_gather_v");
   check.tensor(input, "tensor");
   check.list(outputs, input, "tensor_list");
-  check.numel(input, outputs[check.rank].numel(),
-              concat("tensor, as tensor_list[", check.rank, "],"));
+  check.numel(input, outputs[check.rank].numel(), {"tensor, as tensor_list", check.rank});
   Call call = make_call(OpName::all_gather_v, Primitive::all_gather, input);
   call.out = blocks_of(outputs);
   check_outputs(check, input, call.out, "tensor_list");
@@ -334,8 +333,7 @@ WorkPtr TorchComm::reduce_scatter_v(const Tensor& output, const Tensors& inputs,
   const Checker check = checker("reduce_scatter_v");
   check.tensor(output, "output");
   check.list(inputs, output, "input_list");
-  check.numel(output, inputs[check.rank].numel(),
-              concat("output, as input_list[", check.rank, "],"));
+  check.numel(output, inputs[check.rank].numel(), {"output, as input_list", check.rank});
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_v, Primitive::reduce_scatter, output);
   call.in = blocks_of(inputs);
@@ -369,9 +367,8 @@ WorkPtr TorchComm::all_to_all(const Tensors& outputs, const Tensors& inputs, boo
                       check.size, " tensors as input_tensor_list, got none");
   check.list(inputs, inputs[0], "input_tensor_list");
   check.list(outputs, inputs[0], "output_tensor_list");
-  check.numel(
-      outputs[check.rank], inputs[check.rank].numel(),
-      concat("output_tensor_list[", check.rank, "], as input_tensor_list[", check.rank, "],"));
+  check.numel(outputs[check.rank], inputs[check.rank].numel(),
+              {"output_tensor_list, as input_tensor_list", check.rank});
   Call call = make_call(OpName::all_to_all, Primitive::all_to_all);
   call.in = blocks_of(inputs);
   call.out = blocks_of(outputs);

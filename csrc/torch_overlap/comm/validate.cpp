@@ -22,7 +22,7 @@ bool has_memory(const at::Tensor& tensor) {
 
 }  // namespace
 
-void Checker::tensor(const at::Tensor& tensor, std::string_view what) const {
+void Checker::tensor(const at::Tensor& tensor, const ArgumentName& what) const {
   TORCH_OVERLAP_CHECK(tensor.defined(), kType, op, ": expected a tensor as ", what, ", got none");
   TORCH_OVERLAP_CHECK(tensor.layout() == at::kStrided, kType, op, ": expected a dense tensor as ",
                       what, ", got layout ", tensor.layout());
@@ -41,7 +41,7 @@ void Checker::tensor(const at::Tensor& tensor, std::string_view what) const {
 }
 
 void Checker::tensor_like(const at::Tensor& tensor, const at::Tensor& like,
-                          std::string_view what) const {
+                          const ArgumentName& what) const {
   this->tensor(tensor, what);
   TORCH_OVERLAP_CHECK(tensor.scalar_type() == like.scalar_type(), kType, op, ": expected ", what,
                       " of dtype ", like.scalar_type(), ", got ", tensor.scalar_type());
@@ -52,7 +52,7 @@ void Checker::list(const std::vector<at::Tensor>& tensors, const at::Tensor& lik
   TORCH_OVERLAP_CHECK(static_cast<int>(tensors.size()) == size, kValue, op, ": expected ", size,
                       " tensors as ", what, ", one for each rank, got ", tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    tensor_like(tensors[i], like, concat(what, "[", i, "]"));
+    tensor_like(tensors[i], like, {what, static_cast<int64_t>(i)});
   }
 }
 
@@ -72,7 +72,9 @@ void Checker::apart(const at::Tensor& read, const at::Tensor& written, bool same
        ", got overlapping ones");
 }
 
-void Checker::written_apart(const std::vector<Use>& uses, std::string_view what) const {
+void Checker::written_apart(const std::vector<Use>& uses,
+                            const std::pair<std::string_view, std::string_view>& which,
+                            std::string_view others) const {
   std::vector<std::pair<MemoryRange, bool>> ranges;
   for (const Use& use : uses) {
     const MemoryRange range = memory_range(use.tensor);
@@ -83,8 +85,9 @@ void Checker::written_apart(const std::vector<Use>& uses, std::string_view what)
   uintptr_t end = 0;
   uintptr_t written_end = 0;
   for (const auto& [range, is_written] : ranges) {
-    TORCH_OVERLAP_CHECK(range.begin >= (is_written ? end : written_end), kValue, op, ": expected ",
-                        what, ", got overlapping ones");
+    TORCH_OVERLAP_CHECK(range.begin >= (is_written ? end : written_end), kValue, op,
+                        ": expected tensors ", which.first, which.second,
+                        " that share no memory with ", others, ", got overlapping ones");
     end = std::max(end, range.end);
     if (is_written) written_end = std::max(written_end, range.end);
   }
@@ -94,17 +97,17 @@ void Checker::received_apart(const std::vector<P2POp>& ops) const {
   if (!moves_data) return;
   std::vector<Use> uses;
   for (const P2POp& one : ops) uses.push_back({one.tensor, one.type == P2POp::Type::RECV});
-  written_apart(uses, "tensors to receive into that share no memory with others of the batch");
+  written_apart(uses, {"to receive into", ""}, "others of the batch");
 }
 
 void Checker::outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const {
   if (!moves_data) return;
   std::vector<Use> uses;
   for (const at::Tensor& one : outputs) uses.push_back({one, true});
-  written_apart(uses, concat("tensors of ", what, " that share no memory with each other"));
+  written_apart(uses, {"of ", what}, "each other");
 }
 
-void Checker::numel(const at::Tensor& tensor, int64_t expected, std::string_view what) const {
+void Checker::numel(const at::Tensor& tensor, int64_t expected, const ArgumentName& what) const {
   TORCH_OVERLAP_CHECK(tensor.numel() == expected, kValue, op, ": expected ", what, " of ", expected,
                       " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");
 }
