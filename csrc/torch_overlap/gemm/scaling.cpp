@@ -28,11 +28,12 @@ std::string_view to_string(ScalingMode mode) {
 }
 
 ScalingMode scaling_mode(std::string_view op, int64_t value) {
-  std::string modes;
   for (const auto& [mode, name] : kScalingModes) {
     if (static_cast<int64_t>(mode) == value) return mode;
-    if (!modes.empty()) modes += ", ";
-    modes += concat(name, " = ", static_cast<int64_t>(mode));
+  }
+  std::string modes;
+  for (const auto& [mode, name] : kScalingModes) {
+    modes += concat(modes.empty() ? "" : ", ", name, " = ", static_cast<int64_t>(mode));
   }
   fail(ErrorKind::kValue, op, ": expected a scaling mode, got ", value, "; use one of ", modes);
 }

@@ -267,11 +267,13 @@ void check_algorithm(std::string_view op, std::string_view algorithm) {
 }
 
 Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,
-                           const std::shared_ptr<TorchComm>& comm) {
+                           const std::shared_ptr<TorchComm>& comm,
+                           const std::function<void()>& check) {
   check_algorithm(problem.op, algorithm);
   const auto asked = algorithm_of(algorithm);
   if (asked && !has_obstacles(*asked)) return *asked;
   return KeptChoices::of(*comm)->keep({problem, asked, comm->is_capturing()}, [&] {
+    if (check) check();
     return choose(problem, algorithm, comm, Need::make).algorithm;
   });
 }

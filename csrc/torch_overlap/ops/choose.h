@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -65,10 +66,12 @@ struct Choice {
 // like sizes in either, else by the number of rows and what the ranks can do. The same on all
 // ranks, and collective where channels are used that are not there yet, or where the ranks have not
 // met over the cache. kUnsupported where what was asked for cannot be. The communicator keeps it
-// for the next call, until set_tuning() or a change of what its channels can do.
+// for the next call, until set_tuning() or a change of what its channels can do. `check` is called
+// before anything is sent, if it is: what it throws is thrown.
 TORCH_OVERLAP_API Algorithm choose_algorithm(const OverlapProblem& problem,
                                              std::string_view algorithm,
-                                             const std::shared_ptr<TorchComm>& comm);
+                                             const std::shared_ptr<TorchComm>& comm,
+                                             const std::function<void()>& check = {});
 // The same, and why, without communication: on the assumption that ranks reach each other's memory
 // and have a GPU each where nobody has tried yet (they tell their devices when they share memory,
 // not before), and that all have this rank's cache.

@@ -1,6 +1,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include "torch_overlap/common/views.h"
+#include "torch_overlap/gemm/checked.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -15,6 +17,7 @@ struct ScaledGatherOutputs {
   std::vector<Tensor> products;
   Tensor gathered;
   Tensor gathered_scales;
+  ScaledInput input;
 };
 
 ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv,
@@ -36,6 +39,7 @@ ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= group_size;
   ScaledGatherOutputs out;
+  out.input = {.dim = dim, .modes = modes};
   out.gathered =
       return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
   out.gathered_scales =
@@ -59,8 +63,11 @@ struct ScaledSteps {
     GemmArgs part = gemms[i];
     part.lhs.data = data;
     if (scales.defined()) part.lhs.scale_inv = scales;
-    part.out = gemms[i].out.narrow(0, begin, data.size(0));
+    part.out = row_view(gemms[i].out, begin, data.size(0));
     return part;
+  }
+  void check(const Tensor& data, const Tensor& scales) const {
+    for (size_t i = 0; i < gemms.size(); ++i) check_gemm(kScaledGather, at(i, data, scales, 0));
   }
   void multiply(const Tensor& data, const Tensor& scales, int64_t begin) const {
     for (size_t i = 0; i < gemms.size(); ++i) gemm(kScaledGather, at(i, data, scales, begin));
@@ -73,6 +80,7 @@ void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSte
   std::optional<Tensor> scales_of_all;
   if (input.gathered.defined()) bytes_of_all = input.gathered.view(at::kByte);
   if (input.gathered_scales.defined()) scales_of_all = input.gathered_scales;
+  steps.check(input.own, input.scales);  // before anything is sent
   std::optional<GatherPipeline> scales;
   if (input.scales.defined()) scales.emplace(comm, input.scales, scales_of_all);
   GatherPipeline data(comm, input.own.view(at::kByte), bytes_of_all);
@@ -85,15 +93,19 @@ void gather_in_pieces(TorchComm& comm, const GatherInput& input, const ScaledSte
 }
 
 void gather_first(TorchComm& comm, const GatherInput& input, const ScaledSteps& steps) {
-  const auto gather = [&comm](const Tensor& own, Tensor all) {
-    if (!all.defined()) all = at::empty({comm.size() * own.size(0), own.size(1)}, own.options());
-    comm.all_gather_single(all.view(own.scalar_type()), own, /*async_op=*/false);
-    return all;
+  const auto room = [&comm](const Tensor& own, const Tensor& asked) {
+    if (asked.defined() || !own.defined()) return asked;
+    return at::empty({comm.size() * own.size(0), own.size(1)}, own.options());
   };
-  const auto scales =
-      input.scales.defined() ? gather(input.scales, input.gathered_scales) : Tensor();
-  const auto data = gather(input.own.view(at::kByte), input.gathered);
-  steps.multiply(data.view(input.own.scalar_type()), scales, 0);
+  const auto data = room(input.own, input.gathered);
+  const auto scales = room(input.scales, input.gathered_scales);
+  std::vector<CheckedGemm> products;  // before anything is sent
+  for (size_t i = 0; i < steps.gemms.size(); ++i) {
+    products.emplace_back(kScaledGather, steps.at(i, data, scales, 0));
+  }
+  if (scales.defined()) comm.all_gather_single(scales, input.scales, /*async_op=*/false);
+  comm.all_gather_single(data.view(at::kByte), input.own.view(at::kByte), /*async_op=*/false);
+  for (const CheckedGemm& product : products) product.run();
 }
 
 std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
@@ -101,10 +113,9 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
     at::TensorList weights_scale_inv, const OptionalTensors& biases, std::string_view comm,
     int64_t group_size, int64_t gather_dim, at::ScalarType out_dtype, bool use_split_accumulator,
     std::string_view algorithm, int64_t scaling_mode, bool return_gathered) {
-  const auto [dim, modes] = check_scaled_x(kScaledGather, x, x_scale_inv, group_size, gather_dim,
-                                           "gather_dim", out_dtype, algorithm, scaling_mode);
   auto out = scaled_gather_out(x, x_scale_inv, weights, weights_scale_inv, biases, group_size,
                                gather_dim, out_dtype, algorithm, scaling_mode, return_gathered);
+  const auto [dim, modes] = out.input;
   const auto communicator = find_comm(kScaledGather, comm, group_size);
   GatherInput input{.own = to_rows(x, dim),
                     .scales = scale_rows(x, x_scale_inv, dim, modes),
@@ -132,9 +143,11 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
     }
     features += weights[i].size(0);
     steps.gemms.push_back(std::move(args));
-    // Before anything is sent: what 8-bit products ask of sizes.
-    check_gemm(kScaledGather, steps.at(i, input.own, input.scales, 0));
   }
+  // Each way checks its products before it sends: what 8-bit ones ask of sizes. Of blocks those of
+  // a chunk are some by themselves.
+  const auto check = [&] { steps.check(input.own, input.scales); };
+  if (row_unit(modes) > 1) check();
   const auto chosen = choose_algorithm(
       {.op = kScaledGather,
        .dtype = out_dtype,
@@ -146,7 +159,7 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> scaled_gather_kernel(
        .local_n = features,
        .local_k = input.own.size(1),
        .types = scaled_types(x, weights[0], out_dtype, modes, use_split_accumulator)},
-      algorithm, communicator);
+      algorithm, communicator, check);
   input.fused = chosen == Algorithm::fused;
   if (chosen == Algorithm::ring || input.fused) {
     ring_gather_gemms(kScaledGather, communicator, input, steps.gemms);

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -46,8 +47,8 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
       scaled_product(x_scale_inv, weight, weight_scale_inv, modes, use_split_accumulator);
   const auto arguments = [&](const RowRange& rows) {
     GemmArgs part = whole;
-    part.lhs.data = inputs.narrow(0, rows.begin, rows.length);
-    if (scales.defined()) part.lhs.scale_inv = scales.narrow(0, rows.begin, rows.length);
+    part.lhs.data = row_view(inputs, rows.begin, rows.length);
+    if (scales.defined()) part.lhs.scale_inv = row_view(scales, rows.begin, rows.length);
     return part;
   };
   const auto multiply_args = [&](const RowRange& rows, const Tensor& to) {
@@ -58,20 +59,22 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
   const SummedProduct product{
       .op = kScaledAllReduce,
       .comm = communicator,
-      .out = out.flatten(0, -2),
+      .out = as_rows(out),
       .bias = bias.value_or(Tensor()),
       .mean = op == "avg",
       .row_unit = row_unit(modes),
       .multiply = [&](const RowRange& rows,
                       const Tensor& to) { gemm(kScaledAllReduce, multiply_args(rows, to)); },
       .arguments = arguments};
-  // Before anything is sent.
-  check_gemm(kScaledAllReduce, multiply_args({0, product.out.size(0)}, product.out));
   auto problem =
       summed_product_problem(kScaledAllReduce, *communicator, inputs.size(0), weight.size(0),
                              weight.size(1), out_dtype, product.row_unit);
   problem.types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator);
-  run_summed_product(product, choose_algorithm(problem, algorithm, communicator));
+  // Each way checks its first product before it sends.
+  run_summed_product(product, choose_algorithm(problem, algorithm, communicator, [&] {
+                       check_gemm(kScaledAllReduce,
+                                  multiply_args({0, product.out.size(0)}, product.out));
+                     }));
   return out;
 }
 

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include "torch_overlap/common/views.h"
 #include "torch_overlap/ops/overlapped.h"
 #include "torch_overlap/ops/pipeline.h"
 #include "torch_overlap/ops/register.h"
@@ -11,11 +12,18 @@ namespace {
 
 constexpr std::string_view kScaledScatter = "scaled_matmul_reduce_scatter";
 
-Tensor scaled_scatter_out(const Tensor& x, const Tensor& x_scale_inv, const Tensor& weight,
-                          const Tensor& weight_scale_inv, const std::optional<Tensor>& bias,
-                          int64_t group_size, int64_t scatter_dim, std::string_view op,
-                          at::ScalarType out_dtype, std::string_view algorithm,
-                          int64_t scaling_mode) {
+struct ScaledScatterOutput {
+  Tensor out;
+  int64_t dim;
+  ScaledModes modes;
+};
+
+ScaledScatterOutput scaled_scatter_out(const Tensor& x, const Tensor& x_scale_inv,
+                                       const Tensor& weight, const Tensor& weight_scale_inv,
+                                       const std::optional<Tensor>& bias, int64_t group_size,
+                                       int64_t scatter_dim, std::string_view op,
+                                       at::ScalarType out_dtype, std::string_view algorithm,
+                                       int64_t scaling_mode) {
   const auto [dim, modes] = check_scaled_x(kScaledScatter, x, x_scale_inv, group_size, scatter_dim,
                                            "scatter_dim", out_dtype, algorithm, scaling_mode);
   check_choice(kScaledScatter, "op", "sum avg", op);
@@ -24,7 +32,7 @@ Tensor scaled_scatter_out(const Tensor& x, const Tensor& x_scale_inv, const Tens
   auto sizes = x.sym_sizes().vec();
   sizes[dim] = sizes[dim] / group_size;
   sizes.back() = weight.sym_size(0);
-  return at::empty_symint(sizes, x.options().dtype(out_dtype));
+  return {at::empty_symint(sizes, x.options().dtype(out_dtype)), dim, modes};
 }
 
 Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const Tensor& weight,
@@ -33,10 +41,9 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
                              std::string_view op, at::ScalarType out_dtype,
                              bool use_split_accumulator, std::string_view algorithm,
                              int64_t scaling_mode) {
-  const auto [dim, modes] = check_scaled_x(kScaledScatter, x, x_scale_inv, group_size, scatter_dim,
-                                           "scatter_dim", out_dtype, algorithm, scaling_mode);
-  auto out = scaled_scatter_out(x, x_scale_inv, weight, weight_scale_inv, bias, group_size,
-                                scatter_dim, op, out_dtype, algorithm, scaling_mode);
+  const auto [out, dim, modes] =
+      scaled_scatter_out(x, x_scale_inv, weight, weight_scale_inv, bias, group_size, scatter_dim,
+                         op, out_dtype, algorithm, scaling_mode);
   const auto communicator = find_comm(kScaledScatter, comm, group_size);
   const auto inputs = to_rows(x, dim);
   const auto scales = scale_rows(x, x_scale_inv, dim, modes);
@@ -47,12 +54,14 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
       scaled_product(x_scale_inv, weight, weight_scale_inv, modes, use_split_accumulator);
   const auto product_of = [&](int64_t begin, int64_t length, const Tensor& to) {
     GemmArgs part = whole;
-    part.lhs.data = inputs.narrow(0, begin, length);
-    if (scales.defined()) part.lhs.scale_inv = scales.narrow(0, begin, length);
+    part.lhs.data = row_view(inputs, begin, length);
+    if (scales.defined()) part.lhs.scale_inv = row_view(scales, begin, length);
     part.out = to;
     return part;
   };
-  check_gemm(kScaledScatter, product_of(0, rows, sums));  // before anything is sent
+  // Each way checks its first product before it sends. Of blocks a chunk is one by itself.
+  const auto check = [&] { check_gemm(kScaledScatter, product_of(0, rows, sums)); };
+  if (row_unit(modes) > 1) check();
   const auto chosen = choose_algorithm(
       {.op = kScaledScatter,
        .dtype = out_dtype,
@@ -64,7 +73,7 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
        .local_n = weight.size(0),
        .local_k = weight.size(1),
        .types = scaled_types(x, weight, out_dtype, modes, use_split_accumulator)},
-      algorithm, communicator);
+      algorithm, communicator, check);
   if (chosen == Algorithm::ring || chosen == Algorithm::fused) {
     ring_scatter_gemms(kScaledScatter, communicator, {product_of(0, inputs.size(0), {})},
                        {.start = {},
@@ -102,7 +111,8 @@ Tensor scaled_scatter_meta(const Tensor& x, const Tensor& x_scale_inv, const Ten
                            std::string_view op, at::ScalarType out_dtype, bool,
                            std::string_view algorithm, int64_t scaling_mode) {
   return scaled_scatter_out(x, x_scale_inv, weight, weight_scale_inv, bias, group_size, scatter_dim,
-                            op, out_dtype, algorithm, scaling_mode);
+                            op, out_dtype, algorithm, scaling_mode)
+      .out;
 }
 
 }  // namespace
