@@ -49,7 +49,7 @@ class TORCH_OVERLAP_API Lanes {
   // Waits until the device is done with all that came before a leave(), at most so long.
   virtual void drain(std::chrono::milliseconds timeout) noexcept {}
   // `what` lives until the lanes are gone and the device is done with that.
-  virtual void keep(std::vector<std::shared_ptr<void>> what) {}
+  virtual void keep(const std::vector<std::shared_ptr<void>>& what) {}
 
   // `as_one`: of work that takes less time than lanes cost. All is one lane then, in the order in
   // which it is put there; not in a graph, where lanes cost nothing.

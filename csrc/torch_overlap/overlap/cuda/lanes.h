@@ -18,7 +18,7 @@ class CudaLanes final : public Lanes {
   void enter() override;
   void leave() override;
   void drain(std::chrono::milliseconds timeout) noexcept override;
-  void keep(std::vector<std::shared_ptr<void>> what) override { kept_ = std::move(what); }
+  void keep(const std::vector<std::shared_ptr<void>>& what) override { kept_ = what; }
   void fork(bool as_one) override;
   bool are_one() const override { return as_one_; }
   bool are_captured() const override { return streams_.are_captured(); }
