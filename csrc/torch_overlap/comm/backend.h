@@ -111,11 +111,14 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   // has to wait for the device.
   virtual void prepare_windows() {}
 
-  // A window's memory, which all ranks can reach, from now until remove_window(). All ranks call it
-  // in the same order among their operations, with the same numbers.
+  // All ranks have come to make a window, at the same place among their operations, whatever comes
+  // of it.
+  virtual void begin_window() {}
+  // A window's memory, which all ranks can reach, from now until remove_window(): the number is the
+  // same on all of them.
   virtual void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) {}
   // No operation touches the memory when it returns, nor begins to. Throws kTimeout.
-  virtual void remove_window(const SymmetricMemory& memory) {}
+  virtual void remove_window(const SymmetricMemory& memory, Milliseconds timeout) {}
 
   // Whether windows have a way to ranks whose memory cannot be mapped. `why`, where they have none,
   // is for the error, and may be empty.

@@ -26,7 +26,9 @@ struct Limits {
   size_t push;
   size_t two_shot;
   // Where there are windows: above the first and up to the second the kernel may do without copies.
-  // Where it cannot, its other way has to be no slower than NCCL, so it ends where that is.
+  // Where it cannot, its other way has to be no slower than NCCL, so it ends where that was
+  // measured (two ranks: all_reduce of 64 MiB, bench_push_blocks-h200-tp2-*.json). It has a block
+  // on nearly every SM, which products beside it miss.
   struct {
     size_t above;
     size_t most;

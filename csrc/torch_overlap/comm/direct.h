@@ -34,7 +34,7 @@ struct DirectProblem {
   size_t row_bytes = 0;  // an all_reduce with an RMSNorm behind it: of a row; else 0
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
-  // The communicator has, or has had, a window: the call's tensors may lie in it on all ranks.
+  // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.
   bool has_windows = false;
 };
 

@@ -280,7 +280,10 @@ void MismatchCheck::compare_p2p(const Call& call) {
 }
 
 std::string mismatch_hint(const Call& call) {
-  if (call.is_compared || call.window != nullptr) return "";
+  const bool is_one_sided = call.primitive == Primitive::put ||
+                            call.primitive == Primitive::signal ||
+                            call.primitive == Primitive::wait_signal;
+  if (call.is_compared || is_one_sided) return "";
   return R"(; hints={"check_mismatch": "true"} tells whether the ranks called different things)";
 }
 

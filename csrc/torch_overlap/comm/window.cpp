@@ -76,6 +76,7 @@ void TorchCommWindow::register_with(const std::shared_ptr<const Membership>& mem
   const BackendContext& context = members->context;
   Backend::RemoteSupport remote;
   try {
+    if (context.store) members->backend->begin_window();
     remote = members->backend->remote_support();
   } catch (...) {
     if (!mine) mine = Fault::current();
@@ -133,11 +134,13 @@ void TorchCommWindow::tensor_deregister() {
   }
   if (!is_live || !old->bootstrap) return;
   const Milliseconds timeout = old->members->context.timeout();
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   Fault fault;
   try {
     symmetric_allocator("tensor_deregister", device().type()).refuse_capture("tensor_deregister");
     drain(timeout);
-    old->members->backend->remove_window(*old->memory);
+    const auto left = std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
+    old->members->backend->remove_window(*old->memory, std::max(left, Milliseconds(1)));
   } catch (...) {
     fault = Fault::current();
   }
@@ -151,8 +154,11 @@ void TorchCommWindow::tensor_deregister() {
       const std::lock_guard lock(mutex_);
       if (!registration_) registration_ = old;  // as it was
     }
-    if (old->memory->unreachable_pair().empty()) {
-      old->members->backend->add_window(old->number, old->memory);
+    try {
+      if (old->memory->unreachable_pair().empty()) {
+        old->members->backend->add_window(old->number, old->memory);
+      }
+    } catch (const std::exception&) {  // the communicator has failed: nothing begins any more
     }
     throw;
   }

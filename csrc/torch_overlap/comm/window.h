@@ -66,8 +66,13 @@ struct PutOptions : OpOptions {
 // mapped until tensor_deregister(), or until the window and all tensors of map_remote_tensor() are
 // gone; a rank that has gone without deregistering leaves its memory to those that still have it.
 //
+// Collectives of the communicator on tensors in the window may have the ranks read and write them
+// where they are (docs/kernels.md). When such a one has failed other ranks may still do so until
+// their communicator has ended too: the tensor is kept until then.
+//
 // Threads: any. Collective calls in the same order on all ranks, with other collective calls of
-// windows of this communicator.
+// windows of this communicator. Registering has its place among the communicator's collectives too:
+// not beside those of another thread.
 class TORCH_OVERLAP_API TorchCommWindow : public std::enable_shared_from_this<TorchCommWindow> {
  public:
   using Tensor = at::Tensor;

@@ -160,6 +160,11 @@ void NcclBackend::prepare_windows() {
   }
 }
 
+void NcclBackend::begin_window() {
+  const Lock lock = lock_unless_failed();
+  direct_.begin_window();
+}
+
 void NcclBackend::add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) {
   const Lock lock = lock_unless_failed();
   direct_.add_window(number, memory);

@@ -68,8 +68,9 @@ class NcclBackend final : public Backend, public Watched, public Body {
   bool has_windows() const override { return true; }
   bool has_rms_norm() const override { return true; }
   void prepare_windows() override;
+  void begin_window() override;
   void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) override;
-  void remove_window(const SymmetricMemory& memory) override;
+  void remove_window(const SymmetricMemory& memory, Milliseconds timeout) override;
   RemoteSupport remote_support() const override;
   std::shared_ptr<RemoteAccess> open_remote(Bootstrap& bootstrap, std::string_view op,
                                             SymmetricMemory& memory) override;

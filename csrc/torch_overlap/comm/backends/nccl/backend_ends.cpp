@@ -89,8 +89,8 @@ void NcclBackend::drain(std::string_view op) {
   runtime_->failure.rethrow_if_set();
 }
 
-void NcclBackend::remove_window(const SymmetricMemory& memory) {
-  const auto deadline = Clock::now() + bounded_timeout(context_.timeout());
+void NcclBackend::remove_window(const SymmetricMemory& memory, Milliseconds timeout) {
+  const auto deadline = Clock::now() + bounded_timeout(timeout);
   const auto uses_it = [&](const std::shared_ptr<CudaWork>& work) {
     return work->call().window.get() == &memory;
   };
@@ -106,7 +106,7 @@ void NcclBackend::remove_window(const SymmetricMemory& memory) {
     }
     TORCH_OVERLAP_CHECK(Clock::now() < deadline, kTimeout, "tensor_deregister on '", runtime_->name,
                         "': expected the collectives on '", memory.name(), "' to end within ",
-                        context_.timeout().count(), " ms, got some that did not");
+                        timeout.count(), " ms, got some that did not");
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
 }

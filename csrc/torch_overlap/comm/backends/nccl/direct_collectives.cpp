@@ -381,8 +381,9 @@ void DirectCollectives::prepare() {
 
 void DirectCollectives::add_window(uint64_t number,
                                    const std::shared_ptr<SymmetricMemory>& memory) {
-  has_windows_ = true;
-  std::erase_if(windows_, [](const Window& window) { return window.memory.expired(); });
+  std::erase_if(windows_, [&](const Window& window) {
+    return window.memory.expired() || window.key == memory.get();
+  });
   windows_.push_back({.number = static_cast<uint32_t>(number) + 1,
                       .memory = memory,
                       .key = memory.get(),
@@ -395,7 +396,7 @@ void DirectCollectives::remove_window(const SymmetricMemory& memory) {
 }
 
 std::shared_ptr<SymmetricMemory> DirectCollectives::window_of(const Call& call) const {
-  if (windows_.empty() || call.direct == DirectMode::off || call.norm) return nullptr;
+  if (windows_.empty() || call.direct == DirectMode::off) return nullptr;
   if (!is_direct_possible(call.primitive, context_.size)) return nullptr;
   const at::Tensor& tensor = shared_tensor(call);
   if (!tensor.defined() || tensor.numel() == 0) return nullptr;

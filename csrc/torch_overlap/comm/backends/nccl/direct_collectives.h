@@ -28,9 +28,10 @@ namespace torch_overlap {
 // the streams of the replays for captured ones. Replays that overlap end the communicator with an
 // error.
 //
-// Windows. Once the communicator has had one, calls of some sizes are launched as kernels that find
-// out by themselves whether the tensors of all ranks lie in one window (DirectPlan::zero_copy).
-// That it has had one all ranks know alike; which are left, and where a tensor lies, they need not.
+// Windows. Once the ranks have come to make one, calls of some sizes are launched as kernels that
+// find out by themselves whether the tensors of all ranks lie in one window
+// (DirectPlan::zero_copy). That they have come all ranks know alike; what has come of it, which are
+// left, and where a tensor lies, they need not.
 //
 // Threads: under the launch lock.
 class DirectCollectives {
@@ -45,6 +46,8 @@ class DirectCollectives {
   // Of a plan that is not empty. Reads and writes the call's tensors on `stream`.
   void launch(const Call& call, const DirectPlan& plan, bool is_capturing, cudaStream_t stream);
 
+  // Behind it all ranks plan alike.
+  void begin_window() { has_windows_ = true; }
   // Memory that all ranks can reach, of a window that all have made as their `number`th.
   void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory);
   void remove_window(const SymmetricMemory& memory);
@@ -82,7 +85,7 @@ class DirectCollectives {
   Fault fault_;                   // why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters
   std::shared_ptr<Memory> memory_;
-  bool has_windows_ = false;  // or has had
+  bool has_windows_ = false;  // or has had, or tried to have
   std::vector<Window> windows_;
 };
 
