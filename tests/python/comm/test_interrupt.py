@@ -11,6 +11,8 @@ import os, signal, tempfile, threading
 from datetime import timedelta
 import torch, torch_overlap as to
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs may have been started without
+
 class Alarm(Exception):
     pass
 

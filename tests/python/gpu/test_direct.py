@@ -213,8 +213,7 @@ def test_beside_other_algorithms_of_the_same_channels(comm, seed, algorithm):
     for step in range(12):
         for problem in problems:
             problem.fill(seed + step)
-            if step > 1:  # the first calls load kernels
-                late(comm, step)
+            late(comm, step)
             problem.check(problem.run(algorithm if step % 2 else "direct"))
 
 

@@ -145,7 +145,7 @@ std::optional<std::string> WaitBoard::expired() const {
       return concat(name,
                     ": expected one replay at a time of the graphs of a communicator, got two that "
                     "ran at once; replay them on one stream or order the streams by events, or "
-                    "capture with the hint direct_collectives=off");
+                    "capture with the hint direct_collectives=off and without algorithm=\"direct\"");
     case WaitKind::signal:
       break;
   }
