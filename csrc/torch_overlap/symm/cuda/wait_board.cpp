@@ -142,10 +142,11 @@ std::optional<std::string> WaitBoard::expired() const {
                     " of block ", record.block, within, "step ", record.seen,
                     "; do all ranks make the same calls?");
     case WaitKind::apart:
-      return concat(name,
-                    ": expected one replay at a time of the graphs of a communicator, got two that "
-                    "ran at once; replay them on one stream or order the streams by events, or "
-                    "capture with the hint direct_collectives=off and without algorithm=\"direct\"");
+      return concat(
+          name,
+          ": expected one replay at a time of the graphs of a communicator, got two that "
+          "ran at once; replay them on one stream or order the streams by events, or "
+          "capture with the hint direct_collectives=off and without algorithm=\"direct\"");
     case WaitKind::signal:
       break;
   }
