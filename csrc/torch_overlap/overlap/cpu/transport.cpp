@@ -46,6 +46,7 @@ void CpuTransport::begin(int64_t rows) {
   const auto& layout = options_.layout;
   const auto own_rows = static_cast<uint32_t>(rows);
   ++epoch_;
+  raisers_.clear();
   for (int rank = 0; rank < memory_->size(); ++rank) {
     word(rank, layout.rows_at(memory_->rank())).store(own_rows, std::memory_order_relaxed);
     word(rank, layout.begun_at(memory_->rank())).store(epoch_, std::memory_order_release);
@@ -64,6 +65,7 @@ void CpuTransport::begin(int64_t rows) {
 }
 
 void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
+  raisers_.insert_or_assign(move.get_flag, move.from);
   lanes.run(lane, "exchange", [this, move] {
     auto* there = static_cast<std::byte*>(memory_->pointer(move.to)) + move.at;
     const at::Tensor& give = move.give;
@@ -86,8 +88,9 @@ void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
 void CpuTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags) {
   auto& host = static_cast<HostLanes&>(lanes);
   for (const int flag : flags) {
-    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, flag % memory_->size(),
-                             "do its part of"));
+    const auto found = raisers_.find(flag);
+    const int from = found == raisers_.end() ? flag % memory_->size() : found->second;
+    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, from, "do its part of"));
   }
 }
 

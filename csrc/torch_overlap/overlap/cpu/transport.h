@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -35,6 +36,9 @@ class CpuTransport final : public Transport {
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;
   uint32_t epoch_ = 0;
+  // Of this operation: who raises a flag of this rank, where it is not the one that it is of. What
+  // goes round comes from a neighbour, also when its owner has done its part and left.
+  std::map<int, int> raisers_;
 };
 
 }  // namespace torch_overlap
