@@ -173,7 +173,7 @@ def test_a_missing_rank_is_named(comm, make_comm, name):
     size = comm.get_size()
     count = MIB  # 4 MiB, which would be staged in more than one round, and so in more steps
     memory = to.symmetric_empty(2 * count * size, torch.float32, lonely)
-    lonely.new_window(memory)
+    window = lonely.new_window(memory)  # a window lasts as long as this
     whole, out = memory.view(2, -1)
     call = {
         "all_reduce": lambda: lonely.all_reduce(whole, ReduceOp.SUM, async_op=False),
@@ -195,3 +195,4 @@ def test_a_missing_rank_is_named(comm, make_comm, name):
     comm.barrier(async_op=True).wait_blocking()
     lonely.abort()
     torch.cuda.synchronize()
+    del window
