@@ -21,8 +21,12 @@ void register_gemm_backend(c10::DeviceType type, std::shared_ptr<GemmBackend> ba
   gemm_backends()[static_cast<size_t>(type)] = std::move(backend);
 }
 
+GemmBackend* find_gemm_backend(c10::DeviceType type) {
+  return gemm_backends()[static_cast<size_t>(type)].get();
+}
+
 GemmBackend& gemm_backend(std::string_view op, c10::DeviceType type) {
-  const auto& backend = gemm_backends()[static_cast<size_t>(type)];
+  GemmBackend* backend = find_gemm_backend(type);
   TORCH_OVERLAP_CHECK(backend != nullptr, kUnsupported, op,
                       ": expected tensors of a CPU or CUDA device, got ", type,
                       "; move them (CUDA needs a build with it, FORCE_CUDA=1)");

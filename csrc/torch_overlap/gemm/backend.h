@@ -3,12 +3,15 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/operand.h"
+#include "torch_overlap/gemm/quantize.h"
 
 namespace torch_overlap {
 
@@ -27,8 +30,24 @@ inline const at::Tensor& residual_of(const GemmArgs& args) {
   return args.accumulate ? args.out : args.epilogue.residual;
 }
 
-// Products on one kind of device. A folder a kind (cpu/, cublaslt/), which registers itself: what
-// is built decides what there is.
+// After their checks. x has any strides; scale is undefined where it follows from x.
+struct QuantizeCall {
+  std::string_view op;
+  const at::Tensor& x;
+  const QuantizeOptions& options;
+  const at::Tensor& scale;
+};
+
+struct DequantizeCall {
+  const at::Tensor& data;
+  const at::Tensor& scale_inv;
+  ScalingMode scaling;
+  bool swizzled;
+  at::ScalarType dtype;  // of the result
+};
+
+// Products on one kind of device, and the 8-bit values that they multiply. A folder a kind (cpu/,
+// cublaslt/), which registers itself: what is built decides what there is.
 //
 // Threads: any.
 class TORCH_OVERLAP_API GemmBackend {
@@ -48,11 +67,20 @@ class TORCH_OVERLAP_API GemmBackend {
   virtual void run_group(const std::vector<GemmProblem>& problems) {
     for (const auto& problem : problems) run(problem);
   }
+
+  // By kernels of its own, on the current stream; nothing: torch's operators do it. The second
+  // result is the largest |x|, of modes with one scale.
+  virtual std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) {
+    return std::nullopt;
+  }
+  virtual std::optional<at::Tensor> dequantize(const DequantizeCall& call) { return std::nullopt; }
 };
 
 // One for each kind of device; registering twice replaces it.
 TORCH_OVERLAP_API void register_gemm_backend(c10::DeviceType type,
                                              std::shared_ptr<GemmBackend> backend);
+// Null where there is none.
+GemmBackend* find_gemm_backend(c10::DeviceType type);
 // Throws kUnsupported, naming `op`, where there is none.
 TORCH_OVERLAP_API GemmBackend& gemm_backend(std::string_view op, c10::DeviceType type);
 

@@ -18,8 +18,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <optional>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/backend.h"
 #include "torch_overlap/gemm/operand.h"
 
 namespace torch_overlap {
@@ -196,6 +199,14 @@ QuantizedMatrix quantize_rows(std::string_view op, const at::Tensor& matrix,
   return {saturated(wide * scale, largest, options.dtype).contiguous(), at::reciprocal(scale)};
 }
 
+std::optional<std::pair<Quantized, at::Tensor>> by_kernels(std::string_view op, const at::Tensor& x,
+                                                           const QuantizeOptions& options,
+                                                           const at::Tensor& scale = {}) {
+  GemmBackend* backend = find_gemm_backend(x.device().type());
+  if (backend == nullptr) return std::nullopt;
+  return backend->quantize({op, x, options, scale});
+}
+
 }  // namespace
 
 double largest_value(std::string_view op, at::ScalarType dtype) {
@@ -224,6 +235,7 @@ Quantized empty_quantized(std::string_view op, const at::Tensor& x,
 Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_quantizable(op, x, options);
+  if (auto done = by_kernels(op, x, options)) return std::move(done->first);
   if (is_tensor_scaling(options.scaling)) {
     const double largest = largest_value(op, options.dtype);
     const auto scale = scales_of(largest_magnitude(x), largest, options.power_of_two);
@@ -266,6 +278,7 @@ std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at:
                       ": expected a scaling mode with one factor, got ",
                       to_string(options.scaling));
   check_scale(op, x, scale);
+  if (auto done = by_kernels(op, x, options, scale)) return std::move(*done);
   Quantized out;
   out.data = saturated(x.to(at::kFloat) * scale, largest_value(op, options.dtype), options.dtype)
                  .contiguous();
@@ -328,6 +341,9 @@ at::Tensor dequantize(std::string_view op, const at::Tensor& data, const at::Ten
                       ScalingMode scaling, at::ScalarType dtype, bool swizzled) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_dequantizable(op, data, scale_inv, scaling, dtype, swizzled);
+  if (GemmBackend* backend = find_gemm_backend(data.device().type())) {
+    if (auto out = backend->dequantize({data, scale_inv, scaling, swizzled, dtype})) return *out;
+  }
   const auto wide = data.to(at::kFloat);
   if (is_tensor_scaling(scaling)) return (wide * scale_inv).to(dtype);
   const auto matrix = as_matrix(wide);

@@ -10,8 +10,9 @@
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/scaling.h"
 
-// Quantization to 8-bit floats, made of torch's operators: any device, on the current stream, the
-// host never waits, capture-safe, below autograd. Arithmetic is fp32.
+// Quantization to 8-bit floats, made of torch's operators on any device, and of kernels of our own
+// on CUDA (gemm/cuda/quantize.h; not for float64): on the current stream, the host never waits,
+// capture-safe, below autograd. Arithmetic is fp32.
 //
 // x [..., cols] is the matrix [rows, cols] of its last dimension, and is quantized along its own
 // rows: value = data * scale_inv.

@@ -19,6 +19,7 @@
 #include "torch_overlap/gemm/cublaslt/own.h"
 #include "torch_overlap/gemm/cublaslt/scales.h"
 #include "torch_overlap/gemm/cublaslt/workspace.h"
+#include "torch_overlap/gemm/cuda/quantize_host.h"
 #include "torch_overlap/gemm/epilogue.h"
 #include "torch_overlap/gemm/options.h"
 
@@ -145,6 +146,14 @@ class CublasLtGemm final : public GemmBackend {
   void run_own(const GemmProblem& problem, size_t index) override {
     const auto product = own_product_of(problem);
     sm90::run(*product, sm90::choices(*product).at(index));
+  }
+
+  std::optional<std::pair<Quantized, at::Tensor>> quantize(const QuantizeCall& call) override {
+    return cuda::quantize_by_kernels(call);
+  }
+
+  std::optional<at::Tensor> dequantize(const DequantizeCall& call) override {
+    return cuda::dequantize_by_kernels(call);
   }
 
   void run_group(const std::vector<GemmProblem>& problems) override {

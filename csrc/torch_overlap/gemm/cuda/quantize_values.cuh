@@ -1,0 +1,245 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "torch_overlap/gemm/cuda/quantize.h"
+
+// Elements, magnitudes and scales of the quantizing kernels.
+//
+// A thread works on vectors of eight elements, kept as they were read. Magnitudes are compared as
+// integers, two at a time where they have 16 bits: in this order infinity lies above all numbers,
+// and NaN above infinity, so a NaN is never lost.
+namespace torch_overlap::cuda {
+
+inline constexpr int kVector = 8;
+inline constexpr uint32_t kInfinityBits = 0x7f800000;
+
+template <typename T>
+struct Vector {
+  static constexpr int kWords = kVector * sizeof(T) / sizeof(uint32_t);
+  uint32_t words[kWords];
+};
+
+template <typename T>
+__device__ __forceinline__ float element(const Vector<T>& v, int i) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(v.words[i]);
+  } else {
+    const auto bits = static_cast<uint16_t>(v.words[i / 2] >> (16 * (i % 2)));
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+    } else {
+      return __half2float(__ushort_as_half(bits));
+    }
+  }
+}
+
+// `valid` elements from `from`, zeros behind them. `aligned`: whole vectors may be read at once.
+template <typename T>
+__device__ __forceinline__ Vector<T> load_vector(const T* from, int64_t valid, bool aligned) {
+  Vector<T> v{};
+  if (aligned && valid >= kVector) {
+#pragma unroll
+    for (int i = 0; i < Vector<T>::kWords / 4; ++i) {
+      const uint4 part = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      v.words[4 * i] = part.x;
+      v.words[4 * i + 1] = part.y;
+      v.words[4 * i + 2] = part.z;
+      v.words[4 * i + 3] = part.w;
+    }
+    return v;
+  }
+  constexpr int in_word = sizeof(uint32_t) / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i >= valid) break;
+    uint32_t bits;
+    if constexpr (in_word == 1) {
+      bits = __float_as_uint(from[i]);
+    } else {
+      bits = reinterpret_cast<const uint16_t*>(from)[i];
+    }
+    v.words[i / in_word] |= bits << (16 * (i % in_word));
+  }
+  return v;
+}
+
+__device__ __forceinline__ void store_vector(uint8_t* to, uint2 bytes, int64_t valid,
+                                             bool aligned) {
+  if (aligned && valid >= kVector) {
+    *reinterpret_cast<uint2*>(to) = bytes;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    if (i < valid) to[i] = static_cast<uint8_t>((i < 4 ? bytes.x : bytes.y) >> (8 * (i % 4)));
+  }
+}
+
+// --- Magnitudes: words of one fp32, or of two 16-bit numbers, without signs.
+
+template <typename T>
+__device__ __forceinline__ uint32_t without_signs(uint32_t word) {
+  return word & (sizeof(T) == 4 ? 0x7fffffffU : 0x7fff7fffU);
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return a > b ? a : b;
+  } else {
+    return __vmaxu2(a, b);
+  }
+}
+
+// The largest of a vector's elements: both halves of a word stand for any of them.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_of(const Vector<T>& v) {
+  uint32_t most = without_signs<T>(v.words[0]);
+#pragma unroll
+  for (int i = 1; i < Vector<T>::kWords; ++i) {
+    most = larger<T>(most, without_signs<T>(v.words[i]));
+  }
+  return most;
+}
+
+// Over lanes that differ in the bits of `lanes` - 1, or from `first` on.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most, int lanes, int first = 1) {
+#pragma unroll
+  for (int i = first; i < lanes; i *= 2) {
+    most = larger<T>(most, __shfl_xor_sync(0xffffffffU, most, i));
+  }
+  return most;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t fp32_bits(uint16_t bits) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return static_cast<uint32_t>(bits) << 16;
+  } else {
+    return __float_as_uint(__half2float(__ushort_as_half(bits)));
+  }
+}
+
+// The fp32 bits of the larger half.
+template <typename T>
+__device__ __forceinline__ uint32_t magnitude(uint32_t most) {
+  if constexpr (sizeof(T) == 4) {
+    return most;
+  } else {
+    const uint32_t low = most & 0xffffU;
+    const uint32_t high = most >> 16;
+    return fp32_bits<T>(static_cast<uint16_t>(low > high ? low : high));
+  }
+}
+
+// --- Scales.
+
+template <bool e5m2>
+inline constexpr float kLargestValue = e5m2 ? 57344.0F : 448.0F;
+
+// As scales_of() of quantize.cpp.
+template <bool e5m2>
+__device__ __forceinline__ float scale_of(uint32_t largest, bool power_of_two) {
+  if (largest == 0 || largest >= kInfinityBits) return 1.0F;
+  const float inverse = __frcp_rn(__uint_as_float(largest));
+  const float scale = fminf(__fmul_rn(inverse, kLargestValue<e5m2>), 0x1p126F);
+  return power_of_two ? __uint_as_float(__float_as_uint(scale) & kInfinityBits) : scale;
+}
+
+// As exponent_bytes() of quantize.cpp. What is too small to be normal is below the range anyway.
+template <bool e5m2>
+__device__ __forceinline__ int exponent_byte(uint32_t largest) {
+  if (largest >= kInfinityBits) return largest == kInfinityBits ? 253 : 255;
+  constexpr int exponent_of_largest = e5m2 ? 16 : 9;
+  constexpr uint32_t seven_eighths = 0x600000;
+  const int exponent = static_cast<int>(largest >> 23) + 1 - exponent_of_largest;
+  const int up = (largest & 0x7fffffU) > seven_eighths ? 1 : 0;
+  return largest == 0 ? 0 : min(max(exponent + up, 0), 253);
+}
+
+__device__ __forceinline__ float scale_of_byte(int byte) {
+  return __uint_as_float(static_cast<uint32_t>(max(254 - byte, 1)) << 23);
+}
+
+// Where E8M0 scale (row, column) of `columns` lies in the order of the tensor cores.
+__device__ __forceinline__ int64_t swizzled_index(int64_t row, int64_t column, int64_t columns) {
+  const int64_t tile = row / 128 * ((columns + 3) / 4) + column / 4;
+  return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+}
+
+// --- 8-bit values.
+
+template <bool e5m2>
+__device__ __forceinline__ uint32_t two_bytes(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
+                                  e5m2 ? __NV_E5M2 : __NV_E4M3);
+}
+
+// Eight of value(0) ... value(7).
+template <bool e5m2, typename Value>
+__device__ __forceinline__ uint2 eight_bytes(const Value& value) {
+  uint2 bytes;
+  bytes.x = two_bytes<e5m2>(value(0), value(1)) | two_bytes<e5m2>(value(2), value(3)) << 16;
+  bytes.y = two_bytes<e5m2>(value(4), value(5)) | two_bytes<e5m2>(value(6), value(7)) << 16;
+  return bytes;
+}
+
+// --- Types at run time to types of templates.
+
+template <typename Call>
+cudaError_t with_type(WideType type, const Call& call) {
+  switch (type) {
+    case WideType::kFloat:
+      return call(float{});
+    case WideType::kHalf:
+      return call(__half{});
+    case WideType::kBFloat16:
+      return call(__nv_bfloat16{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename Call>
+cudaError_t with_format(bool e5m2, const Call& call) {
+  return e5m2 ? call(std::true_type{}) : call(std::false_type{});
+}
+
+// `call` gets what Group<group>{} is.
+template <ScaleGroup group>
+using Group = std::integral_constant<ScaleGroup, group>;
+
+template <typename Call>
+cudaError_t with_group(ScaleGroup group, const Call& call) {
+  switch (group) {
+    case ScaleGroup::kTensor:
+      return call(Group<ScaleGroup::kTensor>{});
+    case ScaleGroup::kRow:
+      return call(Group<ScaleGroup::kRow>{});
+    case ScaleGroup::kRow128:
+      return call(Group<ScaleGroup::kRow128>{});
+    case ScaleGroup::kBlock128:
+      return call(Group<ScaleGroup::kBlock128>{});
+    case ScaleGroup::kRow32:
+      return call(Group<ScaleGroup::kRow32>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+inline bool is_aligned(const void* memory, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(memory) % bytes == 0;
+}
+
+// Whether each row of x begins where vectors are read at once.
+template <typename T>
+bool reads_vectors(const QuantizeParams& p) {
+  return is_aligned(p.x, 16) && p.columns * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+}
+
+}  // namespace torch_overlap::cuda
