@@ -138,6 +138,31 @@ def test_between_other_collectives(by_mode, seed):
             assert (out == torch.arange(size, device="cuda")[:, None]).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rows(by_mode, seed, mode):
+    """Eager and captured, between norms that have some. Gradients are zeros."""
+    shapes = [(0, 8), (16, 2048), (2, 0, 8192), (3, 127)]
+    for dtype in DTYPES:
+        problems = [Problem(by_mode[mode], seed + i, shape, dtype) for i, shape in enumerate(shapes)]
+        for shape, problem in zip(shapes, problems, strict=True):
+            results = problem.run()
+            problem.check(results)
+            assert all(t.shape == shape for t in results)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [problem.run() for problem in problems]
+        for t in torch.utils._pytree.tree_leaves(captured):
+            t.fill_(float("nan"))
+        graph.replay()
+        for problem, results in zip(problems, captured, strict=True):
+            problem.check(results)
+        empty = problems[0]
+        leaves = [t.requires_grad_() for t in (empty.x, empty.residual, empty.weight, empty.bias)]
+        results = empty.run()
+        for leaf, gradient in zip(leaves, torch.autograd.grad(results, leaves, results), strict=True):
+            assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
 def test_an_eager_call_keeps_nothing(by_mode, seed):
     problem = Problem(by_mode["auto"], seed, (512, 8192), torch.bfloat16)
     problem.run()

@@ -66,6 +66,42 @@ def test_everyone_writes_to_everyone(comm, seed):
     window.tensor_deregister()
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_puts_of_nothing(comm, ring, captured):
+    """They move nothing, and their signals come; also behind a window's end, or in an empty one."""
+    _, right, left = ring
+    windows = [comm.new_window(to.symmetric_empty(count, torch.float32, comm)) for count in (5, 0)]
+    none = torch.ones(0, device="cuda")
+
+    def step():
+        for count, window in zip((5, 0), windows, strict=True):
+            for offset in (0, count):
+                window.put(none, right, offset, async_op=False, signal=True)
+                window.put(none, right, offset, async_op=True).wait()
+                window.signal(right, async_op=True).wait()
+            for _ in range(4):
+                window.wait_signal(left, async_op=True).wait()
+
+    for window in windows:
+        window.get_tensor().fill_(7)
+    torch.cuda.synchronize()
+    comm.barrier(async_op=True).wait_blocking()
+    graph, run = torch.cuda.CUDAGraph(), step
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    for _ in range(3):
+        run()
+    for count, window in zip((5, 0), windows, strict=True):
+        assert (window.get_tensor() == 7).all()
+        assert window.map_remote_tensor(right).shape == (count,)
+    torch.cuda.synchronize()
+    del graph, run
+    for window in windows:
+        window.tensor_deregister()
+
+
 def test_nothing_is_signalled_after_an_abort(comm, make_comm, ring):
     """What an aborted operation should have made is not announced to a rank whose communicator is well."""
     rank, right, _ = ring

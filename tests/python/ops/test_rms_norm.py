@@ -41,7 +41,7 @@ def all_reduce_rank(comm, number, shape, dtype):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0, 4)])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0, 4), (2, 0, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_reduce_rms_norm(size, shape, dtype, seed):
     run_ranks(all_reduce_rank, size, seed, shape, dtype, backend="local")
@@ -91,6 +91,19 @@ def test_gradients_of_all_reduce(size, seed):
         return [[norm(h, gain), h] for h, (*_, gain) in zip(hidden, every, strict=True)]
 
     run_ranks(all_reduce_gradients, size, GradientProblem(data, leaves, reference).parts, backend="local")
+
+
+def gradients_of_nothing(comm):
+    leaves = [torch.zeros(n, requires_grad=True) for n in ((0, 4), (0, 4), 4, 4)]
+    x, residual, weight, bias = leaves
+    results = ops.all_reduce_rms_norm(x, residual, weight, comm, bias, eps=EPS)
+    for leaf, gradient in zip(leaves, torch.autograd.grad(results, leaves, results), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_no_rows_are_zeros(size):
+    run_ranks(gradients_of_nothing, size, backend="local")
 
 
 def matmul_gradients(comm, algorithm, parts):

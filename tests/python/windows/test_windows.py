@@ -270,6 +270,29 @@ def test_the_life_of_a_window(backend: str, size: int) -> None:
     run_ranks(run_life, size, backend=backend)
 
 
+def run_empty(comm: TorchComm) -> None:
+    """A put of no elements moves nothing, and its signal comes; also behind a window's end, or in an empty one."""
+    rank, size = comm.get_rank(), comm.get_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for count in (5, 0):
+        window = comm.new_window(to.symmetric_empty(count, torch.float32, comm))
+        window.get_tensor().fill_(7)
+        comm.barrier(False)
+        for offset in (0, count):
+            window.put(torch.ones(0), right, offset, False, signal=True)
+            window.put(torch.ones(0), right, offset, True)
+            window.signal(right, True)
+        for _ in range(4):
+            window.wait_signal(left, True).wait()
+        assert (window.get_tensor() == 7).all()
+        assert window.map_remote_tensor(right).shape == (count,)
+        window.tensor_deregister()
+
+
+def test_puts_of_nothing(backend: str, size: int) -> None:
+    run_ranks(run_empty, size, backend=backend)
+
+
 def run_any_tensor(comm: TorchComm) -> None:
     """Ranks that are threads share what memory they like, and keep it alive for each other."""
     rank = comm.get_rank()
