@@ -215,6 +215,13 @@ def test_one_rank_that_has_no_place_in_the_window(zero, arena, seed, bytes_, wha
         second.window.tensor_deregister()
 
 
+def test_empty_tensors(zero, arena, seed):
+    """Between some that are not."""
+    for count in (8, 0, 8):
+        for call in calls_on(zero, seed, torch.bfloat16, count, lambda n: arena.empty(n, torch.bfloat16)):
+            call()
+
+
 def test_the_recorder_names_the_way(make_comm, comm):
     zero, auto = make_comm("zero_named", hints=ZERO_COPY), make_comm("auto_named")
     x = to.symmetric_empty(4 * MIB, torch.uint8, zero)

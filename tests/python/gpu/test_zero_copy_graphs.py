@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from small_cases import KI, check_reduced, draw
+from small_cases import FLOATS, INTEGERS, KI, Poison, check_reduced, draw
 from timeout_cases import run_until_an_error
 
 import torch_overlap as to
@@ -24,18 +24,23 @@ def zero(make_comm):
 
 
 class Step:
-    """Every operation once, on tensors in a window, between others of the same communicator on plain ones. Inputs
-    change with a counter on the device; differences are counted there."""
+    """Every operation once where all ranks' tensors lie in a window, and once where one rank's do not; between them
+    others of the same communicator. Inputs change with a counter on the device; differences are counted there. What is
+    written to is NaN before, or a number that nobody has, and so is, by `before`, what is staged in."""
 
-    def __init__(self, comm, count, dtype=torch.bfloat16):
+    def __init__(self, comm, count, dtype=torch.bfloat16, *, before=lambda: None):
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
-        self.count, self.dtype = count, dtype
+        self.count, self.dtype, self.before = count, dtype, before
         self.step = torch.zeros((), dtype=torch.int64, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self.base = torch.arange(count * self.size, device="cuda") % 97
-        self.memory = to.symmetric_empty(2 * count * self.size, dtype, comm)
+        # At another place on every rank.
+        vector = 16 // dtype.itemsize
+        self.memory = to.symmetric_empty((2, count * self.size + vector * self.size), dtype, comm)
         self.window = comm.new_window(self.memory)
-        self.x, self.out = self.memory.view(2, -1)
+        self.places = self.memory[:, vector * self.rank :][:, : count * self.size]
+        is_odd = self.rank == self.size - 1
+        self.odd_places = torch.empty_like(self.places) if is_odd else self.places
 
     def of(self, rank):
         return ((self.base + 3 * rank + 5 * self.step) % 29).to(self.dtype)  # sums of eight are exact
@@ -43,37 +48,47 @@ class Step:
     def same(self, got, expected):
         self.wrong += (got != expected).sum()
 
-    def __call__(self):
+    def clear(self, *tensors):
+        for t in tensors:
+            t.view(torch.uint8).fill_(0xFF)
+
+    def every_operation(self, every, x, out, before):
         comm, count, rank = self.comm, self.count, self.rank
-        self.step.add_(1).remainder_(1000)
-        every = [self.of(r) for r in range(self.size)]
         parts = [one.view(self.size, count) for one in every]
         options = {"async_op": False, "hints": ZERO_COPY}
-        self.x.copy_(every[rank])
-        self.out.fill_(float("nan"))
-        result = self.out[:count]
-        comm.reduce_scatter_single(result, self.x, ReduceOp.SUM, **options)
-        self.same(result, sum(part[rank] for part in parts))
-        comm.all_reduce(self.x[:count], ReduceOp.SUM, **options)
-        self.same(self.x[:count], sum(part[0] for part in parts))
-        for hint in ("ll", "push", "two_shot"):  # they share epochs
-            plain = parts[rank][1].clone()
-            comm.all_reduce(plain, ReduceOp.SUM, async_op=False, hints={"direct_collectives": hint})
-            self.same(plain, sum(part[1] for part in parts))
-        self.x.fill_(float("nan"))
-        self.out.fill_(float("nan"))
-        comm.all_gather_single(self.out, parts[rank][0], **options)
-        self.same(self.out, torch.cat([part[0] for part in parts]))
-        self.out.fill_(float("nan"))
-        comm.all_to_all_single(self.out, every[rank], async_op=True, hints=ZERO_COPY).wait()
-        self.same(self.out, torch.cat([part[rank] for part in parts]))
+        before()
+        x.copy_(every[rank])
+        self.clear(out)
+        comm.reduce_scatter_single(out[:count], x, ReduceOp.SUM, **options)
+        self.same(out[:count], sum(part[rank] for part in parts))
+        before()
+        comm.all_reduce(x[:count], ReduceOp.SUM, **options)
+        self.same(x[:count], sum(part[0] for part in parts))
+        before()
+        self.clear(x, out)
+        comm.all_gather_single(out, parts[rank][0], **options)
+        self.same(out, torch.cat([part[0] for part in parts]))
+        before()
+        self.clear(out)
+        comm.all_to_all_single(out, every[rank], async_op=True, hints=ZERO_COPY).wait()
+        self.same(out, torch.cat([part[rank] for part in parts]))
         for root in (1, self.size - 1):
-            self.x[:count] = parts[rank][rank]
-            comm.broadcast(self.x[:count], root, **options)
-            self.same(self.x[:count], parts[root][root])
-        staged = parts[rank][0].clone()  # of nobody in the window
-        comm.all_reduce(staged, ReduceOp.SUM, **options)
-        self.same(staged, sum(part[0] for part in parts))
+            before()
+            self.clear(x)
+            if rank == root:
+                x[:count] = parts[root][root]
+            comm.broadcast(x[:count], root, **options)
+            self.same(x[:count], parts[root][root])
+
+    def __call__(self):
+        self.step.add_(1).remainder_(1000)
+        every = [self.of(r) for r in range(self.size)]
+        self.every_operation(every, *self.places, lambda: None)
+        for hint in ("ll", "push", "two_shot"):  # they share epochs
+            plain = every[self.rank][self.count :].clone()
+            self.comm.all_reduce(plain, ReduceOp.SUM, async_op=False, hints={"direct_collectives": hint})
+            self.same(plain, sum(one[self.count :] for one in every))
+        self.every_operation(every, *self.odd_places, self.before)
 
     def capture(self):
         self()  # makes the memory, and is a test by itself
@@ -83,8 +98,11 @@ class Step:
         return graph
 
     def check(self):
+        """Also what lies around the tensors is as it was."""
         torch.cuda.synchronize()
         assert self.wrong.item() == 0
+        self.places.zero_()
+        assert not self.memory.any()
 
     def end(self, *graphs):
         """No rank lets go of what another may still touch."""
@@ -94,11 +112,17 @@ class Step:
         self.window.tensor_deregister()
 
 
-@pytest.mark.parametrize("count", [8, 5000, 80_008, 600_000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+SIZES = [(count, torch.bfloat16) for count in (8, 5000, 80_008, 600_000)]
+SIZES += [(5000, dtype) for dtype in (*FLOATS, *INTEGERS) if dtype != torch.bfloat16]
+
+
+@pytest.mark.parametrize(("count", "dtype"), SIZES, ids=str)
 def test_graphs_and_eager_calls_take_turns(comm, zero, seed, count, dtype):
     choose = random.Random(seed)
-    steps = [Step(on, count + 8 * i, dtype) for i, on in enumerate((comm, zero, zero))]
+    steps = [
+        Step(on, count + 8 * i, dtype, before=before)
+        for i, (on, before) in enumerate(((comm, Poison(comm)), (zero, lambda: None), (zero, Poison(zero))))
+    ]
     graphs = [step.capture() for step in steps]
     for _ in range(40):
         which = choose.randrange(len(steps))
@@ -113,9 +137,26 @@ def test_graphs_and_eager_calls_take_turns(comm, zero, seed, count, dtype):
         step.end(graph)
 
 
+def test_two_communicators_at_once(make_comm):
+    """On streams of their own, which nothing orders."""
+    comms = [make_comm(f"zero_copy_at_once_{i}", hints=ZERO_COPY) for i in range(2)]
+    steps = [Step(one, count) for one, count in zip(comms, (3000, 20_008), strict=True)]
+    graphs = [step.capture() for step in steps]
+    streams = [torch.cuda.Stream() for _ in comms]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    for step in steps:
+        step.check()
+    for step, graph in zip(steps, graphs, strict=True):
+        step.end(graph)
+
+
 @pytest.mark.parametrize("count", [64, 5000, 200_000])
 def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
-    step = Step(zero, count)
+    step = Step(zero, count, before=Poison(zero))
     graph = step.capture()
     choose = random.Random(seed)
     for _ in range(200):
@@ -130,7 +171,7 @@ def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [64, 5000, 60_000])
 def test_ten_thousand_replays(zero, count):
-    step = Step(zero, count)
+    step = Step(zero, count, before=Poison(zero))
     graph = step.capture()
     for i in range(10_000):
         graph.replay()
@@ -166,33 +207,74 @@ def test_a_graph_keeps_the_window(zero, seed):
 # --- Failures ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
-def test_a_missing_rank_is_named(comm, make_comm, name):
-    """By its step, which also shows that the call before it has staged nothing."""
-    lonely = make_comm(f"lonely_zero_{name}", hints=ZERO_COPY)
-    size = comm.get_size()
-    count = MIB  # 4 MiB, which would be staged in more than one round, and so in more steps
-    memory = to.symmetric_empty(2 * count * size, torch.float32, lonely)
-    window = lonely.new_window(memory)  # a window lasts as long as this
-    whole, out = memory.view(2, -1)
-    call = {
-        "all_reduce": lambda: lonely.all_reduce(whole, ReduceOp.SUM, async_op=False),
-        "reduce_scatter": lambda: lonely.reduce_scatter_single(out[:count], whole, ReduceOp.SUM, async_op=False),
-        "all_gather": lambda: lonely.all_gather_single(out, whole[:count], async_op=False),
-        "all_to_all": lambda: lonely.all_to_all_single(out, whole, async_op=False),
-        "broadcast": lambda: lonely.broadcast(whole, 1, async_op=False),
-    }[name]
-    call()
-    torch.cuda.synchronize()
-    lonely.set_timeout(timedelta(milliseconds=700))
-    comm.barrier(async_op=True).wait_blocking()
-    if comm.get_rank() == 0:
+NAMES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+
+
+@pytest.fixture
+def lonely(comm, make_comm):
+    """A communicator, and a call that all have made once, and rank 0 makes again. It is aborted behind the test."""
+    made = []
+
+    def make(what, name):
+        one = make_comm(f"lonely_zero_{what}_{name}", hints=ZERO_COPY)
+        size, count = comm.get_size(), MIB  # 4 MiB, which would be staged in more than one round, and so in more steps
+        memory = to.symmetric_empty(2 * count * size, torch.float32, one)
+        made.append((one, one.new_window(memory)))
+        whole, out = memory.view(2, -1)
+        call = {
+            "all_reduce": lambda: one.all_reduce(whole, ReduceOp.SUM, async_op=False),
+            "reduce_scatter": lambda: one.reduce_scatter_single(out[:count], whole, ReduceOp.SUM, async_op=False),
+            "all_gather": lambda: one.all_gather_single(out, whole[:count], async_op=False),
+            "all_to_all": lambda: one.all_to_all_single(out, whole, async_op=False),
+            "broadcast": lambda: one.broadcast(whole, 1, async_op=False),
+        }[name]
         call()
         torch.cuda.synchronize()
-        message = r"'lonely_.*'.*700 ms.*rank [1-9] is missing: expected step 3 of block 0, got step 2"
-        with pytest.raises(to.OperationTimeoutError, match=message):
-            run_until_an_error(call)
+        one.set_timeout(timedelta(milliseconds=700))
+        comm.barrier(async_op=True).wait_blocking()
+        return one, call
+
+    yield make
     comm.barrier(async_op=True).wait_blocking()
-    lonely.abort()
+    for one, _ in made:
+        one.abort()
     torch.cuda.synchronize()
-    del window
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_rank_is_named(lonely, name):
+    """By its step, which also shows that the call before it has staged nothing."""
+    silent, call = lonely("call", name)
+    if silent.get_rank() != 0:
+        return
+    call()
+    torch.cuda.synchronize()
+    message = r"'lonely_.*'.*700 ms.*rank [1-9] is missing: expected step 3 of block 0, got step 2"
+    with pytest.raises(to.OperationTimeoutError, match=message):
+        run_until_an_error(call)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name):
+    silent, call = lonely("replay", name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    comm.barrier(async_op=False)
+    graph.replay()
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == 0:
+        graph.replay()
+        torch.cuda.synchronize()
+        deadline = time.monotonic() + 10
+        while not silent.is_aborted() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        message = (
+            r"direct collectives of 'lonely_.*': expected rank [1-9] to come to step 3 of block \d+ within 700 ms, "
+            r"got step 2"
+        )
+        with pytest.raises(to.OperationTimeoutError, match=message):
+            call()
+    comm.barrier(async_op=True).wait_blocking()
+    graph.reset()
