@@ -3,11 +3,26 @@
 Operands are small integers, of 8 bits times powers of two: all sums are exact in every dtype.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
-from op_cases import CASES, OVER_CHANNELS, Case, Sizes, bulk_cases, exchange_cases, fused_cases, poison, summed
+from op_cases import (
+    CASES,
+    OVER_CHANNELS,
+    ROWS,
+    Case,
+    Sizes,
+    bulk_cases,
+    exchange_cases,
+    fused_cases,
+    gathered,
+    poison,
+    summed,
+)
 
-from torch_overlap import ops
+import torch_overlap as to
+from torch_overlap import ReduceOp, ops
 from torch_overlap.quantize import ScalingMode as Mode
 
 EPS = 1e-6
@@ -17,6 +32,51 @@ ODD = Sizes(rows=21, k=7, n=5)
 OF_VECTORS = Sizes(rows=21, k=40, n=24)  # what tensor copies take
 OF_8_BITS = Sizes(rows=21, k=128, n=48)
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+# --- Collectives on tensors in windows ---------------------------------------------------------------------------
+
+
+class WindowCase(Case):
+    """What takes, in place of its communicator, one with two tensors of a window, in and out."""
+
+    class Lent(NamedTuple):
+        comm: to.TorchComm
+        window: to.TorchCommWindow
+        tensors: torch.Tensor
+
+    def on(self, comm, dtype):
+        tensors = to.symmetric_empty((2, *self.shapes[0]), dtype, comm)
+        lent = self.Lent(comm, comm.new_window(tensors), tensors)
+        return Case(self.name, self.shapes, lambda _, x: self.run(lent, x), self.reference)
+
+
+def every_collective_in_place(lent, x):
+    comm, options = lent.comm, {"async_op": False, "hints": {"direct_collectives": "zero_copy"}}
+    here, there = lent.tensors
+    own = len(x) // comm.get_size()
+    found = []
+    comm.all_reduce(here.copy_(x), ReduceOp.SUM, **options)
+    found.append(here.clone())
+    comm.reduce_scatter_single(there[:own], here.copy_(x), ReduceOp.SUM, **options)
+    found.append(there[:own].clone())
+    comm.all_gather_single(there, x[:own], **options)
+    found.append(there.clone())
+    comm.all_to_all_single(there, x, **options)
+    found.append(there.clone())
+    comm.broadcast(here.copy_(x), 1, **options)
+    return torch.cat([*found, here])
+
+
+def every_collective(every, r):
+    total, size = summed([x for (x,) in every]), len(every)
+    parts = [x.chunk(size) for (x,) in every]
+    return torch.cat([total, total.chunk(size)[r], gathered([p[0] for p in parts]), gathered([p[r] for p in parts]),
+                      every[1][0]])  # fmt: skip
+
+
+# Parts of whole vectors, which alone are not staged.
+IN_WINDOWS = WindowCase("in_windows", [(4 * ROWS, 32)], every_collective_in_place, every_collective)
 
 
 # --- Norms -------------------------------------------------------------------------------------------------------
@@ -122,9 +182,14 @@ SCALED = [("sequential", MODES[0]), *((a, mode) for a in ("chunked", "ring") for
 
 def of_products(algorithm, sizes):
     yield from fused_cases(algorithm, sizes)
-    if algorithm != "fused":
+    if algorithm not in ("fused", "direct"):
         yield from exchange_cases(algorithm, sizes)
     yield product_norm_case(algorithm, sizes)
+
+
+# "direct" of rows that are no whole vectors, for which there is no kernel.
+STEP_BY_STEP = [Case(f"{case.name}-odd", case.shapes, case.run, case.reference)
+                for case in fused_cases("direct", ODD) if "gather" not in case.name]  # fmt: skip
 
 
 def cases_of(dtype, has_fused):
@@ -132,13 +197,15 @@ def cases_of(dtype, has_fused):
     if dtype == torch.float8_e4m3fn:
         pairs = [*SCALED, *(("fused", mode) for mode in MODES[:2] if has_fused)]
         return [case for pair in pairs for case in scaled_cases(*pair)]
-    algorithms = {"sequential": ODD, "chunked": ODD, "ring": ODD}
+    products = [("sequential", ODD), ("chunked", ODD), ("ring", ODD), ("direct", OF_VECTORS)]
     if has_fused and dtype in FUSED_DTYPES:
-        algorithms["fused"] = OF_VECTORS
+        products.append(("fused", OF_VECTORS))
     return [
         *(case for case in CASES if case.name in COLLECTIVES),
+        IN_WINDOWS,
         norm_case(ODD),
-        *(case for pair in algorithms.items() for case in of_products(*pair)),
+        *(case for pair in products for case in of_products(*pair)),
+        *STEP_BY_STEP,
         *(case for algorithm in ("sequential", "chunked", "bulk") for case in bulk_cases(algorithm, ODD)),
     ]
 
@@ -147,16 +214,19 @@ COLLECTIVES = ["all_reduce", "all_gather_async", "reduce_scatter", "all_to_all_a
                "all_to_all_v_async"]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
 # What waits on the device over the operators' channels.
-WAITING = [*OVER_CHANNELS, product_norm_case("ring", ODD), *scaled_cases("ring", Mode.ROW_SCALING)]
+WAITING = [*OVER_CHANNELS, *STEP_BY_STEP, product_norm_case("ring", ODD), *scaled_cases("ring", Mode.ROW_SCALING)]
+# Of these, what waits in one kernel, which does all but the product.
+IN_ONE_KERNEL = [case for case in WAITING if case.name.endswith("direct")]
 
 
 class Inputs:
     """Everybody's, of a step that a tensor counts; drawn once, equal on all ranks."""
 
     def __init__(self, comm, case, seed, dtype=torch.float32, device="cuda"):
-        self.comm, self.case = comm, case
+        self.comm = comm
         self.has_8_bits = dtype == torch.float8_e4m3fn
         self.dtype = torch.float32 if self.has_8_bits else dtype
+        self.case = case.on(comm, self.dtype)
         self.largest = 6 if dtype in (torch.float32, torch.float64) else 1
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         draws = torch.Generator().manual_seed(seed)

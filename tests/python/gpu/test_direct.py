@@ -172,7 +172,7 @@ def soak_cases(comm):
             ((1, 64, 32), torch.bfloat16),
             ((16, 2048, 32), torch.float16),
             ((64, 4096, 32), torch.float32),
-            ((3, 9, 16), torch.float32),
+            ((3, 9, 7), torch.float64),
         )
     ]
 
@@ -186,7 +186,7 @@ def test_any_order_with_late_ranks(comm, seed):
     draw = random.Random(seed)  # the same on all ranks
     for _ in range(300):
         i, behind, delay, eager = (
-            draw.randrange(len(cases)), draw.randrange(2 * comm.get_size()), draw.uniform(0, 3e-3), draw.random() < 0.3
+            draw.randrange(len(cases)), draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3), draw.random() < 0.3
         )  # fmt: skip
         if comm.get_rank() == behind:
             time.sleep(delay)

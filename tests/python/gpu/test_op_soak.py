@@ -94,7 +94,8 @@ def test_two_communicators_at_once(make_comm, seed, dtype):
     draw = random.Random(seed)
     cases = OVER_CHANNELS
     if dtype != torch.float32:
-        cases = [case for case in all_of(dtype) if case.name.endswith(("ring", "bulk", "fused")) or "norm" in case.name]
+        ways = ("ring", "bulk", "fused", "direct", "in_windows")
+        cases = [case for case in all_of(dtype) if case.name.endswith(ways) or "norm" in case.name]
     for case in cases:
         replays = [
             Replay(comm, one, seed, dtype, stream)
