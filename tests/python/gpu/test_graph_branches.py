@@ -8,11 +8,12 @@ ranks may.
 
 import pytest
 import torch
-from graph_branches import beside, reachable
+from graph_branches import beside, held_up, reachable
 from graph_nodes import Copy, Kernel, captured
 from overlap_gpu_cases import KINDS, SMALL
-from soak_cases import WAITING, cases_of
+from soak_cases import IN_ONE_KERNEL, WAITING, cases_of
 
+from torch_overlap import nn as tnn
 from torch_overlap import ops
 from torch_overlap.quantize import ScalingMode as Mode
 from torch_overlap.testing import gpu_ranks
@@ -123,13 +124,24 @@ def waiting_kernels(issue):
     return named(nodes, "begin_kernel", "await_kernel")
 
 
-@pytest.mark.parametrize("case", WAITING, ids=lambda case: case.name)
+APART = [case for case in WAITING if case not in IN_ONE_KERNEL]
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
 def test_what_waits_over_a_channel_is_one_block(comm, case):
     """Whatever it waits for, products and the copies of others have the other SMs."""
     inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
     found = waiting_kernels(lambda: case.run(comm, *inputs))
     assert found
     assert all(n.blocks == 1 for n in found), found
+
+
+@pytest.mark.parametrize("case", IN_ONE_KERNEL, ids=lambda case: case.name)
+def test_a_kernel_that_does_all_stands_alone(comm, case):
+    """All of its blocks wait, and they are many."""
+    inputs = [torch.randn(shape, device="cuda") for shape in case.shapes]
+    name = "direct_gather_kernel" if "all_gather" in case.name else "direct_sum_kernel"
+    assert around(lambda: case.run(comm, *inputs), name) == [[]]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -169,3 +181,59 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
         return
     before = [(second, first) for first, second in edges]
     assert not [i for i in copies if waiting & reachable(i, before)]
+
+
+# --- A layer ------------------------------------------------------------------------------------------------------
+
+# Of these all blocks wait for other ranks, and they may have all SMs.
+WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel")
+NARROW = ("begin_kernel", "await_kernel")
+COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "push_copy_kernel", "push_reduce_kernel",
+               "push_norm_kernel", "two_shot_kernel", "zero_copy", "nccl")  # fmt: skip
+# What must be found, with sequence parallelism and without.
+WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:], WIDE[3:]), "ring": (NARROW, NARROW), "bulk": (NARROW, ()),
+        "chunked": ((), ()), "auto": ((), ())}  # fmt: skip
+
+
+def step_of_a_layer(comm, algorithm, sequence_parallel):
+    features, heads, hidden, rows = 1024, 16, 2048, 512
+    block = tnn.ParallelTransformerBlock(
+        features, heads, hidden, comm, norm="rms", activation="swiglu", bias=False, dtype=torch.bfloat16,
+        algorithm=algorithm, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    x = random(rows // comm.get_size() if sequence_parallel else rows, 2, features).requires_grad_()
+
+    def step():
+        block.zero_grad(set_to_none=True)
+        x.grad = None
+        block(x).square().sum().backward()
+        tnn.sync_replicated_grads(block)
+
+    return step
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize("algorithm", list(WAYS))
+def test_a_layer_forward_and_backward(comm, algorithm, sequence_parallel):
+    """What waits with all its blocks has nothing beside it that waits for ranks, too, and no copy to one that comes
+    behind what needs an SM; beside a fused gather, copies to other devices alone. What else waits over a channel is one
+    block."""
+    step = step_of_a_layer(comm, algorithm, sequence_parallel)
+    for _ in range(2):
+        step()
+    nodes, edges = captured(step)
+    own, everything = torch.cuda.current_device(), range(len(nodes))
+
+    def goes_out(i):
+        return isinstance(nodes[i], Copy) and nodes[i].to_device != own
+
+    assert all(n.blocks == 1 for n in named(nodes, *NARROW))
+    for name in WAYS[algorithm][0 if sequence_parallel else 1]:
+        assert named(nodes, name), name
+    for wide in (i for i in everything if named([nodes[i]], *WIDE)):
+        others = beside(wide, everything, edges)
+        assert named([nodes[i] for i in others], *WIDE, *NARROW, *COLLECTIVES) == []
+        held = held_up(wide, everything, edges, lambda i: not goes_out(i))
+        assert not [nodes[i] for i in held if goes_out(i)]
+        if "fused_gather_kernel" in nodes[wide].name:
+            assert all(goes_out(i) for i in others), [nodes[i] for i in others]

@@ -5,7 +5,7 @@ import random
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpu"))
-from graph_branches import beside, reachable
+from graph_branches import beside, held_up, reachable
 
 FORK = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "e"), ("d", "f"), ("e", "f")]
 
@@ -16,6 +16,14 @@ def test_a_fork():
     assert beside("b", nodes, FORK) == {"c", "e"}
     assert beside("a", nodes, FORK) == beside("f", nodes, FORK) == set()
     assert beside("g", [*nodes, "g"], FORK) == set(nodes)
+
+
+def test_what_comes_behind_a_node_that_gets_no_room():
+    nodes = "abcdefg"
+    edges = [*FORK, ("c", "g")]  # beside b: c, then e and g
+    assert held_up("b", nodes, edges, lambda node: node == "c") == {"e", "g"}
+    assert held_up("b", nodes, edges, lambda node: node in "eg") == set()
+    assert held_up("b", nodes, edges, lambda node: node in "adf") == set()
 
 
 def test_random_graphs(seed):
@@ -33,3 +41,5 @@ def test_random_graphs(seed):
             assert reachable(node, edges) == {j for j in range(size) if leads[node][j]}
             apart = {j for j in range(size) if j != node and not leads[node][j] and not leads[j][node]}
             assert beside(node, range(size), edges) == apart
+            behind = {j for j in apart if any(leads[i][j] for i in apart if i % 3 == 0)}
+            assert held_up(node, range(size), edges, lambda i: i % 3 == 0) == behind
