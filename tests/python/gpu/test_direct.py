@@ -90,15 +90,7 @@ def late(comm, step):
         torch.cuda._sleep(5_000_000)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_eager_and_captured(comm, seed, kind, shape, dtype):
-    problems = [
-        Problem(comm, kind, shape, dtype, op, biased)
-        for op in (("sum", "avg") if kind != "gather" else ("sum",))
-        for biased in (False, True)
-    ]
+def check_eager_and_captured(comm, seed, problems):
     for i, problem in enumerate(problems):
         problem.fill(seed + i)
         late(comm, i)
@@ -113,6 +105,25 @@ def test_eager_and_captured(comm, seed, kind, shape, dtype):
         graph.replay()
         for problem, mine in zip(problems, results, strict=True):
             problem.check(mine)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_and_captured(comm, seed, kind, shape, dtype):
+    problems = [
+        Problem(comm, kind, shape, dtype, op, biased)
+        for op in (("sum", "avg") if kind != "gather" else ("sum",))
+        for biased in (False, True)
+    ]
+    check_eager_and_captured(comm, seed, problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_no_features_or_nothing_to_add_up(comm, seed, kind):
+    """Between products that have all."""
+    shapes = [(3, 264, 72), (0, 264, 72), (3, 264, 72), (3, 0, 72), (5, 7, 9), (3, 264, 0), (5, 7, 9)]
+    check_eager_and_captured(comm, seed, [Problem(comm, kind, shape, torch.bfloat16) for shape in shapes])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -80,8 +80,8 @@ def any_order_rank(comm, number):
     _C._set_interleaving(number % 1000 + 1)
     try:
         for _ in range(30):
-            rows, features = draw.choice([1, 4, 9]) * size, draw.choice([3, 800, 20_000])
-            xs, weights, bias = operands(data, size, (rows, 5, features))
+            rows, features = draw.choice([0, 1, 4, 9]) * size, draw.choice([0, 3, 800, 20_000])
+            xs, weights, bias = operands(data, size, (rows, draw.choice([0, 5, 5, 5]), features))
             kind = draw.choice(["gather", "scatter", "sum"])
             if kind == "gather":
                 (got,), _ = ops.all_gather_matmul(xs[me], [weights[0]], comm, [bias], algorithm="direct")
