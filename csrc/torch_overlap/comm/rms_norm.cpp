@@ -17,7 +17,7 @@ void check_rms_norm(const Checker& check, const at::Tensor& tensor, const RmsNor
   const auto dtype = tensor.scalar_type();
   TORCH_OVERLAP_CHECK(at::isFloatingType(dtype) && tensor.element_size() >= 2, kType, check.op,
                       ": expected float16, bfloat16, float32 or float64, got ", dtype);
-  TORCH_OVERLAP_CHECK(tensor.dim() >= 1 && tensor.size(-1) > 0, kValue, check.op,
+  TORCH_OVERLAP_CHECK(tensor.dim() >= 1, kValue, check.op,
                       ": expected a tensor whose last dimension is a row to normalize, got sizes ",
                       tensor.sizes());
   const auto same_shape = [&](const at::Tensor& other, std::string_view what) {

@@ -140,8 +140,8 @@ def test_between_other_collectives(by_mode, seed):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_rows(by_mode, seed, mode):
-    """Eager and captured, between norms that have some. Gradients are zeros."""
-    shapes = [(0, 8), (16, 2048), (2, 0, 8192), (3, 127)]
+    """Or rows of nothing, eager and captured, between norms that have both. Gradients are zeros."""
+    shapes = [(0, 8), (16, 2048), (2, 0, 8192), (3, 0), (3, 127)]
     for dtype in DTYPES:
         problems = [Problem(by_mode[mode], seed + i, shape, dtype) for i, shape in enumerate(shapes)]
         for shape, problem in zip(shapes, problems, strict=True):

@@ -41,7 +41,7 @@ def all_reduce_rank(comm, number, shape, dtype):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0, 4), (2, 0, 4)])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (0, 4), (2, 0, 4), (3, 0)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_reduce_rms_norm(size, shape, dtype, seed):
     run_ranks(all_reduce_rank, size, seed, shape, dtype, backend="local")
