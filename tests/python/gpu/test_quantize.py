@@ -44,8 +44,9 @@ def is_possible(shape, mode, columnwise):
 
 
 def assert_same(got, want):
-    """Shape, strides and bits, but for the sign of a NaN."""
-    assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+    """Shape, strides that count, and bits, but for the sign of a NaN."""
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert all(a == b for a, b, size in zip(got.stride(), want.stride(), want.shape, strict=True) if size > 1)
     got = got.cpu()
     if want.dtype.itemsize == 1:
         numbers = ~(want.float().isnan() & got.float().isnan())
