@@ -46,6 +46,14 @@ struct DequantizeCall {
   at::ScalarType dtype;  // of the result
 };
 
+// As update_scale() of quantize.h: the scale is largest / the history's amax.
+struct ScaleUpdate {
+  const at::Tensor& amax_history;
+  const at::Tensor& scale;
+  float largest;
+  bool of_all_steps;  // amax is the largest of the history; its entry 0 otherwise
+};
+
 // Products on one kind of device, and the 8-bit values that they multiply. A folder a kind (cpu/,
 // cublaslt/), which registers itself: what is built decides what there is.
 //
@@ -74,6 +82,7 @@ class TORCH_OVERLAP_API GemmBackend {
     return std::nullopt;
   }
   virtual std::optional<at::Tensor> dequantize(const DequantizeCall& call) { return std::nullopt; }
+  virtual bool update_scale(const ScaleUpdate& update) { return false; }
 };
 
 // One for each kind of device; registering twice replaces it.

@@ -296,15 +296,25 @@ void update_scale(std::string_view op, const at::Tensor& amax_history, const at:
   TORCH_OVERLAP_CHECK(amax_history.scalar_type() == at::kFloat && scale.scalar_type() == at::kFloat,
                       kType, op, ": expected amax_history and scale of dtype float32, got ",
                       amax_history.scalar_type(), " and ", scale.scalar_type());
+  TORCH_OVERLAP_CHECK(amax_history.device() == scale.device(), kType, op,
+                      ": expected amax_history and scale on one device, got ",
+                      amax_history.device(), " and ", scale.device());
   TORCH_OVERLAP_CHECK(amax_history.dim() >= 1 && amax_history.size(0) > 0 &&
                           amax_history.numel() == amax_history.size(0) * scale.numel(),
                       kValue, op, ": expected amax_history [length] or [length, n] and scale [n], ",
                       "got shapes ", amax_history.sizes(), " and ", scale.sizes());
   TORCH_OVERLAP_CHECK(amax_compute == "max" || amax_compute == "most_recent", kValue, op,
                       ": expected amax_compute to be max or most_recent, got '", amax_compute, "'");
+  const double scaled_largest = std::ldexp(largest, static_cast<int>(-margin));
+  if (GemmBackend* backend = find_gemm_backend(scale.device().type())) {
+    if (backend->update_scale(
+            {amax_history, scale, static_cast<float>(scaled_largest), amax_compute == "max"})) {
+      return;
+    }
+  }
   const auto amax = (amax_compute == "max" ? at::amax(amax_history, 0) : amax_history.select(0, 0))
                         .view(scale.sizes());
-  const auto next = at::reciprocal(amax).mul_(std::ldexp(largest, static_cast<int>(-margin)));
+  const auto next = at::reciprocal(amax).mul_(scaled_largest);
   const auto usable = at::isfinite(amax).logical_and_(amax.gt(0));
   scale.copy_(at::where(usable, next.clamp_max(kLargestScale), scale));
   amax_history.copy_(at::roll(amax_history, -1, 0));

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import torch_overlap as to
 from torch_overlap import ops
 from torch_overlap.ops.gemm import ScalingMode
 
@@ -184,3 +185,28 @@ def test_more_elements_than_an_int_counts(mode):
     assert ((values[-128:].float() - x[-128:].float()).abs() <= 0.07 * x[-128:].float().abs() + 0.3).all()
     flat = ops.quantize(x, mode)
     assert torch.equal(flat[0].view(torch.uint8), whole[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("amax_compute", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 3, 16])
+def test_update_scale(length, amax_compute, data):
+    for shape in ((length,), (length, 1), (length, 5), (length, 300)):
+        history, scale = data(*shape).abs(), data(shape[1] if len(shape) > 1 else 1).abs()
+        for value in (float("nan"), float("inf"), 0.0, 1e-42):
+            history.view(-1)[:: length + 3] = value
+            for margin in (0, 2):
+                on_gpu = history.cuda(), scale.cuda()
+                for tensors in ((history, scale), on_gpu):
+                    ops.update_scale_(*tensors, torch.float8_e5m2, margin=margin, amax_compute=amax_compute)
+                for got, want in zip(on_gpu, (history, scale), strict=True):
+                    assert_same(got, want)
+        apart = torch.zeros(*shape, 2, device="cuda")[..., 0].copy_(history)  # rows that do not lie side by side
+        ops.update_scale_(apart, on_gpu[1], amax_compute=amax_compute)
+        ops.update_scale_(history, scale, amax_compute=amax_compute)
+        assert_same(apart, history)
+        assert_same(on_gpu[1], scale)
+
+
+def test_history_and_scale_lie_on_one_device():
+    with pytest.raises(to.InvalidTypeError, match=r"on one device, got cpu and cuda:0"):
+        ops.update_scale_(torch.zeros(4), torch.ones(1, device="cuda"))

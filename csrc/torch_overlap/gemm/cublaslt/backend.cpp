@@ -156,6 +156,10 @@ class CublasLtGemm final : public GemmBackend {
     return cuda::dequantize_by_kernels(call);
   }
 
+  bool update_scale(const ScaleUpdate& update) override {
+    return cuda::update_scale_by_kernels(update);
+  }
+
   void run_group(const std::vector<GemmProblem>& problems) override {
     if (problems.size() < 2) return GemmBackend::run_group(problems);
     const auto handle = current_handle();

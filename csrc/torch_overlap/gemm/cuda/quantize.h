@@ -70,4 +70,15 @@ struct DequantizeParams {
 
 cudaError_t launch_dequantize(const DequantizeParams& params, cudaStream_t stream);
 
+struct ScaleUpdateParams {
+  float* history = nullptr;  // [length, count]
+  int64_t length = 0;
+  float* scale = nullptr;  // [count]
+  int64_t count = 0;
+  float largest = 0;
+  bool of_all_steps = true;
+};
+
+cudaError_t launch_update_scale(const ScaleUpdateParams& params, cudaStream_t stream);
+
 }  // namespace torch_overlap::cuda

@@ -122,4 +122,18 @@ std::optional<at::Tensor> dequantize_by_kernels(const DequantizeCall& call) {
   return out;
 }
 
+bool update_scale_by_kernels(const ScaleUpdate& update) {
+  const auto& history = update.amax_history;
+  if (!history.is_contiguous() || !update.scale.is_contiguous()) return false;
+  const c10::cuda::CUDAGuard guard(history.device());
+  const ScaleUpdateParams p{.history = history.data_ptr<float>(),
+                            .length = history.size(0),
+                            .scale = update.scale.data_ptr<float>(),
+                            .count = update.scale.numel(),
+                            .largest = update.largest,
+                            .of_all_steps = update.of_all_steps};
+  C10_CUDA_CHECK(launch_update_scale(p, c10::cuda::getCurrentCUDAStream()));
+  return true;
+}
+
 }  // namespace torch_overlap::cuda
