@@ -17,6 +17,8 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <c10/util/strides.h>
+
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -148,6 +150,12 @@ at::Tensor exponent_bytes(const at::Tensor& amax, at::ScalarType dtype) {
   return byte;
 }
 
+// Dense rows, with the strides of at::empty() also where a dimension has one element.
+at::Tensor dense(const at::Tensor& values) {
+  const auto sizes = values.sizes();
+  return values.contiguous().as_strided(sizes, c10::contiguous_strides(sizes));
+}
+
 struct QuantizedMatrix {
   at::Tensor data;
   at::Tensor scale_inv;
@@ -165,7 +173,8 @@ QuantizedMatrix quantize_mx(std::string_view op, const at::Tensor& matrix,
   const auto data =
       saturated(blocks * scale.unsqueeze(-1), largest_value(op, options.dtype), options.dtype);
   const auto scales = byte.to(at::kByte).view(at::kFloat8_e8m0fnu);
-  return {data.view(matrix.sizes()), options.swizzled ? swizzle_scales(op, scales) : scales};
+  return {dense(data.view(matrix.sizes())),
+          options.swizzled ? swizzle_scales(op, scales) : dense(scales)};
 }
 
 // fp32 scales of the blocks of a matrix, with the strides that they are returned with.
@@ -185,7 +194,7 @@ QuantizedMatrix quantize_blocks(std::string_view op, const at::Tensor& matrix,
   const auto scale = scales_of(at::amax(at::abs(blocks), {1, 3}), largest, options.power_of_two);
   auto data = saturated(blocks * scale.unsqueeze(1).unsqueeze(-1), largest, options.dtype)
                   .view(padded.sizes());
-  data = data.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)).contiguous();
+  data = dense(data.narrow(0, 0, matrix.size(0)).narrow(1, 0, matrix.size(1)));
   return {std::move(data), in_layout(op, matrix, at::reciprocal(scale), options)};
 }
 
@@ -196,7 +205,7 @@ QuantizedMatrix quantize_rows(std::string_view op, const at::Tensor& matrix,
   const auto amax = matrix.size(1) == 0 ? at::zeros({matrix.size(0), 1}, wide.options())
                                         : at::amax(at::abs(wide), {1}, /*keepdim=*/true);
   const auto scale = scales_of(amax, largest, options.power_of_two);
-  return {saturated(wide * scale, largest, options.dtype).contiguous(), at::reciprocal(scale)};
+  return {dense(saturated(wide * scale, largest, options.dtype)), dense(at::reciprocal(scale))};
 }
 
 std::optional<std::pair<Quantized, at::Tensor>> by_kernels(std::string_view op, const at::Tensor& x,
@@ -251,7 +260,7 @@ Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptio
   Quantized out{rowwise.data.view(x.sizes()), std::move(rowwise.scale_inv), {}, {}};
   if (!options.columnwise) return out;
   if (options.scaling == ScalingMode::BLOCK_2D_SCALING) {
-    out.columnwise_data = as_matrix(out.data).t().contiguous();
+    out.columnwise_data = dense(as_matrix(out.data).t());
     out.columnwise_scale_inv = in_layout(op, out.columnwise_data, out.scale_inv.t(), options);
     return out;
   }
@@ -280,11 +289,11 @@ std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at:
   check_scale(op, x, scale);
   if (auto done = by_kernels(op, x, options, scale)) return std::move(*done);
   Quantized out;
-  out.data = saturated(x.to(at::kFloat) * scale, largest_value(op, options.dtype), options.dtype)
-                 .contiguous();
+  out.data =
+      dense(saturated(x.to(at::kFloat) * scale, largest_value(op, options.dtype), options.dtype));
   out.scale_inv = at::reciprocal(scale).view(1);
   if (options.columnwise) {
-    out.columnwise_data = as_matrix(out.data).t().contiguous();
+    out.columnwise_data = dense(as_matrix(out.data).t());
     out.columnwise_scale_inv = out.scale_inv;
   }
   return {std::move(out), largest_magnitude(x)};

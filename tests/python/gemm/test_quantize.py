@@ -454,3 +454,22 @@ def test_meta_kernels_check_the_same(number):
     call, kind, message = ERRORS[number]
     with torch.device("meta"), pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strides_are_those_of_the_meta_kernels(mode):
+    for shape, strided in ((s, t) for s in ((1, 32), (32, 1), (64, 96), (1, 1), (160, 128)) for t in (False, True)):
+        if mode is MXFP8 and (shape[0] % 32 or shape[1] % 32):
+            continue
+        x = torch.randn(shape[::-1]).t() if strided else torch.randn(shape)
+        for swizzled in (False, True) if mode is MXFP8 else (False,):
+            got = ops.quantize(x, mode, columnwise=True, swizzled=swizzled)
+            want = ops.quantize(x.to("meta"), mode, columnwise=True, swizzled=swizzled)
+            assert [t.stride() for t in got] == [t.stride() for t in want], (shape, strided)
+            back = ops.dequantize(*got[:2], mode, swizzled=swizzled)
+            assert back.stride() == ops.dequantize(*want[:2], mode, swizzled=swizzled).stride()
+        if mode is CURRENT:
+            scale = torch.ones(1)
+            got = ops.quantize_delayed(x, scale, columnwise=True)
+            want = ops.quantize_delayed(x.to("meta"), scale.to("meta"), columnwise=True)
+            assert [t.stride() for t in got] == [t.stride() for t in want], (shape, strided)
