@@ -20,7 +20,7 @@ def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm:
 
     No communication. CPU: shared memory that no file system knows, so nothing is left of it when a process is killed.
     CUDA: memory of its own, in steps of 2 MiB; for many small tensors use a `torch.cuda.MemPool` over
-    `get_mem_allocator`.
+    `get_mem_allocator`. Under torch.inference_mode, too, it is no inference tensor: it may be written in any mode.
 
     Args:
         shape: a number, or a sequence of numbers.

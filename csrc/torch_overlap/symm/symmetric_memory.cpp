@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
 
 #include <atomic>
 #include <map>
@@ -50,6 +51,7 @@ at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype, c10::De
                         "symmetric_empty: expected sizes whose bytes can be counted, got ", sizes);
   }
   auto& allocator = symmetric_allocator("symmetric_empty", device.type());
+  const c10::InferenceMode outside(false);  // what keeps such memory writes to it in any mode
   if (bytes == 0) return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
   return allocator.allocate(bytes, device).view(dtype).view(sizes);
 }

@@ -17,7 +17,8 @@
 namespace torch_overlap {
 
 // A tensor without communication: its memory is such that the other ranks can map it in a
-// rendezvous. Filled with zeros. Several rendezvous may share it, and parts of it.
+// rendezvous. Filled with zeros. Several rendezvous may share it, and parts of it. Never an
+// inference tensor.
 TORCH_OVERLAP_API at::Tensor symmetric_empty(c10::IntArrayRef sizes, at::ScalarType dtype,
                                              c10::Device device);
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import CASES, IN, OUT, ROWS, Case, around, summed
+from op_cases import CASES, IN, OUT, OVER_CHANNELS, ROWS, Case, around, summed
 
 from torch_overlap import ops
 
@@ -37,8 +37,11 @@ class Problem:
     def cotangent(self):
         return self.cotangents[self.rank].float()
 
-    def check(self, output, gradients):
+    def check_output(self, output):
         torch.testing.assert_close(output.double(), self.output, rtol=1e-4, atol=1e-4)
+
+    def check(self, output, gradients):
+        self.check_output(output)
         for got, want, shape in zip(gradients, self.gradients, self.case.shapes, strict=True):
             want = torch.zeros(shape, dtype=torch.float64, device="cuda") if want is None else want
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
@@ -92,6 +95,29 @@ def test_no_rows(comm, seed, case):
     for problem in (Problem(Case(case.name, shapes, case.run, case.reference), comm, seed), Problem(case, comm, seed)):
         inputs = [t.requires_grad_() for t in problem.inputs()]
         problem.check(*forward_and_backward(case, comm, inputs, problem.cotangent()))
+
+
+@pytest.mark.parametrize("case", OVER_CHANNELS, ids=lambda case: case.name)
+def test_memory_that_is_first_used_in_inference_mode(make_comm, seed, case):
+    """Serves training later, and graphs."""
+    comm = make_comm(f"inference {case.name}")
+    for step, made_inside in enumerate((False, True)):
+        problem = Problem(case, comm, seed + step)
+        inputs = [t.requires_grad_() for t in problem.inputs()]
+        with torch.inference_mode():
+            output = case.run(comm, *([t.clone() for t in inputs] if made_inside else inputs))
+        problem.check_output(output)
+        problem.check(*forward_and_backward(case, comm, inputs, problem.cotangent()))
+    static = [t.detach().clone() for t in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        output = case.run(comm, *static)
+    problem = Problem(case, comm, seed + 2)
+    for t, new in zip(static, problem.inputs(), strict=True):
+        t.copy_(new)
+    graph.replay()
+    problem.check_output(output)
+    comm.finalize()
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
