@@ -5,8 +5,8 @@
 One GPU. Each variant runs in CUDA graphs on tensors that rotate, together four times the L2 cache, and takes turns
 with the others within every round; ratios are medians over rounds. "torch": the same values by torch's operators,
 "compiled": those by torch.compile. "both": the transposed matrix, quantized along its rows, too. floor: x read once and
-all results written once, at the rate of the quicker of a copy and a kernel over 1 GiB in the same run;
-less is possible, as what is written may stay in the cache.
+all results written once, at the rate of the quicker of a copy and a kernel over 1 GiB in the same run; less is
+possible, as what is written may stay in the cache.
 """
 
 from __future__ import annotations

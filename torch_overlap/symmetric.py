@@ -31,7 +31,8 @@ def symmetric_empty(shape: int | Sequence[int], dtype: torch.dtype | None, comm:
     """
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if comm.get_backend() == "fake":  # nobody maps it
-        return torch.zeros(sizes, dtype=dtype, device=comm.get_device())
+        with torch.inference_mode(False):
+            return torch.zeros(sizes, dtype=dtype, device=comm.get_device())
     return _C._symmetric_empty(sizes, dtype or torch.get_default_dtype(), comm.get_device())
 
 

@@ -189,14 +189,3 @@ def test_operators_without_gradient_refuse_inputs_that_need_one():
             assert torch.equal(ops.all_reduce_(x, comm), torch.full((4,), 2.0))
 
     run_ranks(rank, 2, backend="local")
-
-
-def test_inference_mode():
-    def rank(comm):
-        with torch.inference_mode():
-            x = torch.ones(4)
-            assert torch.equal(ops.all_reduce(x, comm), torch.full((4,), 2.0))
-            assert torch.equal(ops.wait_tensor(ops.all_gather_async(x, comm)), torch.ones(8))
-            assert torch.equal(ops.all_reduce_(x, comm), torch.full((4,), 2.0))
-
-    run_ranks(rank, 2, backend="local")

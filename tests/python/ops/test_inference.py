@@ -64,6 +64,17 @@ ALGORITHMS = {
 }
 
 
+def test_collectives():
+    def rank(comm):
+        with torch.inference_mode():
+            x = torch.ones(4)
+            assert torch.equal(ops.all_reduce(x, comm), torch.full((4,), 2.0))
+            assert torch.equal(ops.wait_tensor(ops.all_gather_async(x, comm)), torch.ones(8))
+            assert torch.equal(ops.all_reduce_(x, comm), torch.full((4,), 2.0))
+
+    run_ranks(rank, 2, backend="local")
+
+
 def inference_then_training_rank(comm, algorithm, name, number):
     data, rank, size = Data(number), comm.get_rank(), comm.get_size()
     run, reference = OPERATORS[name]
@@ -110,3 +121,10 @@ def symmetric_rank(comm):
 @pytest.mark.parametrize("backend", ["local", "gloo"])
 def test_symmetric_memory_is_written_in_any_mode(backend):
     run_ranks(symmetric_rank, 2, backend=backend)
+
+
+def test_memory_of_a_fake_communicator_is_written_in_any_mode():
+    comm = to.new_comm("fake", "cpu", name="inference_fake", rank=0, size=2)
+    with torch.inference_mode():
+        memory = to.symmetric_empty(6, torch.float32, comm)
+    assert torch.equal(memory.add_(1), torch.ones(6))
