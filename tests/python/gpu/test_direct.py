@@ -268,7 +268,7 @@ def test_rows_that_differ(comm, make_comm, seed, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replays_at_once(comm, make_comm, seed, kind):
     """On a rank that waits for another one in the first: the second finds it under way."""
-    other = make_comm(f"direct_apart_{kind}", timeout=timedelta(seconds=60))
+    other = make_comm(f"direct_apart_{kind}", timeout=timedelta(seconds=10))
     problem = Problem(other, kind, (16, 512, 64), torch.bfloat16)
     problem.fill(seed)
     problem.run()
