@@ -1,7 +1,10 @@
 #include <ATen/record_function.h>
 
+#include <algorithm>
+
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/execute_parts.h"
+#include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap {
 namespace {
@@ -55,6 +58,62 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
   channel.operate(op, body, {.rows = problem.rows.rows, .as_one = problem.as_one});
 }
 
+namespace {
+
+// The products of pieces of each chunk, by exchange.
+std::vector<std::vector<CheckedGemm>> products_of_pieces(std::string_view op,
+                                                         const CheckedGemm& all,
+                                                         const FusedScatter& fused,
+                                                         const std::vector<Exchange>& exchanges) {
+  std::vector<std::vector<CheckedGemm>> products;
+  for (const Exchange& exchange : exchanges) {
+    auto& of_chunk = products.emplace_back();
+    for (const Piece& piece : fused.pieces_of(exchange.give)) {
+      of_chunk.emplace_back(op,
+                            all.rows(fused.rows.begin(exchange.give) + piece.begin, piece.length));
+    }
+  }
+  return products;
+}
+
+// The products of the other ranks' rows, piece by piece, each sent to its owner when it is there;
+// then the kernel that computes the own ones and takes in what comes. It comes behind all of these
+// products, and the begin: no block may wait for another rank while they still want its SM.
+void put_sent_pieces(OverlapChannel::Session& session, const ScatterGemm& problem,
+                     const FusedScatter& fused, const std::vector<Exchange>& exchanges,
+                     std::vector<std::vector<CheckedGemm>>& products) {
+  const OverlapChannel& channel = session.channel;
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
+  Lanes& lanes = session.lanes;
+  const int comm = lanes.comm();
+  const int64_t row = row_bytes(problem.partial);
+  const int64_t at = problem.at + rank * problem.rows.largest() * row;
+  // Beside the first product, which is not for others to see yet.
+  lanes.run(comm, "begin", [&] { session.transport.begin(problem.rows.rows); });
+  const auto begun = lanes.mark(comm);
+  for (size_t i = 0; i < exchanges.size(); ++i) {
+    const auto rows = rows_of_rank(problem.partial, problem.rows, exchanges[i].give);
+    const auto pieces = fused.pieces_of(exchanges[i].give);
+    for (size_t j = 0; j < pieces.size(); ++j) {
+      session.gemm(0, products[i][j]);
+      lanes.after(comm, lanes.mark(0));
+      const int flag = static_cast<int>(j) * size;
+      session.exchange(comm, {.to = exchanges[i].to,
+                              .give = row_view(rows, pieces[j].begin, pieces[j].length),
+                              .at = at + pieces[j].begin * row,
+                              .flag = flag + rank,
+                              .from = exchanges[i].from,
+                              .get = {},
+                              .get_flag = flag + exchanges[i].from});
+    }
+  }
+  lanes.after(0, begun);
+  lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
+}
+
+}  // namespace
+
 void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {
   FusedScatter fused{.gemm = problem.gemms.at(0),
                      .rows = problem.rows,
@@ -62,12 +121,24 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
                      .out = problem.out,
                      .factor = problem.factor};
   check_gemm(op, fused.gemm);
+  // Copies within a device need SMs, which the kernel does not leave them.
+  if (!channel.shares_devices()) {
+    fused.pieces = channel.device().scatter_pieces(fused, kOperatorFlags);
+  }
+  const auto exchanges = scatter_schedule(channel.group().rank(), channel.group().size()).exchanges;
+  std::vector<std::vector<CheckedGemm>> products;
+  if (fused.pieces > 0) {
+    products = products_of_pieces(op, CheckedGemm(op, fused.gemm), fused, exchanges);
+  }
   fused.gemm.epilogue.bias = problem.bias;
   const auto body = [&](OverlapChannel::Session& session) {
+    if (fused.pieces > 0) {
+      return put_sent_pieces(session, problem, fused, exchanges, products);
+    }
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
     channel.device().run_fused(session.transport, fused);
   };
-  channel.operate(op, body, {.rows = problem.rows.rows});
+  channel.operate(op, body, {.rows = problem.rows.rows, .begins_itself = fused.pieces > 0});
 }
 
 }  // namespace torch_overlap

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "torch_overlap/base/export.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/schedule.h"
 
@@ -52,6 +53,15 @@ struct FusedScatter {
   int64_t at = 0;  // byte of the channel's data: room for size x rows.largest() rows
   at::Tensor out;
   double factor = 1;
+  // 0: one kernel computes all, and sends. Else it computes this rank's rows alone; those of every
+  // other rank are computed before, and sent beside it, in so many pieces. Flag piece * size + r
+  // says that a piece of rank r is here.
+  int pieces = 0;
+
+  // Of all pieces but the last of a rank.
+  TORCH_OVERLAP_API int64_t piece_rows() const;
+  // Of the rows of a rank, which they count from its first. It may have fewer than others.
+  TORCH_OVERLAP_API std::vector<Piece> pieces_of(int rank) const;
 };
 
 }  // namespace torch_overlap

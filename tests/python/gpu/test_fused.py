@@ -24,7 +24,8 @@ pytestmark = [
 # Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 to 256 columns, stages of k 64.
 SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
-LARGE = (2048, 264, 2304)  # a chunk has a tile for every SM, so that tiles of others are added between stages
+LARGE = (2048, 264, 2304)  # rows of a reduce-scatter go to their owners as one piece, by copy engines
+PIECES = (4200, 72, 2056)  # as two, of which the second one is the smaller
 WIDE = (500, 264, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 
 
@@ -124,7 +125,7 @@ KINDS = [Gather, Scatter, AllReduce]
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE, PIECES], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_values(comm, kind, shape, dtype, transposed, bias):
     case = kind(comm, *shape, dtype, transposed, bias)
@@ -166,13 +167,27 @@ def test_full_shapes(comm, kind, shape):
 
 
 @pytest.mark.parametrize("kind", [Scatter, AllReduce], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("shape", [(200, 136, 264), LARGE], ids=str)
+@pytest.mark.parametrize("shape", [(200, 136, 264), LARGE, PIECES], ids=str)
 def test_a_mean(comm, shape, kind):
     case = kind(comm, *shape, torch.bfloat16, op="avg")
     case.check(case.run())
 
 
-@pytest.mark.parametrize("shape", [(300, 520, 1032), LARGE], ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_ranks_with_fewer_rows_in_pieces(comm, op):
+    """The last rank's rows end in the middle of a tile, and it may have a piece less."""
+    size = comm.get_size()
+    share = 4200
+    for missing in (1, 77, 2150):
+        x = torch.randn(share * size - missing, 64, device="cuda").bfloat16()
+        w, bias = torch.randn(2056, 64, device="cuda").bfloat16(), torch.randn(2056, device="cuda").bfloat16()
+        got = ops.matmul_all_reduce(x, w, comm, bias, op=op, algorithm="fused")
+        xs, ws = everybodys(comm, x), everybodys(comm, w)
+        want = sum(a @ b.t() for a, b in zip(xs, ws, strict=True)) / (size if op == "avg" else 1)
+        close(got, want + bias.double(), 64 * size)
+
+
+@pytest.mark.parametrize("shape", [(300, 520, 1032), LARGE, PIECES], ids=str)
 def test_the_same_bits_every_time(comm, shape):
     for kind in KINDS:
         case = kind(comm, *shape, torch.bfloat16)
@@ -291,7 +306,7 @@ def replay(comm, seed, cases):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
-    shapes = [(200, 264, 520), (512, 1024, 1032), LARGE, WIDE]
+    shapes = [(200, 264, 520), (512, 1024, 1032), LARGE, WIDE, PIECES]
     replay(comm, seed, [kind(comm, *shape, torch.bfloat16) for shape in shapes])
 
 
@@ -321,11 +336,15 @@ def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_ten_thousand_replays(comm, kind, dtype):
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*((kind, (192, 328, 520)) for kind in KINDS), (Scatter, (2056, 64, 2056))],
+    ids=["Gather", "Scatter", "AllReduce", "Scatter in pieces"],
+)
+def test_ten_thousand_replays(comm, kind, shape, dtype):
     """Nobody is held up. Inputs are made, what the operator will write to is poisoned, and results are compared with
     those of the copy engine's way, inside the graph."""
-    case = kind(comm, 192, 328, 520, dtype)
+    case = kind(comm, *shape, dtype)
     ring = {
         Gather: lambda: ops.all_gather_matmul(case.x, case.weights, comm, [case.bias, None], algorithm="ring")[0][0],
         Scatter: lambda: ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="ring"),
@@ -343,10 +362,14 @@ def test_ten_thousand_replays(comm, kind, dtype):
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_rank_that_stays_away(comm, make_comm, kind, mode):
-    lonely = make_comm(f"fused_away_{kind.__name__}_{mode}", timeout=timedelta(seconds=2))
-    case = kind(lonely, 128, 256, 256, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*((kind, (128, 256, 256)) for kind in KINDS), (Scatter, LARGE)],
+    ids=["Gather", "Scatter", "AllReduce", "Scatter in pieces"],
+)
+def test_a_rank_that_stays_away(comm, make_comm, kind, shape, mode):
+    lonely = make_comm(f"fused_away_{kind.__name__}_{shape[0]}_{mode}", timeout=timedelta(seconds=2))
+    case = kind(lonely, *shape, torch.bfloat16)
     case.check(case.run())
     graph, _ = capture(case.run)
     graph.replay()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_fused import comm_gather, poison, replay, soak
-from test_fused_scaled import FULL, LARGE, SHAPES, TYPES, WIDE, Scaled
+from test_fused_scaled import FULL, LARGE, PIECES, SHAPES, TYPES, WIDE, Scaled
 
 import torch_overlap as to
 from torch_overlap import ops
@@ -72,7 +72,7 @@ kinds = pytest.mark.parametrize("kind", [RowGather, RowScatter], ids=lambda kind
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("types", list(TYPES))
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE, PIECES], ids=str)
 @kinds
 def test_values(comm, kind, shape, types, out_dtype):
     case = kind(comm, *shape, types=TYPES[types], out_dtype=out_dtype, bias=True)
@@ -91,7 +91,7 @@ def test_full_shapes(comm, kind, shape):
 
 @kinds
 def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
-    shapes = [(200, 272, 520), (512, 1024, 1032), LARGE, WIDE]
+    shapes = [(200, 272, 520), (512, 1024, 1032), LARGE, WIDE, PIECES]
     replay(comm, seed, [kind(comm, *s, types=TYPES["4x4"], out_dtype=torch.bfloat16, bias=True) for s in shapes])
 
 

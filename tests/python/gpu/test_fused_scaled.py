@@ -21,6 +21,7 @@ TYPES = {"4x4": (E4M3, E4M3), "5x4": (E5M2, E4M3), "4x5": (E4M3, E5M2)}
 SHAPES = [(1, 16, 8), (24, 64, 136), (128, 256, 256), (200, 144, 1000), (257, 1104, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
 LARGE = (2048, 272, 2304)
+PIECES = (4200, 144, 2056)  # see test_fused.py
 WIDE = (500, 272, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 FAST_SUMS = 2.0**-10  # of sum |lhs||rhs|: tensor cores keep some 14 bits of partial sums
 
@@ -138,7 +139,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("types", list(TYPES))
-@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE, WIDE, PIECES], ids=str)
 @kinds
 def test_values(comm, kind, shape, types, out_dtype, bias):
     case = kind(comm, *shape, types=TYPES[types], out_dtype=out_dtype, bias=bias)
@@ -176,8 +177,8 @@ def test_the_same_bits_every_time(comm, shape, kind):
 
 @kinds
 def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kind):
-    shapes = [(200, 272, 520), (512, 1024, 1032), LARGE, WIDE]
-    pairs = zip(shapes, [*TYPES.values(), TYPES["4x4"]], strict=True)
+    shapes = [(200, 272, 520), (512, 1024, 1032), LARGE, WIDE, PIECES]
+    pairs = zip(shapes, [*TYPES.values(), TYPES["4x4"], TYPES["4x5"]], strict=True)
     replay(comm, seed, [kind(comm, *s, types=types, out_dtype=torch.bfloat16, bias=True) for s, types in pairs])
 
 

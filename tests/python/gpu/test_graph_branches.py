@@ -31,11 +31,20 @@ def random(*shape):
     return torch.randn(shape, device="cuda").bfloat16()
 
 
-def around(issue, name):
-    """For each kernel of that name, what may run beside it."""
+def named(nodes, *parts):
+    """The kernels among them that have one of these in their names."""
+    return [n for n in nodes if isinstance(n, Kernel) and any(part in n.name for part in parts)]
+
+
+# What a product and its sums are one of: where tiles are sent by the kernel, and where copies take pieces.
+REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel")
+
+
+def around(issue, *names):
+    """For each kernel of these names, what may run beside it."""
     issue()  # memory is shared, and kernels are loaded
     nodes, edges = captured(issue)
-    found = [i for i, node in enumerate(nodes) if isinstance(node, Kernel) and name in node.name]
+    found = [i for i, node in enumerate(nodes) if named([node], *names)]
     return [[nodes[i] for i in beside(at, range(len(nodes)), edges)] for at in found]
 
 
@@ -81,27 +90,40 @@ def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
     assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
 
 
-def named(nodes, *parts):
-    """The kernels among them that have one of these in their names."""
-    return [n for n in nodes if isinstance(n, Kernel) and any(part in n.name for part in parts)]
-
-
 def nothing_waits_in(found):
     """Of what may run beside each kernel."""
     for others in found:
-        assert named(others, "await", "fused_gather", "fused_scatter") == []
+        assert named(others, "begin_kernel", "await", "fused_gather", *REDUCTIONS) == []
 
 
 @pytest.mark.parametrize("rows", [1024, 8192])
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
     x, w = random(rows, 256), random(6144, 256)
-    found = around(lambda: getattr(ops, op)(x, w, comm, random(6144), algorithm="fused"), "fused_scatter_kernel")
+    found = around(lambda: getattr(ops, op)(x, w, comm, random(6144), algorithm="fused"), *REDUCTIONS)
     blocks = 3 if (op, rows) == ("matmul_all_reduce", 8192) else 1
     assert len(found) == blocks
     nothing_waits_in(found)
     if op == "matmul_reduce_scatter":
-        assert found == [[]]
+        own = torch.cuda.current_device()
+        assert all(isinstance(n, Copy) and n.to_device != own for n in found[0]), found[0]
+
+
+@separate
+def test_a_fused_sum_waits_for_copies_to_other_devices(comm):
+    """The pieces of the last chunks may be under way, and their products are done."""
+    size = comm.get_size()
+    x, w = random(4200 * size, 256), random(2056, 256)
+
+    def issue():
+        return ops.matmul_reduce_scatter(x, w, comm, algorithm="fused")
+
+    (others,) = around(issue, "fused_sum_kernel")
+    nodes, _ = captured(issue)
+    assert sum(isinstance(n, Copy) and n.bytes > 4 for n in nodes) == 2 * (size - 1)
+    own = torch.cuda.current_device()
+    assert others
+    assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
 
 
 FUSED = [case for dtype in (torch.bfloat16, torch.float8_e4m3fn) for case in cases_of(dtype, has_fused=True)
@@ -112,7 +134,7 @@ FUSED = [case for dtype in (torch.bfloat16, torch.float8_e4m3fn) for case in cas
 def test_beside_other_fused_reductions_nothing_waits_for_ranks(comm, case):
     dtype = torch.float32 if case.name.startswith("scaled") else torch.bfloat16
     inputs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in case.shapes]
-    found = around(lambda: case.run(comm, *inputs), "fused_scatter_kernel")
+    found = around(lambda: case.run(comm, *inputs), *REDUCTIONS)
     assert found
     nothing_waits_in(found)
 
@@ -120,7 +142,7 @@ def test_beside_other_fused_reductions_nothing_waits_for_ranks(comm, case):
 def waiting_kernels(issue):
     issue()
     nodes, _ = captured(issue)
-    assert named(nodes, "fused_gather", "fused_scatter") == []
+    assert named(nodes, "fused_gather", *REDUCTIONS) == []
     return named(nodes, "begin_kernel", "await_kernel")
 
 
@@ -186,13 +208,13 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 # --- A layer ------------------------------------------------------------------------------------------------------
 
 # Of these all blocks wait for other ranks, and they may have all SMs.
-WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel")
+WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel", "fused_sum_kernel")
 NARROW = ("begin_kernel", "await_kernel")
 COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "push_copy_kernel", "push_reduce_kernel",
                "push_norm_kernel", "two_shot_kernel", "zero_copy", "nccl")  # fmt: skip
 # What must be found, with sequence parallelism and without.
-WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:], WIDE[3:]), "ring": (NARROW, NARROW), "bulk": (NARROW, ()),
-        "chunked": ((), ()), "auto": ((), ())}  # fmt: skip
+WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:4], WIDE[3:4]), "ring": (NARROW, NARROW),
+        "bulk": (NARROW, ()), "chunked": ((), ()), "auto": ((), ())}  # fmt: skip
 
 
 def step_of_a_layer(comm, algorithm, sequence_parallel):

@@ -28,6 +28,12 @@
 //   residual(), loaded()              then its map, and this warp's barrier for it. The part of a
 //                                     tile comes to where its outputs will lie, while it is
 //                                     multiplied
+//   kAdds                             whether matrices like the product are added to it before the
+//                                     epilogue
+//   addends(), addend(unit, i)        then how many, and the map of one, by 64 x 64; called by the
+//                                     thread that loads before it does: waits until it is there.
+//                                     Their parts of a tile come in stages of their own
+//   factor()                          and what the sum is multiplied by
 namespace torch_overlap::sm90 {
 
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
@@ -55,10 +61,33 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
   }
 }
 
+// What is added to a tile: 64 rows a stage, where rhs would lie.
+template <typename Config, typename Work>
+__device__ __forceinline__ void load_addends(Work& work, const Unit& unit, uint32_t shared,
+                                             SharedBarriers<Config>& barriers,
+                                             StageCursor<Config::kStages>& at) {
+  for (int i = 0; i < work.addends(); ++i) {
+    const CUtensorMap* const from = work.addend(unit, i);
+    for (int group = 0; group < Config::kRowGroups; ++group, at.advance()) {
+      barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+      const uint32_t full = shared_address(&barriers.full[at.stage]);
+      const uint32_t to = shared + at.stage * Config::kStageBytes + Config::kLhsBytes;
+      barrier_expect(full, Config::kRhsBytes);
+#pragma unroll
+      for (int block = 0; block < Config::kColumns / 64; ++block) {
+        tensor_load(to + block * Config::kStoreBytes, from, full,
+                    unit.column * Config::kColumns + 64 * block,
+                    unit.row * Config::kRows + 64 * group);
+      }
+    }
+  }
+}
+
 template <typename Config, typename Work>
 __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint32_t shared,
                                            SharedBarriers<Config>& barriers) {
   StageCursor<Config::kStages> at;
+  static_assert(!Work::kAdds || Config::kSets == 1, "a tile is complete before the next begins");
   auto units = work.units(p);
   Unit unit;
   while (units.next(unit)) {
@@ -74,11 +103,11 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
       tensor_load(to, lhs, full, depth, row);
       load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
     }
+    if constexpr (Work::kAdds) load_addends<Config>(work, unit, shared, barriers, at);
   }
 }
 
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
-//   is_due(unit, k), change(sums)   before which stages of k the sums are changed, and how
 //   complete(unit, sums)            all products are there
 //   kFetches, fetch(unit)           whether there is something to begin when products of the tile
 //                                   are under way and all of those before are put, and beginning it
@@ -199,14 +228,8 @@ class Tiles {
   // The stages from k on; the last one is under way afterwards.
   __device__ __forceinline__ void multiply(const Unit& unit, Sums& sums, int k) {
     for (; k < unit.depth; ++k) {
-      const bool is_due = outputs_.is_due(unit, k);
-      if (is_due) {
-        mine_.end(sums);
-        outputs_.change(sums);
-        hold(sums);
-      }
       mine_.begin(sums, false);
-      if (!is_due) mine_.end_before();
+      mine_.end_before();
     }
   }
 
@@ -223,8 +246,13 @@ class StoredOutputs {
   static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
 
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
-                                           const Multiplier<Config>& mine, uint32_t buffers)
-      : p_(p), work_(work), row_(mine.row()), column_(mine.column()), buffers_(buffers) {
+                                           Multiplier<Config>& mine, uint32_t buffers)
+      : p_(p),
+        work_(work),
+        mine_(mine),
+        row_(mine.row()),
+        column_(mine.column()),
+        buffers_(buffers) {
     if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
   }
 
@@ -242,8 +270,6 @@ class StoredOutputs {
     }
     __syncwarp();
   }
-  static __device__ __forceinline__ bool is_due(const Unit&, int) { return false; }
-  static __device__ __forceinline__ void change(float (&)[Config::kAccumulators]) {}
   __device__ __forceinline__ void complete(const Unit& unit, float (&sums)[Config::kAccumulators]) {
     if constexpr (Config::kIsScaled) {
       if (p_.epilogue.scaled_by_row) {
@@ -255,6 +281,11 @@ class StoredOutputs {
       } else {
         multiply_by(scale_, sums);
       }
+    }
+    if constexpr (Work::kAdds) {
+#pragma unroll 1
+      for (int i = 0; i < work_.addends(); ++i) mine_.add(sums);
+      if (work_.factor() != 1.0F) multiply_by(work_.factor(), sums);
     }
     if (!p_.plain) {
 #pragma unroll
@@ -299,6 +330,7 @@ class StoredOutputs {
 
   const GemmParams& p_;
   Work& work_;
+  Multiplier<Config>& mine_;
   const int row_;
   const int column_;
   const uint32_t buffers_;

@@ -87,6 +87,9 @@ class Multiplier {
     hold(sums);
     release(before_);
   }
+  // Adds this warpgroup's part of the next stages, which have 64 rows each of a matrix like the
+  // tile, as load_addends() leaves them. Products of other sums may be under way.
+  __device__ __forceinline__ void add(Sums& sums);
   // Waits for all. The sums may be read.
   __device__ __forceinline__ void end(Sums& sums) {
     wgmma_wait<0>();
@@ -170,6 +173,29 @@ __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulat
       sums[first + 2 * r] += a;
       sums[first + 2 * r + 1] += b;
     }
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void Multiplier<Config>::add(Sums& sums) {
+#pragma unroll
+  for (int group = 0; group < Config::kRowGroups; ++group) {
+    const int stage = at_.stage;
+    // Also of the others' rows: released before it is there, a stage would count as one that some
+    // warps still read.
+    barrier_wait(shared_address(&barriers_.full[stage]), at_.phase);
+    if (Config::kRowGroups == 1 || row_ == 64 * group) {
+      const uint32_t from = shared_ + stage * Config::kStageBytes + Config::kLhsBytes +
+                            column_ / 64 * Config::kStoreBytes;
+#pragma unroll
+      for (int i = 0; i < Config::kPieces; ++i) {
+        add_from_shared<Config>(sums, i, from + i * Config::kStoreBytes);
+      }
+      fence_shared_for_copies();
+      __syncwarp();
+    }
+    at_.advance();
+    release(stage);
   }
 }
 

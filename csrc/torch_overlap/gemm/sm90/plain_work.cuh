@@ -12,6 +12,7 @@ namespace torch_overlap::sm90 {
 template <typename Config>
 struct PlainWork {
   static constexpr bool kFetches = false;
+  static constexpr bool kAdds = false;
   const GemmParams& p;
   __device__ __forceinline__ UnitList units(const GemmParams&) { return UnitList::of<Config>(p); }
   __device__ __forceinline__ const CUtensorMap* lhs(const Unit&, int&) { return &p.lhs; }

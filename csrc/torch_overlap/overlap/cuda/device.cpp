@@ -87,6 +87,9 @@ class CudaOverlapDevice final : public OverlapDevice {
   std::string fused_obstacle(const FusedShape& shape) override {
     return cuda::fused_obstacle(shape);
   }
+  int scatter_pieces(const FusedScatter& problem, int most) const override {
+    return cuda::scatter_pieces(problem, most);
+  }
   void run_fused(Transport& transport, const FusedGather& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }

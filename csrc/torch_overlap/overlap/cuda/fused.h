@@ -28,8 +28,10 @@ struct FusedGatherParams {
   WaitControl control;
 };
 
-// A tile goes to another rank in parts of so many rows of 64 outputs, with time between them.
+// A tile goes to another rank in parts of so many rows of 64 outputs, with time between them, by so
+// many warps.
 inline constexpr int kPacedRows = 16;
+inline constexpr int kMovers = 3;
 
 // GEMM + reduce-scatter: tiles go to the rank that owns their rows, which adds those of all ranks.
 struct FusedScatterParams {
@@ -43,11 +45,29 @@ struct FusedScatterParams {
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
-  // Tiles of other ranks are added while an own one is multiplied.
-  bool adds_between;
-  // Between the parts of a tile.
+  // Between the parts of a tile that one warp stores: where the block's next tile is another
+  // rank's, too; and where it is an own one.
   uint32_t pace_ns;
+  uint32_t last_pace_ns;
   float factor;  // of the sum, before the bias
+  ChannelWords words;
+  WaitControl control;
+};
+
+// In how many pieces the rows of a rank may come.
+inline constexpr int kMostPieces = 4;
+
+// The own rows of a GEMM + reduce-scatter, whose others are computed and sent otherwise: the sum of
+// this product and of what has come of it from the other ranks.
+struct FusedSumParams {
+  sm90::GemmParams gemm;  // of the own rows
+  int sources;            // other ranks; what has come of each, and the flags of its pieces:
+  CUtensorMap from[kMostFusedRanks];
+  const uint32_t* told[kMostFusedRanks];
+  int ranks[kMostFusedRanks];
+  int piece_rows;
+  int flag_words;  // from the flag of a piece to that of the next one
+  float factor;    // of the sum, before the bias
   ChannelWords words;
   WaitControl control;
 };
@@ -55,10 +75,13 @@ struct FusedScatterParams {
 // Null: there is none. `cluster` and `buffers` of the key are not looked at.
 const sm90::KernelInfo* find_fused_gather(const sm90::KernelKey& key);
 const sm90::KernelInfo* find_fused_scatter(const sm90::KernelKey& key);
+const sm90::KernelInfo* find_fused_sum(const sm90::KernelKey& key);
 
 cudaError_t launch_fused_gather(const sm90::KernelInfo& kernel, const FusedGatherParams& params,
                                 int blocks, cudaStream_t stream);
 cudaError_t launch_fused_scatter(const sm90::KernelInfo& kernel, const FusedScatterParams& params,
                                  int blocks, cudaStream_t stream);
+cudaError_t launch_fused_sum(const sm90::KernelInfo& kernel, const FusedSumParams& params,
+                             int blocks, cudaStream_t stream);
 
 }  // namespace torch_overlap::cuda

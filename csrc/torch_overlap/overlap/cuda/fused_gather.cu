@@ -47,6 +47,7 @@ class GatherUnits {
 template <typename Config>
 struct GatherWork {
   static constexpr bool kFetches = false;
+  static constexpr bool kAdds = false;
   const FusedGatherParams& p;
   int arrived;
 

@@ -16,15 +16,13 @@
 //     multiply    ...          | sums += shared | taken ...  (of each) | result -> shared | filled
 //     mover       told? loaded |                  told? loaded         |                  | stores
 //
-// Where a chunk has a tile for every SM, those of the others are added in the second half of the
-// own one's k, at fixed places, and by the two warpgroups not at once: one multiplies while the
-// other adds. They have come by then, but for the last ones to be computed where a chunk has hardly
-// more tiles than that; these are added last.
+// The movers' stores to others are plain ones. As tensor copies they would be done by the unit that
+// loads the next stages, and every one that waits for a link would hold those up. They are paced:
+// all blocks end a tile at about the same time, and what fills the links fills the ways within the
+// chip too.
 //
-// The mover's stores to others are plain ones. As tensor copies they would be done by the unit that
-// loads the next stages, and every one that waits for a link would hold those up. They are spread
-// over the time of the next tile: all blocks end theirs at about the same time, and what fills the
-// links fills the ways within the chip too.
+// For few tiles: where there are more, products of pieces that copy engines send are quicker
+// (fused_sum.cu).
 //
 // A rank computes all tiles of others before any that waits. All blocks run, as there is one for an
 // SM at most, and one goes on to its own tiles only behind those of others: nothing waits in a
@@ -58,10 +56,6 @@ class ScatterUnits {
     }
     return false;
   }
-  // Whether the next one, if the chunks are equal, is of another rank's rows.
-  __device__ __forceinline__ bool is_next_of_others() const {
-    return at_ < of_chunk_ * (p_.words.size - 1);
-  }
   // The word of a tile.
   __device__ __forceinline__ int word(const Unit& unit) const {
     return unit.row * columns_ + unit.column;
@@ -84,6 +78,7 @@ struct TileBarriers {
 
 template <typename Config>
 struct ScatterWork {
+  static constexpr bool kAdds = false;  // by the mover, which has the room
   const FusedScatterParams& p;
   __device__ __forceinline__ ScatterUnits<Config> units(const sm90::GemmParams&) {
     return ScatterUnits<Config>(p);
@@ -110,40 +105,62 @@ struct Piece {
   }
 };
 
-// One warp.
+// Three warps. The first one also loads and stores the tiles of the own rows.
 template <typename Config>
 class Mover {
   using P = Piece<Config>;
 
  public:
   __device__ __forceinline__ Mover(const FusedScatterParams& p, uint32_t tile,
-                                   TileBarriers& barriers)
+                                   TileBarriers& barriers, int warp)
       : p_(p),
         barriers_(barriers),
         tile_(tile),
         epoch_(*p.words.epoch),
+        warp_(warp),
         lane_(static_cast<int>(threadIdx.x) % 32),
         units_(p) {}
 
   __device__ __forceinline__ void run() {
     Unit unit;
+    bool has_unit = units_.next(unit);
     uint32_t fills = 0;
-    while (units_.next(unit)) {
+    while (has_unit) {
+      Unit following;
+      const bool has_following = units_.next(following);
       const bool own = unit.chunk == p_.words.rank;
-      if (own && lane_ == 0) take_others(unit);
+      if (own && leads()) {
+        if (fills > 0) wait_emptied(fills - 1);
+        take_others(unit);
+      }
       __syncwarp();
       sm90::barrier_wait(sm90::shared_address(&barriers_.filled), fills & 1);
-      ++fills;
       if (!own) {
-        send(unit);
-      } else if (lane_ == 0) {
+        const bool sends_next = has_following && following.chunk != p_.words.rank;
+        send(unit, sends_next ? p_.pace_ns : p_.last_pace_ns);
+        if (leads()) tell(unit, fills);
+      } else if (leads()) {
         store_result(unit);
+      } else if (lane_ == 0) {
+        empty();
       }
+      ++fills;
+      unit = following;
+      has_unit = has_following;
     }
-    if (lane_ == 0) sm90::stores_done<0>();
+    if (leads()) sm90::stores_done<0>();
   }
 
  private:
+  __device__ __forceinline__ bool leads() const { return warp_ == 0 && lane_ == 0; }
+  __device__ __forceinline__ void empty() {
+    sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
+  }
+  // Until all movers are done with the i-th tile.
+  __device__ __forceinline__ void wait_emptied(uint32_t i) {
+    sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), i & 1);
+  }
+
   // The tiles of the other ranks for an own one, each when the one before has been read. That of
   // the rank before was computed first, that of the next one last.
   __device__ __forceinline__ void take_others(const Unit& unit) {
@@ -174,39 +191,49 @@ class Mover {
     }
     sm90::store_commit();
     sm90::stores_read<0>();
-    sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
+    empty();
   }
 
-  // A part of the tile, four rows by eight lanes each at a time.
-  __device__ __forceinline__ void send(const Unit& unit) {
-    // The block's first own tile waits for the mover from the middle on; where chunks have few
-    // tiles, the owner does at once.
-    const uint32_t pace = units_.is_next_of_others() ? p_.pace_ns
-                          : p_.adds_between          ? p_.pace_ns / 2
-                                                     : 0;
-    uint64_t next = now_ns();
-    char* const to = static_cast<char*>(p_.to[unit.chunk]);
+  // This warp's part of the tile, kPacedRows at a time: four rows by eight lanes each.
+  __device__ __forceinline__ void send(const Unit& unit, uint32_t pace) {
+    constexpr int kVectors = kPacedRows / 4;
+    constexpr int kInPiece = 64 / kPacedRows;
+    uint64_t next = pace != 0 ? now_ns() : 0;
+    auto* const to = static_cast<typename Config::Out*>(p_.to[unit.chunk]);
     const int vector = lane_ % 8;
-    for (int k = 0; k < P::kCount; ++k) {
-      const P piece(k);
+    const int rows = p_.rows[unit.chunk];
+    for (int part = warp_; part < P::kCount * kInPiece; part += kMovers) {
+      if (pace != 0) {
+        next += pace;
+        while (now_ns() < next) __nanosleep(50);
+      }
+      const P piece(part / kInPiece);
+      const int first = part % kInPiece * kPacedRows + lane_ / 8;
+      uint4 data[kVectors];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int at = first + 4 * i;
+        data[i] = sm90::load_vector(tile_ + part / kInPiece * Config::kStoreBytes + at * 128 +
+                                    ((vector ^ (at & 7)) << 4));
+      }
       const int column = unit.column * Config::kColumns + piece.column + vector * 8;
-      for (int in_piece = lane_ / 8; in_piece < 64; in_piece += 4) {
-        if (in_piece % kPacedRows < 4 && pace != 0) {
-          next += pace;
-          while (now_ns() < next) __nanosleep(50);
-        }
-        const uint4 data = sm90::load_vector(tile_ + k * Config::kStoreBytes + in_piece * 128 +
-                                             ((vector ^ (in_piece & 7)) << 4));
-        const int row = unit.row * Config::kRows + piece.row + in_piece;
-        if (row >= p_.rows[unit.chunk] || column >= p_.gemm.n) continue;
-        const int64_t at = static_cast<int64_t>(row) * p_.gemm.n + column;
-        *reinterpret_cast<uint4*>(to + at * sizeof(typename Config::Out)) = data;
+      const int row = unit.row * Config::kRows + piece.row + first;
+      if (column >= p_.gemm.n) continue;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (row + 4 * i >= rows) continue;
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(row + 4 * i) * p_.gemm.n + column) =
+            data[i];
       }
     }
     sm90::fence_shared_for_copies();
     __syncwarp();
-    if (lane_ != 0) return;
-    sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
+    if (lane_ == 0) empty();
+  }
+
+  // The owner of the i-th tile that it is there: behind the stores of all movers.
+  __device__ __forceinline__ void tell(const Unit& unit, uint32_t i) {
+    wait_emptied(i);
     if (has_failed(p_.control)) return;  // what this rank would tell need not be true
     store_release(p_.tell[unit.chunk] + units_.word(unit), epoch_);
   }
@@ -215,6 +242,7 @@ class Mover {
   TileBarriers& barriers_;
   const uint32_t tile_;
   const uint32_t epoch_;
+  const int warp_;
   const int lane_;
   ScatterUnits<Config> units_;
   uint32_t takes_ = 0;
@@ -240,25 +268,11 @@ class ScatterOutputs {
     if constexpr (Config::kIsScaled) scale_ = sm90::scale_of(p.gemm.epilogue);
   }
 
-  // The i-th is due behind i of `size` parts of the second half of k, and kApart stages later for
-  // the second group: always at the same place, and so are the sums. The first group waits at most
-  // there; the stages up to there come without it.
-  __device__ __forceinline__ bool is_due(const Unit& unit, int k) const {
-    constexpr int kApart = 2;
-    static_assert(kApart <= Config::kStages);
-    if constexpr (Config::kIsScaled) return false;  // what is added is scaled
-    const int size = p_.words.size;
-    return p_.adds_between && unit.chunk == p_.words.rank && added_ < size - 1 &&
-           (k - kApart * group_) * 2 * size >= (size + added_ + 1) * unit.depth;
-  }
-  __device__ __forceinline__ void change(Sums& sums) {
-    add_next(sums);
-    ++added_;
-  }
   __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
     if constexpr (Config::kIsScaled) scale(unit, sums);
     if (unit.chunk == p_.words.rank) {
-      for (; added_ < p_.words.size - 1; ++added_) add_next(sums);
+#pragma unroll 1
+      for (int i = 1; i < p_.words.size; ++i) add_next(sums);
       if (p_.factor != 1.0F) sm90::multiply_by(p_.factor, sums);
       if (!p_.gemm.plain) {
 #pragma unroll
@@ -267,7 +281,6 @@ class ScatterOutputs {
         }
       }
     }
-    added_ = 0;
   }
   __device__ __forceinline__ void put(const Unit& unit, const sm90::Rounded& rounded, int piece) {
     if (piece == 0) {
@@ -318,7 +331,6 @@ class ScatterOutputs {
   uint32_t fills_ = 0;
   uint32_t loads_ = 0;
   float scale_ = 1.0F;  // of both operands
-  int added_ = 0;       // tiles of the other ranks, to the sums that are computed
 };
 
 template <typename Config>
@@ -334,7 +346,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     sm90::init_stages(stages);
     sm90::barrier_init(sm90::shared_address(&barriers.filled), 8);
-    sm90::barrier_init(sm90::shared_address(&barriers.emptied), 1);
+    sm90::barrier_init(sm90::shared_address(&barriers.emptied), kMovers);
     sm90::barrier_init(sm90::shared_address(&barriers.loaded), 1);
     sm90::barrier_init(sm90::shared_address(&barriers.taken), 8);
     sm90::fence_barrier_init();
@@ -346,8 +358,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
       ScatterWork<Config> work{p};
       sm90::load_units<Config>(p.gemm, work, shared, stages);
-    } else if (threadIdx.x / 32 == 1) {
-      Mover<Config>(p, tile, barriers).run();
+    } else if (threadIdx.x >= 32) {
+      Mover<Config>(p, tile, barriers, static_cast<int>(threadIdx.x) / 32 - 1).run();
     }
   } else {
     sm90::more_registers<232>();

@@ -1,0 +1,23 @@
+#include "torch_overlap/overlap/fused.h"
+
+#include <algorithm>
+
+namespace torch_overlap {
+
+int64_t FusedScatter::piece_rows() const {
+  constexpr int64_t kTileRows = 128;
+  const auto of_largest = torch_overlap::pieces(rows.largest(), pieces, kTileRows);
+  return of_largest.empty() ? kTileRows : of_largest[0].length;
+}
+
+std::vector<Piece> FusedScatter::pieces_of(int rank) const {
+  std::vector<Piece> all;
+  const int64_t most = piece_rows();
+  const int64_t length = rows.length(rank);
+  for (int64_t begin = 0; begin < length; begin += most) {
+    all.push_back({begin, std::min(most, length - begin)});
+  }
+  return all;
+}
+
+}  // namespace torch_overlap
