@@ -136,7 +136,6 @@ def _exchange_in(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x), *weight.shape),
         "chunk_rows": _rows(x) // size // _C._ROW_PIECES,
         "gather_bytes": x.nbytes,
-        "prefers_channels": False,
     }
 
 
@@ -148,7 +147,6 @@ def _exchange_out(given: dict[str, Any]) -> dict[str, Any]:
         "shape": (_rows(x) * size, sum(features), x.shape[-1]),
         "chunk_rows": _rows(x),
         "scatter_bytes": _C._column_exchange_bytes([_rows(x) * n * x.dtype.itemsize for n in features]),
-        "prefers_channels": False,
     }
 
 

@@ -25,33 +25,25 @@ struct Limits {
   size_t ll;
   size_t push;
   size_t two_shot;
-  // Where there are windows: above the first and up to the second the kernel may do without copies.
-  // Where it cannot, its other way has to be no slower than NCCL, so it ends where that was
-  // measured (two ranks: all_reduce of 64 MiB, bench_push_blocks-h200-tp2-*.json). It has a block
-  // on nearly every SM, which products beside it miss.
-  struct {
-    size_t above;
-    size_t most;
-  } zero_copy;
   size_t norm = 0;  // of all_reduce, with an RMSNorm in the kernel
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, {2 * kMi, 64 * kMi}, kMi},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, {512 * kKi, 16 * kMi}, kMi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, {256 * kKi, kMi}, 256 * kKi},
-    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
-    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0, {128 * kKi, 16 * kMi}},
-    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
-    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0, {192 * kKi, 16 * kMi}},
-    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0, {256 * kKi, 16 * kMi}},
-    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
-    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
-    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0, {256 * kKi, 16 * kMi}},
-    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
-    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0, {256 * kKi, 16 * kMi}},
-    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0, {128 * kKi, 512 * kKi}},
-    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0, {64 * kKi, 256 * kKi}},
+    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, kMi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 256 * kKi},
+    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0},
+    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
+    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0},
+    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0},
+    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0},
+    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0},
+    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0},
+    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},
+    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0},
 };
 
 const Limits* limits_of(Primitive primitive, int size) {
@@ -222,8 +214,9 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   }
   if (problem.bytes <= limits->ll) return plan_lines(problem);
   const bool is_always = mode == DirectMode::always;
-  if (problem.bytes > limits->zero_copy.above &&
-      (is_always || problem.bytes <= limits->zero_copy.most)) {
+  // Not by itself: a round more is what tensors outside of windows pay for it, and those within
+  // hardly gain (benchmarks/results/bench_collectives-h100-tp2-*.json).
+  if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }
   if (problem.bytes <= limits->push) return plan_push(problem);

@@ -106,9 +106,8 @@ void check_exchange_algorithm(std::string_view op, std::string_view algorithm) {
   check_choice(op, "algorithm", "auto sequential chunked ring", algorithm);
 }
 
-Algorithm choose_exchange(OverlapProblem problem, std::string_view algorithm,
+Algorithm choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm) {
-  problem.prefers_channels = false;
   const auto chosen = choose_algorithm(problem, algorithm, comm);
   // The others are ways of other operators.
   return chosen == Algorithm::chunked || chosen == Algorithm::ring ? chosen : Algorithm::sequential;

@@ -23,7 +23,7 @@ inline constexpr int64_t kRowPieces = 4;
 void check_exchange_algorithm(std::string_view op, std::string_view algorithm);
 // How it goes: sequential, chunked (pieces, by the communicator) or ring (pieces, over channels).
 // `problem`: its sizes; what channels need. The same on all ranks.
-Algorithm choose_exchange(OverlapProblem problem, std::string_view algorithm,
+Algorithm choose_exchange(const OverlapProblem& problem, std::string_view algorithm,
                           const std::shared_ptr<TorchComm>& comm);
 
 // all_to_all(x, 0, -1) of the rows of several matrices: what each rank has of this rank's rows,
