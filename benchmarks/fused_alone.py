@@ -12,6 +12,8 @@ the other ranks too, is on this device. Shapes are those of one of `tp` ranks of
                             of the other ranks, which are there, are added
     scatter, no sums        tiles of all rows are stored so, and none is added
     scatter, one rank       neither: the product by the same kernel
+    own rows, sums          the kernel behind products of pieces that copy engines send: the product of one rank's rows,
+                            a `tp`-th of all, and those of the other ranks, which are there, are added
 
 Beside them cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our plain product by each of its tiles.
 Results are compared with torch's before anything is timed. Each variant is captured in a CUDA graph of several calls on
@@ -38,6 +40,7 @@ from torch_overlap.gemm import GemmArgs, gemm, set_gemm_tuning
 
 MOST_RANKS = 8  # of a fused kernel
 OUT_BYTES = 2  # of an element
+PIECES = 2  # in which the rows of the other ranks have come
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,32 @@ class Scatter:
         self.like = torch.empty(self.rows, n, dtype=torch.bfloat16, device="meta")
 
     def run(self, product: GemmArgs) -> None:
-        self.ranks.scatter(*operands(product), self.out, self.rows, *scales(product))
+        self.ranks.scatter(*operands(product), self.out, self.rows, 0, *scales(product))
 
     def check(self, product: GemmArgs, expected: torch.Tensor) -> None:
         tiles = self.ranks.tiles
         others = [rank for rank in range(self.size) if rank != self.rank]
         came = [tiles(self.rank, rank, self.like) for rank in others]
         sent = [tiles(rank, self.rank, self.like) for rank in others]
-        for part in came:
-            part.copy_(torch.randn(part.shape, device="cuda") * float(expected.std()))
-        for part in (*sent, self.out):
-            part.fill_(float("nan"))
-        self.run(product)
         chunks = expected.split(self.rows)
-        for rank, part in zip(others, sent, strict=True):
-            close(part, chunks[rank], share_of(product))
-        if self.rank < len(chunks):
-            close(self.out, sum((part.float() for part in came), chunks[self.rank]), share_of(product))
+        for run in (self.run, self.run_own)[: 2 if self.rank < len(chunks) else 1]:
+            for part in came:
+                part.copy_(torch.randn(part.shape, device="cuda") * float(expected.std()))
+            for part in (*sent, self.out):
+                part.fill_(float("nan"))
+            run(product)
+            if run == self.run:
+                for rank, part in zip(others, sent, strict=True):
+                    close(part, chunks[rank], share_of(product))
+            if self.rank < len(chunks):
+                close(self.out, sum((part.float() for part in came), chunks[self.rank]), share_of(product))
+
+    def run_own(self, product: GemmArgs) -> None:
+        self.ranks.scatter(*operands(product), self.out, self.rows, PIECES, *scales(product))
 
 
 def one_rank(ranks: Any, product: GemmArgs) -> None:
-    ranks.scatter(*operands(product), product.out, product.out.shape[0], *scales(product))
+    ranks.scatter(*operands(product), product.out, product.out.shape[0], 0, *scales(product))
 
 
 def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int) -> dict[str, Variant]:
@@ -130,6 +138,7 @@ def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int
         "scatter": Variant(summed.run, summed.check),
         "scatter, no sums": Variant(unsummed.run, unsummed.check),
         "scatter, one rank": whole(partial(one_rank, alone)),
+        "own rows, sums": Variant(summed.run_own, summed.check),
     }
 
 

@@ -35,6 +35,7 @@ using torch_overlap::Transport;
 
 constexpr const char* kName = "fused_alone";
 constexpr std::chrono::milliseconds kPatience{30'000};
+constexpr int kFlagsOfRank = 4;
 
 // Where the threads that make the memory, one for each rank, tell each other of it.
 class Meeting {
@@ -86,7 +87,7 @@ class Rank final : public torch::CustomClassHolder {
         overlap_(torch_overlap::overlap_device(kName, device_.type())),
         rank_(static_cast<int>(rank)),
         layout_{.bytes = bytes,
-                .flags = static_cast<int>(size),
+                .flags = kFlagsOfRank * static_cast<int>(size),
                 .size = static_cast<int>(size),
                 .tiles = overlap_.tiles()} {
     Meeting meeting(layout_.size);
@@ -125,15 +126,17 @@ class Rank final : public torch::CustomClassHolder {
   }
 
   // out = this rank's rows of x * weight^T, and what tiles() has of the other ranks. Each rank has
-  // `chunk_rows` of the rows, as long as there are any.
+  // `chunk_rows` of the rows, as long as there are any. `pieces`: see FusedScatter.
   void scatter(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
-               int64_t chunk_rows, const std::optional<at::Tensor>& x_scale,
+               int64_t chunk_rows, int64_t pieces, const std::optional<at::Tensor>& x_scale,
                const std::optional<at::Tensor>& weight_scale) {
     overlap_.run_fused(*transport_, torch_overlap::FusedScatter{
                                         .gemm = args_of(x, weight, out, x_scale, weight_scale),
                                         .rows = {x.size(0), layout_.size, chunk_rows},
                                         .at = 0,
-                                        .out = out});
+                                        .out = out,
+                                        .factor = 1,
+                                        .pieces = static_cast<int>(pieces)});
   }
 
   // What `source` has stored for the rows of `owner`: as `like`, which has as many rows as a chunk.

@@ -72,7 +72,7 @@ struct OverlapCall {
   int64_t rows = 0;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
   bool as_one = false;               // see Lanes::fork()
-  // A kernel of the operation begins it, where it first needs the other ranks.
+  // The operation begins by itself, where it first needs the other ranks.
   bool begins_itself = false;
 };
 
@@ -107,6 +107,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
   const OverlapGroup& group() const { return *group_; }
   int64_t bytes() const { return layout_.bytes; }
+  int flags() const { return layout_.flags; }
   // A tensor in this rank's part.
   at::Tensor data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const;
   // Where a tensor of the data begins, in bytes.

@@ -89,7 +89,10 @@ class TORCH_OVERLAP_API OverlapDevice {
     return "the device has no fused kernels";
   }
   // FusedScatter::pieces of such a scatter, at most so many; the same on all ranks.
-  virtual int scatter_pieces(const FusedScatter& problem, int most) const { return 0; }
+  virtual int scatter_pieces(const Transport& transport, const FusedScatter& problem,
+                             int most) const {
+    return 0;
+  }
   // On the current stream, within an operation.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);

@@ -54,12 +54,13 @@ struct ScatterGemm {
   at::Tensor scale_inv;
   double factor = 1;
   at::Tensor bias;  // [columns], added once
-  // One kernel, which sends and sums; one product without scale_inv, which the device takes.
-  // `partial` is not used.
+  // A kernel sums, and computes the own rows; that, or copies of products of pieces, sends the
+  // others. One product without scale_inv, which the device takes.
   bool fused = false;
   bool as_one = false;  // see Lanes::fork()
 };
-// Uses flags 0 .. size - 1. `partial` and what `at` points to do not overlap.
+// Uses flags 0 .. size - 1; fused, all that there are. `partial` and what `at` points to do not
+// overlap.
 TORCH_OVERLAP_API void run_scatter_gemm(std::string_view op, OverlapChannel& channel,
                                         const ScatterGemm& problem);
 

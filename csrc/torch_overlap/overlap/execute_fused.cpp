@@ -1,10 +1,7 @@
 #include <ATen/record_function.h>
 
-#include <algorithm>
-
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/execute_parts.h"
-#include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap {
 namespace {
@@ -121,13 +118,17 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
                      .out = problem.out,
                      .factor = problem.factor};
   check_gemm(op, fused.gemm);
+  const int rank = channel.group().rank();
+  const int size = channel.group().size();
   // Copies within a device need SMs, which the kernel does not leave them.
   if (!channel.shares_devices()) {
-    fused.pieces = channel.device().scatter_pieces(fused, kOperatorFlags);
+    fused.pieces =
+        channel.device().scatter_pieces(channel.transport(), fused, channel.flags() / size);
   }
-  const auto exchanges = scatter_schedule(channel.group().rank(), channel.group().size()).exchanges;
+  std::vector<Exchange> exchanges;
   std::vector<std::vector<CheckedGemm>> products;
   if (fused.pieces > 0) {
+    exchanges = scatter_schedule(rank, size).exchanges;
     products = products_of_pieces(op, CheckedGemm(op, fused.gemm), fused, exchanges);
   }
   fused.gemm.epilogue.bias = problem.bias;

@@ -58,7 +58,7 @@ class AmaxOfParts {
 void put_all_gather(OverlapChannel& channel, OverlapChannel::Session& session, int lane,
                     const RowShare& rows, const GatheredRows& part, int first_flag);
 
-// Where one kernel does it (execute_fused.cpp).
+// By kernels that wait for other ranks (execute_fused.cpp).
 void run_fused_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem);
 void run_fused_scatter(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem);
 

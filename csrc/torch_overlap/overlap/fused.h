@@ -9,7 +9,7 @@
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/overlap/schedule.h"
 
-// Products that wait for the chunks of other ranks, or send them theirs, in one kernel: what a
+// Products that wait for the chunks of other ranks, or send them theirs, by themselves: what a
 // device may offer in place of a product for each chunk.
 namespace torch_overlap {
 

@@ -1,3 +1,4 @@
+#include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/schedule.h"
 
 #include <gtest/gtest.h>
@@ -292,6 +293,40 @@ TEST(DirectSums, GoInOneShotWhereThatReadsLittleMore) {
     EXPECT_TRUE(sums_in_one_shot(most, size));
     EXPECT_FALSE(sums_in_one_shot(most + 1, size));
   }
+}
+
+// --- Pieces of the rows of a fused reduce-scatter -----------------------------------------------
+
+TEST(FusedScatter, PiecesAreWholeTilesAndCoverTheRowsOfEveryRank) {
+  for (int size = 2; size <= 8; ++size) {
+    for (const int64_t rows : {0, 1, 5, 127, 129, 257, 1000, 4097, 8192, 8401}) {
+      for (int count = 1; count <= 4; ++count) {
+        const FusedScatter scatter{.gemm = {}, .rows = {rows, size}, .out = {}, .pieces = count};
+        SCOPED_TRACE(testing::Message() << rows << " rows, " << size << " ranks, " << count);
+        EXPECT_EQ(scatter.piece_rows() % 128, 0);
+        EXPECT_GE(scatter.piece_rows() * count, scatter.rows.largest());
+        for (int rank = 0; rank < size; ++rank) {
+          int64_t end = 0;
+          const auto pieces = scatter.pieces_of(rank);
+          EXPECT_LE(static_cast<int>(pieces.size()), count);
+          for (const Piece& piece : pieces) {
+            EXPECT_EQ(piece.begin, end);
+            EXPECT_EQ(piece.begin % scatter.piece_rows(), 0);
+            EXPECT_GT(piece.length, 0);
+            EXPECT_LE(piece.length, scatter.piece_rows());
+            end += piece.length;
+          }
+          EXPECT_EQ(end, scatter.rows.length(rank));
+        }
+      }
+    }
+  }
+}
+
+TEST(FusedScatter, AShortRankMayHaveAPieceLess) {
+  const FusedScatter scatter{.gemm = {}, .rows = {257, 2}, .out = {}, .pieces = 2};
+  EXPECT_EQ(scatter.pieces_of(0), (std::vector<Piece>{{0, 128}, {128, 1}}));
+  EXPECT_EQ(scatter.pieces_of(1), (std::vector<Piece>{{0, 128}}));
 }
 
 }  // namespace

@@ -49,16 +49,14 @@ def copy_of(node):
 
 
 def device_of(address):
-    """Where the memory is. Of what other ranks have shared an address alone does not tell; of what cannot be shared, a
-    handle may name another device."""
+    """Where the memory is; of what is mapped, an address alone does not tell."""
     status, handle = driver.cuMemRetainAllocationHandle(address)
-    if status == driver.CUresult.CUDA_SUCCESS:
-        made = checked(driver.cuMemGetAllocationPropertiesFromHandle(handle))
-        checked(driver.cuMemRelease(handle))
-        if made.requestedHandleTypes != driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE:
-            return int(made.location.id)
-    device = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return checked(driver.cuPointerGetAttribute(device, address))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        device = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return checked(driver.cuPointerGetAttribute(device, address))
+    place = checked(driver.cuMemGetAllocationPropertiesFromHandle(handle)).location
+    checked(driver.cuMemRelease(handle))
+    return int(place.id)
 
 
 KINDS = driver.CUgraphNodeType

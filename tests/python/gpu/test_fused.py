@@ -174,17 +174,16 @@ def test_a_mean(comm, shape, kind):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_ranks_with_fewer_rows_in_pieces(comm, op):
-    """The last rank's rows end in the middle of a tile, and it may have a piece less."""
+@pytest.mark.parametrize(("rows", "columns"), [(129, 61440), (4200, 2056)])
+def test_ranks_with_fewer_rows_in_pieces(comm, op, rows, columns):
+    """The last rank's rows end in the middle of a tile; of 129 rows it has the first piece alone."""
     size = comm.get_size()
-    share = 4200
-    for missing in (1, 77, 2150):
-        x = torch.randn(share * size - missing, 64, device="cuda").bfloat16()
-        w, bias = torch.randn(2056, 64, device="cuda").bfloat16(), torch.randn(2056, device="cuda").bfloat16()
-        got = ops.matmul_all_reduce(x, w, comm, bias, op=op, algorithm="fused")
-        xs, ws = everybodys(comm, x), everybodys(comm, w)
-        want = sum(a @ b.t() for a, b in zip(xs, ws, strict=True)) / (size if op == "avg" else 1)
-        close(got, want + bias.double(), 64 * size)
+    x = torch.randn(rows * size - size + 1, 64, device="cuda").bfloat16()
+    w, bias = torch.randn(columns, 64, device="cuda").bfloat16(), torch.randn(columns, device="cuda").bfloat16()
+    got = ops.matmul_all_reduce(x, w, comm, bias, op=op, algorithm="fused")
+    xs, ws = everybodys(comm, x), everybodys(comm, w)
+    want = sum(a @ b.t() for a, b in zip(xs, ws, strict=True)) / (size if op == "avg" else 1)
+    close(got, want + bias.double(), 64 * size)
 
 
 @pytest.mark.parametrize("shape", [(300, 520, 1032), LARGE, PIECES], ids=str)
@@ -197,12 +196,15 @@ def test_the_same_bits_every_time(comm, shape):
                 assert torch.equal(got, want)
 
 
-def test_operands_that_tensor_copies_cannot_read(comm):
-    """Rows at odd places are copied first, on the rank that has them."""
-    wide = torch.randn(300, 520 + 3, device="cuda").bfloat16()
-    case = Scatter(comm, 150, 520, 264, torch.bfloat16)
-    if comm.get_size() == 2 and comm.get_rank() == 0:
-        case.x = wide[:, 3:]
+@pytest.mark.parametrize("shape", [(150, 520, 264), LARGE], ids=str)
+def test_operands_that_tensor_copies_cannot_read(comm, shape):
+    """Rows at odd places, and columns, are copied first, on the rank that has them."""
+    case = Scatter(comm, *shape, torch.bfloat16)
+    rows, k = case.x.shape
+    if comm.get_rank() == 0:
+        case.x = torch.randn(rows, k + 3, device="cuda").bfloat16()[:, 3:]
+    if comm.get_rank() == 1:
+        case.x = torch.randn(k, rows, device="cuda").bfloat16().t()
     case.check(case.run())
 
 
@@ -338,7 +340,7 @@ def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [*((kind, (192, 328, 520)) for kind in KINDS), (Scatter, (2056, 64, 2056))],
+    [*((kind, (192, 328, 520)) for kind in KINDS), (Scatter, PIECES)],
     ids=["Gather", "Scatter", "AllReduce", "Scatter in pieces"],
 )
 def test_ten_thousand_replays(comm, kind, shape, dtype):

@@ -269,8 +269,9 @@ def test_a_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeyp
     tune.load()
 
 
-def test_the_table_that_is_shipped():
-    entries = tune.read(tune._TABLES / "h200.json")
+@pytest.mark.parametrize("table", ["h100.json", "h200.json"])
+def test_the_tables_that_are_shipped(table):
+    entries = tune.read(tune._TABLES / table)
     assert {e["op"] for e in entries} <= set(tune.OPERATORS)
     for e in entries:
         assert e["algorithm"] in _C._algorithms()

@@ -88,7 +88,7 @@ class Multiplier {
     release(before_);
   }
   // Adds this warpgroup's part of the next stages, which have 64 rows each of a matrix like the
-  // tile, as load_addends() leaves them. Products of other sums may be under way.
+  // tile, as load_addends() leaves them. All products of the tile are ended.
   __device__ __forceinline__ void add(Sums& sums);
   // Waits for all. The sums may be read.
   __device__ __forceinline__ void end(Sums& sums) {
@@ -192,8 +192,8 @@ __device__ __forceinline__ void Multiplier<Config>::add(Sums& sums) {
         add_from_shared<Config>(sums, i, from + i * Config::kStoreBytes);
       }
       fence_shared_for_copies();
-      __syncwarp();
     }
+    __syncwarp();
     at_.advance();
     release(stage);
   }

@@ -87,8 +87,10 @@ class CudaOverlapDevice final : public OverlapDevice {
   std::string fused_obstacle(const FusedShape& shape) override {
     return cuda::fused_obstacle(shape);
   }
-  int scatter_pieces(const FusedScatter& problem, int most) const override {
-    return cuda::scatter_pieces(problem, most);
+  int scatter_pieces(const Transport& transport, const FusedScatter& problem,
+                     int most) const override {
+    const auto& direct = dynamic_cast<const cuda::CudaTransport&>(transport);
+    return direct.uses_copy_engine() ? cuda::scatter_pieces(problem, most) : 0;
   }
   void run_fused(Transport& transport, const FusedGather& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);

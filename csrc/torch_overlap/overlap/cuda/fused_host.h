@@ -30,7 +30,7 @@ TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::Kerne
                                                                const GatherShape& shape, int sms);
 
 // FusedScatter::pieces of such a scatter.
-int scatter_pieces(const FusedScatter& problem, int most);
+TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most);
 
 // On the current stream, within an operation of the transport's channel.
 void run_fused(CudaTransport& transport, const FusedGather& problem);

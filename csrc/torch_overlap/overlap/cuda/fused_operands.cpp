@@ -3,6 +3,8 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 
+#include <limits>
+
 #include "torch_overlap/gemm/sm90/maps.h"
 #include "torch_overlap/gemm/sm90/types.h"
 

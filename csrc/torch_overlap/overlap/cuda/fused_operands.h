@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <limits>
 #include <optional>
 
 #include "torch_overlap/base/errors.h"

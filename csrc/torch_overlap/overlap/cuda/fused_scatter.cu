@@ -21,8 +21,8 @@
 // all blocks end a tile at about the same time, and what fills the links fills the ways within the
 // chip too.
 //
-// For few tiles: where there are more, products of pieces that copy engines send are quicker
-// (fused_sum.cu).
+// For little that goes to one rank, and for ranks that share a GPU: else products of pieces that
+// copy engines send are quicker (fused_sum.cu).
 //
 // A rank computes all tiles of others before any that waits. All blocks run, as there is one for an
 // SM at most, and one goes on to its own tiles only behind those of others: nothing waits in a
@@ -135,6 +135,7 @@ class Mover {
       }
       __syncwarp();
       sm90::barrier_wait(sm90::shared_address(&barriers_.filled), fills & 1);
+      __syncwarp();
       if (!own) {
         const bool sends_next = has_following && following.chunk != p_.words.rank;
         send(unit, sends_next ? p_.pace_ns : p_.last_pace_ns);

@@ -33,28 +33,38 @@ Pace pace_of(int64_t stages, const KernelInfo& kernel, int64_t element, int64_t 
           .before_own = static_cast<uint32_t>(kMovers * of_link)};
 }
 
+GemmOperand rows_of(GemmOperand lhs, int64_t begin, int64_t length) {
+  lhs.data = lhs.data.narrow(lhs.transposed ? 1 : 0, begin, length);
+  if (lhs.scaling == ScalingMode::ROW_SCALING) {
+    lhs.scale_inv = lhs.scale_inv.narrow(0, begin, length);
+  }
+  return lhs;
+}
+
 // The own rows, with what has come for them.
-void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, Operands operands,
-                   const at::Tensor& out) {
+void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const at::Tensor& out) {
   const int rank = transport.words().rank;
   const RowShare& rows = problem.rows;
   const int64_t length = rows.length(rank);
   if (length == 0) return;
   const int64_t n = out.size(1);
   const int sms = sm_count(out.device());
+  GemmArgs own = problem.gemm;
+  own.lhs = rows_of(own.lhs, rows.begin(rank), length);
+  const Operands operands = operands_of(own, plain_lhs(own.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
       find_fused_sum, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
         const int64_t waves = ceil_div(units_of(found, length, n), sms / found.cluster);
         return static_cast<double>(waves) * tile.time();
       });
-  operands.lhs = row_view(operands.lhs, rows.begin(rank), length);
-  if (operands.scaled_by_row)
-    operands.lhs_scale = operands.lhs_scale.narrow(0, rows.begin(rank), length);
   FusedSumParams params{};
-  params.gemm = gemm_params(problem.gemm, operands, kernel);
+  params.gemm = gemm_params(own, operands, kernel);
   params.gemm.out = sm90::matrix_map(out, sm90::kWarpRows);
   params.gemm.m = static_cast<int>(length);
   params.piece_rows = static_cast<int>(problem.piece_rows());
+  TORCH_OVERLAP_CHECK(problem.piece_rows() * kMostPieces >= rows.largest(), kRuntime,
+                      "product and reduce-scatter: expected at most ", kMostPieces,
+                      " pieces of the rows of a rank, got ", problem.pieces);
   params.gemm.row_group =
       std::max(1, std::min(kRowGroup, params.piece_rows / kernel.rows) / kernel.cluster);
   params.flag_words = static_cast<int>(transport.flag(rank, rows.size) - transport.flag(rank, 0));
@@ -90,8 +100,8 @@ int scatter_pieces(const FusedScatter& problem, int most) {
   constexpr int64_t kPieces = 2;
   const int64_t outputs = problem.rows.largest() * problem.out.size(1);
   if (problem.rows.size == 1 || outputs * problem.out.element_size() < kLeastBytes) return 0;
-  return static_cast<int>(
-      std::clamp<int64_t>(outputs / kLeastOutputs, 1, std::min<int64_t>(kPieces, most)));
+  return static_cast<int>(std::clamp<int64_t>(outputs / kLeastOutputs, 1,
+                                              std::min<int64_t>({kPieces, kMostPieces, most})));
 }
 
 void run_fused(CudaTransport& transport, const FusedScatter& problem) {
@@ -99,14 +109,14 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   const RowShare& rows = problem.rows;
   const auto device = problem.out.device();
   const auto dtype = problem.out.scalar_type();
-  const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
-  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const at::Tensor out = mappable_out(problem.out);
   if (problem.pieces > 0) {
-    run_fused_sum(transport, problem, operands, out);
+    run_fused_sum(transport, problem, out);
     if (!out.is_same(problem.out)) problem.out.copy_(out);
     return;
   }
+  const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
+  const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
   const int sms = sm_count(device);
   const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);

@@ -1,5 +1,7 @@
+#include <ATen/ops/empty.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -69,6 +71,30 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
     EXPECT_EQ(tile_of(key, 4, 2048, 3584, 4096), Tile(128, 224));
     EXPECT_EQ(tile_of(key, 4, 8192, 14336, 8192), Tile(128, 192));
     EXPECT_EQ(tile_of(key, 4, 2048, 1024, 4096), Tile(128, 128));
+  }
+}
+
+FusedScatter scatter_of(int size, int64_t rows, int64_t n, int64_t unit = 1) {
+  FusedScatter scatter{.gemm = {}, .rows = {rows, size, unit}};
+  scatter.out = at::empty({scatter.rows.largest(), n}, at::kBFloat16);
+  return scatter;
+}
+
+// Rows of all ranks.
+TEST(FusedScatterPieces, ArePlannedByWhatGoesToOneRank) {
+  const struct {
+    int size;
+    int64_t rows, n;
+    int pieces;
+  } cases[] = {
+      {2, 2046, 4096, 0}, {2, 2048, 4096, 1}, {2, 4096, 4096, 2}, {2, 8192, 8192, 2},
+      {4, 4092, 4096, 0}, {4, 8192, 4096, 2}, {8, 8192, 8192, 2}, {8, 2048, 4096, 0},
+      {1, 8192, 8192, 0}, {2, 2, 8'000'000, 2},
+  };
+  for (const auto& [size, rows, n, pieces] : cases) {
+    SCOPED_TRACE(testing::Message() << size << " ranks, " << rows << " x " << n);
+    EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 4), pieces);
+    EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 1), std::min(pieces, 1));
   }
 }
 
