@@ -1,4 +1,3 @@
-#include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/schedule.h"
 
 #include <gtest/gtest.h>
@@ -8,6 +7,7 @@
 #include <set>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/overlap/fused.h"
 
 namespace torch_overlap {
 namespace {
