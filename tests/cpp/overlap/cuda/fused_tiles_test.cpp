@@ -46,7 +46,7 @@ TEST(FusedGatherTile, TakesTheLeastTime) {
       {2, 1, 8, 8, {128, 128}},
   };
   for (const auto& [size, m, n, k, tile] : cases) {
-    SCOPED_TRACE(testing::Message() << size << " ranks, " << m << " x " << n << " x " << k);
+    SCOPED_TRACE(::testing::Message() << size << " ranks, " << m << " x " << n << " x " << k);
     EXPECT_EQ(tile_of(kBf16, size, m, n, k), tile);
   }
 }
@@ -74,10 +74,9 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
   }
 }
 
-FusedScatter scatter_of(int size, int64_t rows, int64_t n, int64_t unit = 1) {
-  FusedScatter scatter{.gemm = {}, .rows = {rows, size, unit}};
-  scatter.out = at::empty({scatter.rows.largest(), n}, at::kBFloat16);
-  return scatter;
+FusedScatter scatter_of(int size, int64_t rows, int64_t n) {
+  const RowShare share{rows, size};
+  return {.gemm = {}, .rows = share, .out = at::empty({share.largest(), n}, at::kBFloat16)};
 }
 
 // Rows of all ranks.
@@ -92,7 +91,7 @@ TEST(FusedScatterPieces, ArePlannedByWhatGoesToOneRank) {
       {1, 8192, 8192, 0}, {2, 2, 8'000'000, 2},
   };
   for (const auto& [size, rows, n, pieces] : cases) {
-    SCOPED_TRACE(testing::Message() << size << " ranks, " << rows << " x " << n);
+    SCOPED_TRACE(::testing::Message() << size << " ranks, " << rows << " x " << n);
     EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 4), pieces);
     EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 1), std::min(pieces, 1));
   }
