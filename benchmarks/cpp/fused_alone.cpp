@@ -20,6 +20,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/device.h"
+#include "torch_overlap/overlap/op_channels.h"
 #include "torch_overlap/symm/symmetric_memory.h"
 
 namespace {
@@ -35,7 +36,6 @@ using torch_overlap::Transport;
 
 constexpr const char* kName = "fused_alone";
 constexpr std::chrono::milliseconds kPatience{30'000};
-constexpr int kFlagsOfRank = 4;
 
 // Where the threads that make the memory, one for each rank, tell each other of it.
 class Meeting {
@@ -87,7 +87,7 @@ class Rank final : public torch::CustomClassHolder {
         overlap_(torch_overlap::overlap_device(kName, device_.type())),
         rank_(static_cast<int>(rank)),
         layout_{.bytes = bytes,
-                .flags = kFlagsOfRank * static_cast<int>(size),
+                .flags = torch_overlap::kOperatorFlags * static_cast<int>(size),
                 .size = static_cast<int>(size),
                 .tiles = overlap_.tiles()} {
     Meeting meeting(layout_.size);
@@ -130,13 +130,16 @@ class Rank final : public torch::CustomClassHolder {
   void scatter(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
                int64_t chunk_rows, int64_t pieces, const std::optional<at::Tensor>& x_scale,
                const std::optional<at::Tensor>& weight_scale) {
-    overlap_.run_fused(*transport_, torch_overlap::FusedScatter{
-                                        .gemm = args_of(x, weight, out, x_scale, weight_scale),
-                                        .rows = {x.size(0), layout_.size, chunk_rows},
-                                        .at = 0,
-                                        .out = out,
-                                        .factor = 1,
-                                        .pieces = static_cast<int>(pieces)});
+    const RowShare rows{x.size(0), layout_.size, chunk_rows};
+    const at::Tensor computed = pieces > 0 ? x.narrow(0, rows.begin(rank_), rows.length(rank_)) : x;
+    overlap_.run_fused(
+        *transport_,
+        torch_overlap::FusedScatter{.gemm = args_of(computed, weight, out, x_scale, weight_scale),
+                                    .rows = rows,
+                                    .at = 0,
+                                    .out = out,
+                                    .factor = 1,
+                                    .pieces = static_cast<int>(pieces)});
   }
 
   // What `source` has stored for the rows of `owner`: as `like`, which has as many rows as a chunk.

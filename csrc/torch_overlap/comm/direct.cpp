@@ -215,7 +215,7 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (problem.bytes <= limits->ll) return plan_lines(problem);
   const bool is_always = mode == DirectMode::always;
   // Not by itself: a round more is what tensors outside of windows pay for it, and those within
-  // hardly gain (benchmarks/results/bench_collectives-h100-80gb-hbm3-tp2-*.json).
+  // hardly gain (benchmarks/results/bench_collectives*-h100-80gb-hbm3-tp2-*.json).
   if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }

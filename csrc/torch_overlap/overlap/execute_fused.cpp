@@ -128,8 +128,10 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   std::vector<Exchange> exchanges;
   std::vector<std::vector<CheckedGemm>> products;
   if (fused.pieces > 0) {
+    const CheckedGemm all(op, fused.gemm);
     exchanges = scatter_schedule(rank, size).exchanges;
-    products = products_of_pieces(op, CheckedGemm(op, fused.gemm), fused, exchanges);
+    products = products_of_pieces(op, all, fused, exchanges);
+    fused.gemm = all.rows(problem.rows.begin(rank), problem.rows.length(rank));
   }
   fused.gemm.epilogue.bias = problem.bias;
   const auto body = [&](OverlapChannel::Session& session) {

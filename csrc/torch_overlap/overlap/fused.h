@@ -48,7 +48,7 @@ struct FusedGather {
 
 // out = this rank's rows of the sum of lhs * rhs over ranks, * factor + bias.
 struct FusedScatter {
-  GemmArgs gemm;  // all rows; out is not looked at
+  GemmArgs gemm;  // of all rows, or those that the kernel computes; out is not looked at
   RowShare rows;
   int64_t at = 0;  // byte of the channel's data: room for size x rows.largest() rows
   at::Tensor out;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/common/views.h"
 #include "torch_overlap/gemm/sm90/maps.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
@@ -33,14 +32,6 @@ Pace pace_of(int64_t stages, const KernelInfo& kernel, int64_t element, int64_t 
           .before_own = static_cast<uint32_t>(kMovers * of_link)};
 }
 
-GemmOperand rows_of(GemmOperand lhs, int64_t begin, int64_t length) {
-  lhs.data = lhs.data.narrow(lhs.transposed ? 1 : 0, begin, length);
-  if (lhs.scaling == ScalingMode::ROW_SCALING) {
-    lhs.scale_inv = lhs.scale_inv.narrow(0, begin, length);
-  }
-  return lhs;
-}
-
 // The own rows, with what has come for them.
 void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const at::Tensor& out) {
   const int rank = transport.words().rank;
@@ -49,16 +40,15 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   if (length == 0) return;
   const int64_t n = out.size(1);
   const int sms = sm_count(out.device());
-  GemmArgs own = problem.gemm;
-  own.lhs = rows_of(own.lhs, rows.begin(rank), length);
-  const Operands operands = operands_of(own, plain_lhs(own.lhs), out.scalar_type());
+  const Operands operands =
+      operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
       find_fused_sum, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
         const int64_t waves = ceil_div(units_of(found, length, n), sms / found.cluster);
         return static_cast<double>(waves) * tile.time();
       });
   FusedSumParams params{};
-  params.gemm = gemm_params(own, operands, kernel);
+  params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.out = sm90::matrix_map(out, sm90::kWarpRows);
   params.gemm.m = static_cast<int>(length);
   params.piece_rows = static_cast<int>(problem.piece_rows());

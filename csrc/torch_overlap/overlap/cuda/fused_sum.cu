@@ -8,9 +8,8 @@
 // the own rows, to which those of the other ranks are added before it is rounded. They come as
 // stages of their own, in the order of FusedSumParams, behind the stages of k:
 //
-//   loads       A0 B0 | A1 B1 | ... | told by rank 3? its rows 0-63 | 64-127 | told by rank 2? ...
-//   multiplies  k = 0, 1 ...        | sums += ...                           | ...          |
-//   outputs
+//   loads       A0 B0 | A1 B1 | ... | 3 told? its rows 0-63 | 64-127 | 2 told? ...
+//   multiplies  k = 0 | k = 1 | ... | sums += ...                    | sums += ...  | outputs
 //
 // Only the thread that loads waits for other ranks.
 namespace torch_overlap::cuda {
