@@ -12,7 +12,7 @@ the other ranks too, is on this device. Shapes are those of one of `tp` ranks of
                             of the other ranks, which are there, are added
     scatter, no sums        tiles of all rows are stored so, and none is added
     scatter, one rank       neither: the product by the same kernel
-    own rows, sums          the kernel behind products of pieces that copy engines send: the product of one rank's rows,
+    sums, one rank          the kernel behind products of pieces that copy engines send: the product of one rank's rows,
                             a `tp`-th of all, and those of the other ranks, which are there, are added
 
 Beside them cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our plain product by each of its tiles.
@@ -140,7 +140,7 @@ def fused_variants(library: Any, name: str, shape: tuple[int, int, int], tp: int
         "scatter": Variant(summed.run, summed.check),
         "scatter, no sums": Variant(unsummed.run, unsummed.check),
         "scatter, one rank": whole(partial(one_rank, alone)),
-        "own rows, sums": Variant(summed.run_own, partial(summed.check_own, summed.run_own)),
+        "sums, one rank": Variant(summed.run_own, partial(summed.check_own, summed.run_own)),
     }
 
 

@@ -266,9 +266,10 @@ def test_rows_that_differ(comm, make_comm, seed, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_replays_at_once(comm, make_comm, seed, kind):
-    """On a rank that waits for another one in the first: the second finds it under way."""
-    other = make_comm(f"direct_apart_{kind}", timeout=timedelta(seconds=10))
+@pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
+def test_two_replays_at_once(comm, make_comm, seed, kind, alone):
+    """On a rank that waits for another one in the first: the second finds it under way, long before the timeout."""
+    other = make_comm(f"direct_apart_{kind}_{alone}", timeout=timedelta(seconds=60))
     problem = Problem(other, kind, (16, 512, 64), torch.bfloat16)
     problem.fill(seed)
     problem.run()
@@ -283,13 +284,15 @@ def test_two_replays_at_once(comm, make_comm, seed, kind):
     torch.cuda.synchronize()
     comm.barrier(async_op=False)
     torch.cuda.synchronize()
-    if comm.get_rank() == 0:
+    if comm.get_rank() == alone % comm.get_size():
+        began = time.monotonic()
         for stream, graph in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
         with pytest.raises(to.Error, match="two that ran at once"):
             run_until_an_error(problem.run)
+        assert time.monotonic() - began < 30
     comm.barrier(async_op=True).wait_blocking()
     other.abort()
     for graph in graphs:

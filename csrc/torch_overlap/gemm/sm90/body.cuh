@@ -30,7 +30,7 @@
 //                                     multiplied
 //   kAdds                             whether matrices like the product are added to it before the
 //                                     epilogue
-//   addends(), addend(unit, i)        then how many, and the map of one, by 64 x 64; called by the
+//   addends(), addend(unit, i)        then how many (1 or more), and the map of one, by 64 x 64; called by the
 //                                     thread that loads before it does: waits until it is there.
 //                                     Their parts of a tile come in stages of their own
 //   factor()                          and what the sum is multiplied by
@@ -61,24 +61,30 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
   }
 }
 
+// How many stages of k come behind each of so many addends of a tile. All blocks come to their
+// addends at about the same time; had they no products in between, they would wait for memory then,
+// which has little to do the rest of the time. Sums that are to be scaled must be complete before.
+template <typename Config>
+__device__ __forceinline__ int stages_behind_addend(int depth, int addends) {
+  return Config::kIsScaled ? 0 : depth / (addends + 1);
+}
+
 // What is added to a tile: 64 rows a stage, where rhs would lie.
 template <typename Config, typename Work>
-__device__ __forceinline__ void load_addends(Work& work, const Unit& unit, uint32_t shared,
-                                             SharedBarriers<Config>& barriers,
-                                             StageCursor<Config::kStages>& at) {
-  for (int i = 0; i < work.addends(); ++i) {
-    const CUtensorMap* const from = work.addend(unit, i);
-    for (int group = 0; group < Config::kRowGroups; ++group, at.advance()) {
-      barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-      const uint32_t full = shared_address(&barriers.full[at.stage]);
-      const uint32_t to = shared + at.stage * Config::kStageBytes + Config::kLhsBytes;
-      barrier_expect(full, Config::kRhsBytes);
+__device__ __forceinline__ void load_addend(Work& work, const Unit& unit, int i, uint32_t shared,
+                                            SharedBarriers<Config>& barriers,
+                                            StageCursor<Config::kStages>& at) {
+  const CUtensorMap* const from = work.addend(unit, i);
+  for (int group = 0; group < Config::kRowGroups; ++group, at.advance()) {
+    barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+    const uint32_t full = shared_address(&barriers.full[at.stage]);
+    const uint32_t to = shared + at.stage * Config::kStageBytes + Config::kLhsBytes;
+    barrier_expect(full, Config::kRhsBytes);
 #pragma unroll
-      for (int block = 0; block < Config::kColumns / 64; ++block) {
-        tensor_load(to + block * Config::kStoreBytes, from, full,
-                    unit.column * Config::kColumns + 64 * block,
-                    unit.row * Config::kRows + 64 * group);
-      }
+    for (int block = 0; block < Config::kColumns / 64; ++block) {
+      tensor_load(to + block * Config::kStoreBytes, from, full,
+                  unit.column * Config::kColumns + 64 * block,
+                  unit.row * Config::kRows + 64 * group);
     }
   }
 }
@@ -94,21 +100,35 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
     int row = unit.row * Config::kRows;
     const int column = unit.column * Config::kColumns;
     const CUtensorMap* const lhs = work.lhs(unit, row);
-    for (int k = 0; k < unit.depth; ++k, at.advance()) {
-      barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-      const uint32_t full = shared_address(&barriers.full[at.stage]);
-      const uint32_t to = shared + at.stage * Config::kStageBytes;
-      const int depth = k * Config::kDepth;
-      barrier_expect(full, Config::kStageBytes);
-      tensor_load(to, lhs, full, depth, row);
-      load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
+    int k = 0;
+    const auto load_to = [&](int end) {
+      for (; k < end; ++k, at.advance()) {
+        barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
+        const uint32_t full = shared_address(&barriers.full[at.stage]);
+        const uint32_t to = shared + at.stage * Config::kStageBytes;
+        const int depth = k * Config::kDepth;
+        barrier_expect(full, Config::kStageBytes);
+        tensor_load(to, lhs, full, depth, row);
+        load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
+      }
+    };
+    if constexpr (Work::kAdds) {
+      const int addends = work.addends();
+      const int behind = stages_behind_addend<Config>(unit.depth, addends);
+      for (int i = 0; i < addends; ++i) {
+        load_to(unit.depth - (addends - i) * behind);
+        load_addend<Config>(work, unit, i, shared, barriers, at);
+      }
     }
-    if constexpr (Work::kAdds) load_addends<Config>(work, unit, shared, barriers, at);
+    load_to(unit.depth);
   }
 }
 
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
 //   complete(unit, sums)            all products are there
+//   kAdds, addends(), add(unit, sums)
+//                                   whether, and how many, stages between those of k are added to
+//                                   sums, and adding the next one
 //   kFetches, fetch(unit)           whether there is something to begin when products of the tile
 //                                   are under way and all of those before are put, and beginning it
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
@@ -145,17 +165,34 @@ class Tiles {
       for (int i = 0; i < kPieces; ++i) outputs_.put(made, rounded[i], i);
     };
     while (units_.next(unit)) {
+      int addends = 0;
+      int behind = 0;
+      if constexpr (Outputs::kAdds) {
+        addends = outputs_.addends();
+        behind = stages_behind_addend<Config>(unit.depth, addends);
+      }
+      const int depth = unit.depth - addends * behind;
       mine_.begin(sums, true);
       int k = 1;
-      if (unit.depth > 1) {
+      if (depth > 1) {
         mine_.begin(sums, false);
         ++k;
       }
       put_made();
       fetch(unit);
-      if (unit.depth > 1) mine_.end_before();
-      multiply(unit, sums, k);
+      if (depth > 1) mine_.end_before();
+      multiply(depth, sums, k);
       mine_.end(sums);
+      if constexpr (Outputs::kAdds) {
+#pragma unroll 1
+        for (int i = 0; i < addends; ++i) {
+          outputs_.add(unit, sums, i);
+          if (behind == 0) continue;
+          mine_.begin(sums, false);
+          multiply(behind, sums, 1);
+          mine_.end(sums);
+        }
+      }
       outputs_.complete(unit, sums);
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) rounded[i] = round_piece<Config>(sums, i);
@@ -175,7 +212,7 @@ class Tiles {
     if (!units_.next(unit)) return;
     mine_.begin(even, true);
     fetch(unit);
-    multiply(unit, even, 1);
+    multiply(unit.depth, even, 1);
     while (true) {
       const Unit first = unit;
       if (!units_.next(unit)) {
@@ -218,7 +255,7 @@ class Tiles {
       }
     }
     fetch(unit);
-    multiply(unit, now, k);
+    multiply(unit.depth, now, k);
   }
 
   __device__ __forceinline__ void fetch(const Unit& unit) {
@@ -226,8 +263,8 @@ class Tiles {
   }
 
   // The stages from k on; the last one is under way afterwards.
-  __device__ __forceinline__ void multiply(const Unit& unit, Sums& sums, int k) {
-    for (; k < unit.depth; ++k) {
+  __device__ __forceinline__ void multiply(int depth, Sums& sums, int k) {
+    for (; k < depth; ++k) {
       mine_.begin(sums, false);
       mine_.end_before();
     }
@@ -242,7 +279,9 @@ class Tiles {
 template <typename Config, typename Work>
 class StoredOutputs {
  public:
+  using Sums = typename Multiplier<Config>::Sums;
   static constexpr bool kFetches = Work::kFetches;
+  static constexpr bool kAdds = Work::kAdds;
   static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
 
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
@@ -270,22 +309,16 @@ class StoredOutputs {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void complete(const Unit& unit, float (&sums)[Config::kAccumulators]) {
-    if constexpr (Config::kIsScaled) {
-      if (p_.epilogue.scaled_by_row) {
-        int rows;
-        const float* const scales = work_.lhs_scale(unit, rows);
-        const int first = unit.row * Config::kRows + row_;
-        scale_by_row(p_, sums, scales + first, rows - first,
-                     unit.column * Config::kColumns + column_);
-      } else {
-        multiply_by(scale_, sums);
-      }
-    }
-    if constexpr (Work::kAdds) {
-#pragma unroll 1
-      for (int i = 0; i < work_.addends(); ++i) mine_.add(sums);
+  __device__ __forceinline__ int addends() const { return work_.addends(); }
+  __device__ __forceinline__ void add(const Unit& unit, Sums& sums, int i) {
+    if (i == 0) scale(unit, sums);
+    mine_.add(sums);
+  }
+  __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
+    if constexpr (kAdds) {
       if (work_.factor() != 1.0F) multiply_by(work_.factor(), sums);
+    } else {
+      scale(unit, sums);
     }
     if (!p_.plain) {
 #pragma unroll
@@ -320,6 +353,19 @@ class StoredOutputs {
   }
 
  private:
+  __device__ __forceinline__ void scale(const Unit& unit, Sums& sums) const {
+    if constexpr (Config::kIsScaled) {
+      if (p_.epilogue.scaled_by_row) {
+        int rows;
+        const float* const scales = work_.lhs_scale(unit, rows);
+        const int first = unit.row * Config::kRows + row_;
+        scale_by_row(p_, sums, scales + first, rows - first,
+                     unit.column * Config::kColumns + column_);
+      } else {
+        multiply_by(scale_, sums);
+      }
+    }
+  }
   // Of this warp, in those of its warpgroup.
   static __device__ __forceinline__ int first_row() {
     return static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;

@@ -13,10 +13,6 @@ struct GatherConfig {
 };
 static_assert(kMostRanks <= GatherConfig::kThreads);
 
-__device__ bool is_peer(const ChannelWords& words) {
-  return static_cast<int>(threadIdx.x) < words.size && static_cast<int>(threadIdx.x) != words.rank;
-}
-
 // Every block waits until all others have begun; the first one tells them that this rank has.
 // False, for all threads alike: a wait has failed.
 __device__ bool begin_together(const DirectGatherParams& p, const OperationEntry& entry) {
@@ -33,8 +29,9 @@ __device__ bool begin_together(const DirectGatherParams& p, const OperationEntry
               (!is_first ||
                check_rows(words, load_relaxed(begun + 1), operation.rows, peer, operation.control));
     if (!is_good) tell_gone(operation, peer);
+  } else {
+    is_good = is_alone(operation, entry);
   }
-  is_good = is_good && is_alone(operation, entry);
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }
 

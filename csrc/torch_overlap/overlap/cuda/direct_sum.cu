@@ -11,10 +11,6 @@ constexpr int kThreads = 256;
 // Where blocks of the same number meet: what is read is there; all has been read, or summed.
 enum class Meeting : int { entry, reads };
 
-__device__ bool is_peer(const ChannelWords& words) {
-  return static_cast<int>(threadIdx.x) < words.size && static_cast<int>(threadIdx.x) != words.rank;
-}
-
 // The flag of this block and meeting on rank `on`, from rank `from`.
 __device__ uint32_t* flag_of(const DirectSumParams& p, Meeting meeting, int on, int from) {
   const int first = (static_cast<int>(meeting) * kDirectBlocks + static_cast<int>(blockIdx.x)) *
@@ -39,6 +35,8 @@ __device__ bool meet(const DirectSumParams& p, Meeting meeting, const OperationE
     is_good = is_good && comes(operation, flag_of(p, meeting, words.rank, peer), entry.epoch,
                                meeting == Meeting::entry ? WaitKind::begin : WaitKind::chunk, peer);
     if (!is_good) tell_gone(operation, peer);
+  } else if (meeting == Meeting::entry) {
+    is_good = is_alone(operation, entry);
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }
@@ -169,8 +167,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t rows =
         asks ? load_relaxed(flag_of(p, Meeting::entry, words.rank, peer) + 1) : operation.rows;
     add_up<T, ranks>(p);
-    is_good = check_rows(words, rows, operation.rows, peer, operation.control) &&
-              is_alone(operation, entry);
+    is_good = check_rows(words, rows, operation.rows, peer, operation.control);
     __syncthreads();  // what the block has read and stored comes before its flags
     is_good = meet(p, Meeting::reads, entry, is_good);
     if (is_good && p.sums != nullptr) take_sums<T, ranks>(p);

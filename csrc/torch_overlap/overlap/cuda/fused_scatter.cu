@@ -257,6 +257,7 @@ class ScatterOutputs {
 
  public:
   static constexpr bool kFetches = false;
+  static constexpr bool kAdds = false;
 
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)

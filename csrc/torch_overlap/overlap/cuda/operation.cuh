@@ -37,16 +37,24 @@ inline __device__ void tell_entry(uint32_t* word, uint32_t rows, uint32_t epoch)
 
 // --- Kernels that are operations by themselves ---------------------------------------------------
 
+// Whether this thread waits for the rank of its number.
+inline __device__ bool is_peer(const ChannelWords& words) {
+  return static_cast<int>(threadIdx.x) < words.size && static_cast<int>(threadIdx.x) != words.rank;
+}
+
 struct OperationEntry {
   uint32_t epoch;     // of the operation
   uint32_t was_busy;  // for one thread of the kernel: another such kernel runs
 };
 
-// Asks for both at once; neither is waited for before it is used.
+// Asks for both at once; neither is waited for before it is used. The thread that asks whether
+// another one runs waits for no rank, so it can say so while the others wait.
 inline __device__ OperationEntry enter_operation(const OperationParams& p) {
   OperationEntry entry{};
   entry.epoch = *static_cast<const volatile uint32_t*>(p.words.epoch) + 1;
-  if (blockIdx.x == 0 && threadIdx.x == 0) entry.was_busy = atomicExch(p.busy, 1U);
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) == p.words.rank) {
+    entry.was_busy = atomicExch(p.busy, 1U);
+  }
   return entry;
 }
 
