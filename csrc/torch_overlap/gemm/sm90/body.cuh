@@ -30,9 +30,10 @@
 //                                     multiplied
 //   kAdds                             whether matrices like the product are added to it before the
 //                                     epilogue
-//   addends(), addend(unit, i)        then how many (1 or more), and the map of one, by 64 x 64; called by the
-//                                     thread that loads before it does: waits until it is there.
-//                                     Their parts of a tile come in stages of their own
+//   addends(), addend(unit, i)        then how many, one at least, and the map of one, by 64 x 64;
+//                                     called by the thread that loads before it does: waits until
+//                                     it is there. Their parts of a tile come in stages of their
+//                                     own
 //   factor()                          and what the sum is multiplied by
 namespace torch_overlap::sm90 {
 
@@ -61,12 +62,24 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
   }
 }
 
-// How many stages of k come behind each of so many addends of a tile. All blocks come to their
-// addends at about the same time; had they no products in between, they would wait for memory then,
-// which has little to do the rest of the time. Sums that are to be scaled must be complete before.
+// The stages of k of a tile before its first addend, from each to the next, and behind the last.
+// All blocks would come to their addends at the same time, and wait for memory, which has little to
+// do otherwise: so they come between the stages of k, at other places in neighbouring tiles. Sums
+// that are to be scaled must be complete before anything is added.
+struct AddendSpread {
+  int before;
+  int between;
+  int behind;
+};
+
 template <typename Config>
-__device__ __forceinline__ int stages_behind_addend(int depth, int addends) {
-  return Config::kIsScaled ? 0 : depth / (addends + 1);
+__device__ __forceinline__ AddendSpread spread_addends(const Unit& unit, int addends) {
+  if constexpr (Config::kIsScaled) return {unit.depth, 0, 0};
+  constexpr int kPlaces = 8;
+  const int between = unit.depth / (addends + 1);
+  const int place = (unit.row / Config::kCluster + unit.column) % kPlaces;
+  const int earlier = place * between / kPlaces;
+  return {unit.depth - addends * between - earlier, between, between + earlier};
 }
 
 // What is added to a tile: 64 rows a stage, where rhs would lie.
@@ -114,9 +127,9 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
     };
     if constexpr (Work::kAdds) {
       const int addends = work.addends();
-      const int behind = stages_behind_addend<Config>(unit.depth, addends);
+      const AddendSpread spread = spread_addends<Config>(unit, addends);
       for (int i = 0; i < addends; ++i) {
-        load_to(unit.depth - (addends - i) * behind);
+        load_to(spread.before + i * spread.between);
         load_addend<Config>(work, unit, i, shared, barriers, at);
       }
     }
@@ -166,30 +179,29 @@ class Tiles {
     };
     while (units_.next(unit)) {
       int addends = 0;
-      int behind = 0;
+      AddendSpread spread{unit.depth, 0, 0};
       if constexpr (Outputs::kAdds) {
         addends = outputs_.addends();
-        behind = stages_behind_addend<Config>(unit.depth, addends);
+        spread = spread_addends<Config>(unit, addends);
       }
-      const int depth = unit.depth - addends * behind;
       mine_.begin(sums, true);
       int k = 1;
-      if (depth > 1) {
+      if (spread.before > 1) {
         mine_.begin(sums, false);
         ++k;
       }
       put_made();
       fetch(unit);
-      if (depth > 1) mine_.end_before();
-      multiply(depth, sums, k);
+      if (spread.before > 1) mine_.end_before();
+      multiply(spread.before, sums, k);
       mine_.end(sums);
       if constexpr (Outputs::kAdds) {
 #pragma unroll 1
         for (int i = 0; i < addends; ++i) {
           outputs_.add(unit, sums, i);
-          if (behind == 0) continue;
+          if (spread.between == 0) continue;
           mine_.begin(sums, false);
-          multiply(behind, sums, 1);
+          multiply(i + 1 < addends ? spread.between : spread.behind, sums, 1);
           mine_.end(sums);
         }
       }

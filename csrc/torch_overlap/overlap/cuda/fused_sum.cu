@@ -6,10 +6,11 @@
 
 // The end of a GEMM + reduce-scatter whose tiles copy engines take to their owners: the product of
 // the own rows, to which those of the other ranks are added before it is rounded. They come as
-// stages of their own, in the order of FusedSumParams, behind the stages of k:
+// stages of their own, in the order of FusedSumParams, between the stages of k (8-bit operands:
+// behind them):
 //
-//   loads       A0 B0 | A1 B1 | ... | 3 told? its rows 0-63 | 64-127 | 2 told? ...
-//   multiplies  k = 0 | k = 1 | ... | sums += ...                    | sums += ...  | outputs
+//   loads       A0 B0 | A1 B1 | ... | 3 told? its rows 0-63 | 64-127 | A9 B9 | ... | 2 told? ...
+//   multiplies  k = 0 | k = 1 | ... | sums += ...                    | k = 9 | ... | sums += ...
 //
 // Only the thread that loads waits for other ranks.
 namespace torch_overlap::cuda {
