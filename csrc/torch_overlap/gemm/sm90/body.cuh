@@ -64,8 +64,9 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
 
 // The stages of k of a tile before its first addend, from each to the next, and behind the last.
 // All blocks would come to their addends at the same time, and wait for memory, which has little to
-// do otherwise: so they come between the stages of k, at other places in neighbouring tiles. Sums
-// that are to be scaled must be complete before anything is added.
+// do otherwise: so they come between the stages of k, at other places in neighbouring tiles. Not in
+// the first tile of a block, whose addends may still be on their way; and sums that are to be
+// scaled must be complete before anything is added.
 struct AddendSpread {
   int before;
   int between;
@@ -73,8 +74,9 @@ struct AddendSpread {
 };
 
 template <typename Config>
-__device__ __forceinline__ AddendSpread spread_addends(const Unit& unit, int addends) {
-  if constexpr (Config::kIsScaled) return {unit.depth, 0, 0};
+__device__ __forceinline__ AddendSpread spread_addends(const Unit& unit, int addends,
+                                                       bool is_first) {
+  if (Config::kIsScaled || is_first) return {unit.depth, 0, 0};
   constexpr int kPlaces = 8;
   const int between = unit.depth / (addends + 1);
   const int place = (unit.row / Config::kCluster + unit.column) % kPlaces;
@@ -109,6 +111,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
   static_assert(!Work::kAdds || Config::kSets == 1, "a tile is complete before the next begins");
   auto units = work.units(p);
   Unit unit;
+  bool is_first = true;
   while (units.next(unit)) {
     int row = unit.row * Config::kRows;
     const int column = unit.column * Config::kColumns;
@@ -127,7 +130,8 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
     };
     if constexpr (Work::kAdds) {
       const int addends = work.addends();
-      const AddendSpread spread = spread_addends<Config>(unit, addends);
+      const AddendSpread spread = spread_addends<Config>(unit, addends, is_first);
+      is_first = false;
       for (int i = 0; i < addends; ++i) {
         load_to(spread.before + i * spread.between);
         load_addend<Config>(work, unit, i, shared, barriers, at);
@@ -182,7 +186,7 @@ class Tiles {
       AddendSpread spread{unit.depth, 0, 0};
       if constexpr (Outputs::kAdds) {
         addends = outputs_.addends();
-        spread = spread_addends<Config>(unit, addends);
+        spread = spread_addends<Config>(unit, addends, !has_made);
       }
       mine_.begin(sums, true);
       int k = 1;
