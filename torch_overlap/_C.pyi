@@ -828,6 +828,7 @@ def _explain_algorithm(
     prefers_channels: bool = True,
     scaled: tuple[torch.dtype, torch.dtype, int, bool] | None = None,
     direct_bytes: int | None = None,
+    reduces: bool = False,
 ) -> tuple[str, str, str]: ...
 def _summed_product_problem(
     op: str,

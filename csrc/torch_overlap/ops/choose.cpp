@@ -75,14 +75,19 @@ std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr
 std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
+  OverlapDevice& device = overlap_device(problem.op, comm->device().type());
   const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
-  auto why = overlap_device(problem.op, comm->device().type())
-                 .fused_obstacle({.device = comm->device(),
-                                  .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
-                                  .rows = {rows, comm->size()},
-                                  .n = problem.local_n,
-                                  .k = problem.local_k});
+  const FusedShape shape{.device = comm->device(),
+                         .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
+                         .rows = {rows, comm->size()},
+                         .n = problem.local_n,
+                         .k = problem.local_k};
+  auto why = device.fused_obstacle(shape);
   if (!why.empty()) return why;
+  if (problem.reduces) {
+    const int64_t room = device.reduce_room(shape);
+    if (room > 0) return obstacle_of({{OperatorChannel::reduce, room}}, problem, comm, need);
+  }
   auto no_channel = channel_obstacle(problem, comm, need);
   if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
   const auto channel = existing_operator_channel(*comm, OperatorChannel::gather);

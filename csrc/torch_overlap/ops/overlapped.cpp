@@ -217,6 +217,31 @@ void direct_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm
                   .bias = contiguous(problem.bias)});
 }
 
+bool fused_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                       const DirectProduct& problem) {
+  GemmArgs args = problem.product;
+  args.out = problem.out;
+  const GemmShape gemm = gemm_shape(args);
+  const RowShare rows{problem.rows, comm->size()};
+  const int64_t room = overlap_device(op, comm->device().type())
+                           .reduce_room({.device = comm->device(),
+                                         .types = fused_types(args),
+                                         .rows = rows,
+                                         .n = gemm.n,
+                                         .k = gemm.k});
+  if (room == 0) return false;
+  const auto channel = operator_channel(op, comm, OperatorChannel::reduce, room);
+  if (!has_fused(*channel, args, rows)) return false;
+  run_fused_reduce(op, *channel,
+                   {.gemm = std::move(args),
+                    .rows = rows,
+                    .everywhere = true,
+                    .out = problem.out,
+                    .factor = problem.mean ? 1.0 / comm->size() : 1.0,
+                    .bias = contiguous(problem.bias)});
+  return true;
+}
+
 void ring_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                            const ScatterMultiply& problem) {
   ring_scatter_gemms(op, comm, products_of(problem), problem.sum);

@@ -90,6 +90,10 @@ struct DirectProduct {
 void direct_sum_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
                      DirectProduct problem);
 
+// The same, everywhere, by one kernel of few rows. False: there is none for it.
+bool fused_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& comm,
+                       const DirectProduct& problem);
+
 // How a matmul_all_reduce of these `rows` goes.
 Algorithm matmul_all_reduce_algorithm(const std::shared_ptr<TorchComm>& comm,
                                       const at::Tensor& rows, int64_t features,

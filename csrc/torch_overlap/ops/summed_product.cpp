@@ -88,6 +88,15 @@ class Blockwise {
   std::optional<ChannelGather> gather_;
 };
 
+DirectProduct whole_product(const SummedProduct& problem) {
+  return {.product = problem.arguments({0, problem.out.size(0)}),
+          .rows = problem.out.size(0),
+          .bias = problem.bias,
+          .mean = problem.mean,
+          .everywhere = true,
+          .out = problem.out};
+}
+
 void run_in_pieces(const SummedProduct& problem, RedOpType reduction) {
   const auto chunks = row_chunks(problem.out.size(0), kAllReduceChunks, problem.row_unit);
   std::vector<WorkPtr> works;
@@ -126,6 +135,7 @@ OverlapProblem summed_product_problem(std::string_view op, const TorchComm& comm
           .local_k = local_k,
           .local_m = block,
           .direct_bytes = direct_bytes(comm, rows, features, dtype),
+          .reduces = true,
           .prefers_channels = false};
 }
 
@@ -133,16 +143,12 @@ void run_summed_product(const SummedProduct& problem, Algorithm algorithm) {
   const RedOpType reduction = problem.mean ? RedOpType::AVG : RedOpType::SUM;
   switch (algorithm) {
     case Algorithm::ring:
+      return Blockwise(problem).run(false);
     case Algorithm::fused:
-      return Blockwise(problem).run(algorithm == Algorithm::fused);
+      if (fused_reduce_gemm(problem.op, problem.comm, whole_product(problem))) return;
+      return Blockwise(problem).run(true);
     case Algorithm::direct:
-      return direct_sum_gemm(problem.op, problem.comm,
-                             {.product = problem.arguments({0, problem.out.size(0)}),
-                              .rows = problem.out.size(0),
-                              .bias = problem.bias,
-                              .mean = problem.mean,
-                              .everywhere = true,
-                              .out = problem.out});
+      return direct_sum_gemm(problem.op, problem.comm, whole_product(problem));
     case Algorithm::sequential:
       problem.multiply({0, problem.out.size(0)}, problem.out);
       problem.comm->all_reduce(problem.out, reduction, /*async_op=*/false);

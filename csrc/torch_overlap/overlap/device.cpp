@@ -33,6 +33,10 @@ void OverlapDevice::run_fused(Transport&, const FusedScatter&) {
   fail(ErrorKind::kUnsupported, "product and reduce-scatter: expected a device with fused kernels");
 }
 
+void OverlapDevice::run_fused(Transport&, const FusedReduce&) {
+  fail(ErrorKind::kUnsupported, "product and all-reduce: expected a device with fused kernels");
+}
+
 void OverlapDevice::run_direct(Transport&, const DirectSum&) {
   fail(ErrorKind::kUnsupported, "sum: expected a device with a kernel for it");
 }

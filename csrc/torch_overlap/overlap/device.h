@@ -93,9 +93,13 @@ class TORCH_OVERLAP_API OverlapDevice {
                              int most) const {
     return 0;
   }
-  // On the current stream, within an operation.
+  // How many bytes of a channel a product and all-reduce in one kernel needs; 0: there is none for
+  // such a product. The same on all ranks.
+  virtual int64_t reduce_room(const FusedShape& shape) const { return 0; }
+  // On the current stream, within an operation; that of a FusedReduce nobody has begun.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
+  virtual void run_fused(Transport& transport, const FusedReduce& problem);
   // Collectives in one kernel, within an operation that nobody has begun: the kernel does. Whether
   // there is one, the same on all ranks; and what puts it on the current stream.
   virtual bool has_kernel(const DirectSum& sum) const { return false; }

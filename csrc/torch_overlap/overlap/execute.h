@@ -78,6 +78,11 @@ struct DirectGemm {
 TORCH_OVERLAP_API void run_direct_sum(std::string_view op, OverlapChannel& channel,
                                       const DirectGemm& problem);
 
+// The same for all ranks, by one kernel of the device (OverlapDevice::reduce_room()), on a channel
+// of these alone.
+TORCH_OVERLAP_API void run_fused_reduce(std::string_view op, OverlapChannel& channel,
+                                        const DirectGemm& problem);
+
 // An all-gather that goes on beside what the caller does next: started by the constructor, and
 // there after finish(). Uses flags 0 .. size - 1.
 class TORCH_OVERLAP_API BackgroundGather {

@@ -144,4 +144,21 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   channel.operate(op, body, {.rows = problem.rows.rows, .begins_itself = fused.pieces > 0});
 }
 
+void run_fused_reduce(std::string_view op, OverlapChannel& channel, const DirectGemm& problem) {
+  FusedReduce fused{.gemm = problem.gemm,
+                    .rows = problem.rows,
+                    .bytes = channel.bytes(),
+                    .out = problem.out,
+                    .factor = problem.factor,
+                    .bias = problem.bias};
+  fused.gemm.out = problem.out;
+  check_gemm(op, fused.gemm);
+  channel.operate(op,
+                  [&](OverlapChannel::Session& session) {
+                    RECORD_USER_SCOPE("torch_overlap::fused");
+                    channel.device().run_fused(session.transport, fused);
+                  },
+                  {.rows = problem.rows.rows, .as_one = true, .begins_itself = true});
+}
+
 }  // namespace torch_overlap

@@ -64,4 +64,14 @@ struct FusedScatter {
   TORCH_OVERLAP_API std::vector<Piece> pieces_of(int rank) const;
 };
 
+// out = the sum of lhs * rhs over ranks, * factor + bias, on every rank: one kernel, of few rows.
+struct FusedReduce {
+  GemmArgs gemm;  // of all rows; out is not looked at
+  RowShare rows;
+  int64_t bytes = 0;  // of the channel's data, all of it
+  at::Tensor out;     // [rows, columns], contiguous
+  double factor = 1;
+  at::Tensor bias;  // [columns] of this rank, contiguous; or undefined
+};
+
 }  // namespace torch_overlap

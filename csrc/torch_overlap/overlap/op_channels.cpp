@@ -13,9 +13,11 @@ constexpr std::string_view attachment_name(OperatorChannel which) {
     case OperatorChannel::scatter:
       return "operators' scatter channel";
     case OperatorChannel::sum:
+      return "operators' sum channel";
+    case OperatorChannel::reduce:
       break;
   }
-  return "operators' sum channel";
+  return "operators' reduce channel";
 }
 
 constexpr int flags_of_rank(OperatorChannel which) {

@@ -11,8 +11,9 @@ namespace torch_overlap {
 // The channels that operators use, which have no buffer of their own. One for what is gathered, and
 // one for what is scattered, which a gradient has under way together; one operator at a time is
 // issued. And one for what is summed where it lies (run_direct_sum), whose operations end before
-// the other ranks have read all of it, and so share it with no others.
-enum class OperatorChannel { gather, scatter, sum };
+// the other ranks have read all of it, and so share it with no others; and one for what kernels
+// that multiply and sum send each other (run_fused_reduce), for which the same holds.
+enum class OperatorChannel { gather, scatter, sum, reduce };
 
 // Flags that such a channel has for each rank.
 inline constexpr int kOperatorFlags = 4;

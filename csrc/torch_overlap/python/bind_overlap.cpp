@@ -390,7 +390,7 @@ void register_overlap(py::module_& m) {
          int64_t gather_bytes, int64_t scatter_bytes,
          const std::tuple<int64_t, int64_t, int64_t>& local_shape, bool prefers_channels,
          const std::optional<std::tuple<at::ScalarType, at::ScalarType, int64_t, bool>>& scaled,
-         std::optional<int64_t> direct_bytes) {
+         std::optional<int64_t> direct_bytes, bool reduces) {
         const auto [m, n, k] = shape;
         std::optional<FusedTypes> types;
         if (scaled) {
@@ -413,6 +413,7 @@ void register_overlap(py::module_& m) {
                                                     .local_m = std::get<0>(local_shape),
                                                     .types = types,
                                                     .direct_bytes = direct_bytes,
+                                                    .reduces = reduces,
                                                     .prefers_channels = prefers_channels},
                                                    algorithm, comm);
         return std::tuple(std::string(ops::to_string(choice.algorithm)), choice.why,
@@ -423,7 +424,7 @@ void register_overlap(py::module_& m) {
       py::arg("scatter_bytes") = 0,
       py::arg("local_shape") = std::tuple<int64_t, int64_t, int64_t>(0, 0, 0),
       py::arg("prefers_channels") = true, py::arg("scaled") = py::none(),
-      py::arg("direct_bytes") = py::none());
+      py::arg("direct_bytes") = py::none(), py::arg("reduces") = false);
   m.def(
       "_summed_product_problem",
       [](const std::string& op, const std::shared_ptr<TorchComm>& comm, int64_t rows,
@@ -439,7 +440,7 @@ void register_overlap(py::module_& m) {
             py::arg("scatter_bytes") = problem.scatter_bytes,
             py::arg("local_shape") = std::tuple(problem.local_m, problem.local_n, problem.local_k),
             py::arg("prefers_channels") = problem.prefers_channels,
-            py::arg("direct_bytes") = problem.direct_bytes);
+            py::arg("direct_bytes") = problem.direct_bytes, py::arg("reduces") = problem.reduces);
       },
       py::arg("op"), py::arg("comm").none(false), py::arg("rows"), py::arg("features"),
       py::arg("local_k"), py::arg("dtype"), py::arg("scaling_mode") = py::none());

@@ -39,6 +39,15 @@ struct GemmParams {
   Epilogue epilogue;
 };
 
+// One of few rows, [m, k] by the transpose of a weight [n, k].
+struct FewRowsParams {
+  CUtensorMap weight;  // boxes of all features of a tile, or of 64 x 64 where it is not along k
+  CUtensorMap rows;    // boxes of as many as the kernel takes
+  int m;
+  int n;
+  int stages;  // of all of k, at least one for each part of it
+};
+
 // out = epilogue(lhs rhs) + residual, [m, n] too. The sum is rounded once.
 struct ResidualParams {
   GemmParams product;

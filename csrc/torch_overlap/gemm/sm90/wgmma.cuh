@@ -70,6 +70,9 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
 #define TO_D16(i) TO_D4(i), TO_D4((i) + 4), TO_D4((i) + 8), TO_D4((i) + 12)
 #define TO_D32(i) TO_D16(i), TO_D16((i) + 16)
 
+#define TO_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TO_NAMES_16 TO_TEN() ", %10, %11, %12, %13, %14, %15"
+#define TO_NAMES_32 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", %30, %31"
 #define TO_NAMES_64 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", %60, %61, %62, %63"
 #define TO_NAMES_96 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
                     TO_TEN(7) ", " TO_TEN(8) ", %90, %91, %92, %93, %94, %95"
@@ -77,6 +80,9 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                      TO_TEN(7) ", " TO_TEN(8) ", " TO_TEN(9) ", " TO_TEN(10) ", %110, %111"
 #define TO_NAMES_128 TO_TEN() ", " TO_TEN(1) ", " TO_TEN(2) ", " TO_TEN(3) ", " TO_TEN(4) ", " TO_TEN(5) ", " TO_TEN(6) ", " \
                      TO_TEN(7) ", " TO_TEN(8) ", " TO_TEN(9) ", " TO_TEN(10) ", " TO_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define TO_D_8 TO_D4(0), TO_D4(4)
+#define TO_D_16 TO_D16(0)
+#define TO_D_32 TO_D32(0)
 #define TO_D_64 TO_D32(0), TO_D32(32)
 #define TO_D_96 TO_D32(0), TO_D32(32), TO_D32(64)
 #define TO_D_112 TO_D32(0), TO_D32(32), TO_D32(64), TO_D16(96)
@@ -92,6 +98,9 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)), "n"(lhs_turned), "n"(rhs_turned));            \
   }
 #define TO_WGMMA_OF_16(tag, type)                           \
+  TO_WGMMA_16(tag, type, 16, 8, 8, 9, 10, 11, 12)           \
+  TO_WGMMA_16(tag, type, 32, 16, 16, 17, 18, 19, 20)        \
+  TO_WGMMA_16(tag, type, 64, 32, 32, 33, 34, 35, 36)        \
   TO_WGMMA_16(tag, type, 128, 64, 64, 65, 66, 67, 68)       \
   TO_WGMMA_16(tag, type, 192, 96, 96, 97, 98, 99, 100)      \
   TO_WGMMA_16(tag, type, 224, 112, 112, 113, 114, 115, 116) \
@@ -108,6 +117,9 @@ __device__ __forceinline__ void hold(float (&d)[n]) {
                  : TO_D_##half : "l"(lhs), "l"(rhs), "r"(static_cast<int>(adds)));                                              \
   }
 #define TO_WGMMA_OF_8(tag, type)                 \
+  TO_WGMMA_8(tag, type, 16, 8, 8, 9, 10)         \
+  TO_WGMMA_8(tag, type, 32, 16, 16, 17, 18)      \
+  TO_WGMMA_8(tag, type, 64, 32, 32, 33, 34)      \
   TO_WGMMA_8(tag, type, 128, 64, 64, 65, 66)     \
   TO_WGMMA_8(tag, type, 192, 96, 96, 97, 98)     \
   TO_WGMMA_8(tag, type, 224, 112, 112, 113, 114) \
@@ -123,10 +135,16 @@ TO_WGMMA_OF_8(E5m2E4m3, "e5m2.e4m3")
 #undef TO_D4
 #undef TO_D16
 #undef TO_D32
+#undef TO_NAMES_8
+#undef TO_NAMES_16
+#undef TO_NAMES_32
 #undef TO_NAMES_64
 #undef TO_NAMES_96
 #undef TO_NAMES_112
 #undef TO_NAMES_128
+#undef TO_D_8
+#undef TO_D_16
+#undef TO_D_32
 #undef TO_D_64
 #undef TO_D_96
 #undef TO_D_112

@@ -92,6 +92,10 @@ class CudaOverlapDevice final : public OverlapDevice {
     const auto& direct = dynamic_cast<const cuda::CudaTransport&>(transport);
     return direct.uses_copy_engine() ? cuda::scatter_pieces(problem, most) : 0;
   }
+  int64_t reduce_room(const FusedShape& shape) const override { return cuda::reduce_room(shape); }
+  void run_fused(Transport& transport, const FusedReduce& problem) override {
+    cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
+  }
   void run_fused(Transport& transport, const FusedGather& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }

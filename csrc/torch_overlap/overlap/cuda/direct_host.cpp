@@ -7,7 +7,6 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/cuda/check.h"
-#include "torch_overlap/overlap/cuda/direct.h"
 
 namespace torch_overlap::cuda {
 namespace {
@@ -17,14 +16,6 @@ constexpr int64_t kVector = sizeof(uint4);
 constexpr int64_t kVectorsOfBlock = 256;
 
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
-
-OperationParams operation_of(const CudaTransport& transport, int64_t rows) {
-  return {.words = transport.words(),
-          .busy = transport.busy(),
-          .rows = static_cast<uint32_t>(rows),
-          .gone = transport.gone_of_all(),
-          .control = transport.control()};
-}
 
 SumType direct_type(at::ScalarType dtype) {
   switch (dtype) {
@@ -42,6 +33,14 @@ bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointe
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
+
+OperationParams operation_of(const CudaTransport& transport, int64_t rows) {
+  return {.words = transport.words(),
+          .busy = transport.busy(),
+          .rows = static_cast<uint32_t>(rows),
+          .gone = transport.gone_of_all(),
+          .control = transport.control()};
+}
 
 bool has_direct_kernel(const DirectSum& sum) {
   const auto dtype = sum.out.scalar_type();

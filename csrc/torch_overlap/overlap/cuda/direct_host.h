@@ -1,9 +1,13 @@
 #pragma once
 
+#include "torch_overlap/overlap/cuda/direct.h"
 #include "torch_overlap/overlap/cuda/transport.h"
 #include "torch_overlap/overlap/direct.h"
 
 namespace torch_overlap::cuda {
+
+// What kernels that are operations by themselves begin and end with.
+OperationParams operation_of(const CudaTransport& transport, int64_t rows);
 
 // Whether the kernel takes such a sum; by what all ranks have alike.
 bool has_direct_kernel(const DirectSum& sum);

@@ -174,6 +174,7 @@ void load_fused_kernels() {
       }
     }
   }
+  load_fused_reduce_kernels();
 }
 
 }  // namespace torch_overlap::cuda

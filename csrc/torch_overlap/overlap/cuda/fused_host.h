@@ -32,12 +32,18 @@ TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::Kerne
 // FusedScatter::pieces of such a scatter.
 TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most);
 
+// OverlapDevice::reduce_room().
+TORCH_OVERLAP_API int64_t reduce_room(const FusedShape& shape);
+
 // On the current stream, within an operation of the transport's channel.
 void run_fused(CudaTransport& transport, const FusedGather& problem);
 void run_fused(CudaTransport& transport, const FusedScatter& problem);
+void run_fused(CudaTransport& transport, const FusedReduce& problem);
 
 // Loads the code of all kernels onto the current device, if it can run them, before one waits for
 // another.
 void load_fused_kernels();
+// Those of FusedReduce, which it calls.
+void load_fused_reduce_kernels();
 
 }  // namespace torch_overlap::cuda

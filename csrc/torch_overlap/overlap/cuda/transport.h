@@ -46,6 +46,9 @@ class CudaTransport final : public Transport {
   uint32_t* busy() const { return word(memory_->rank(), options_.layout.busy_at()); }
   // Of the ranks that have begun, on this one: that of rank 0, and of all that of this rank there.
   const uint32_t* begun() const { return word(memory_->rank(), options_.layout.begun_at(0)); }
+  const uint32_t* begun_by(int rank) const {
+    return word(memory_->rank(), options_.layout.begun_at(rank));
+  }
   WordOfAll begun_of_all() const { return word_of_all(options_.layout.begun_at(memory_->rank())); }
   WordOfAll gone_of_all() const { return word_of_all(options_.layout.gone_at()); }
   WordOfAll flag_of_all(int flag) const { return word_of_all(options_.layout.flag_at(flag)); }

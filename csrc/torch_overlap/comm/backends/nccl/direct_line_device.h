@@ -4,6 +4,7 @@
 // round. A line that carries the epoch is there as a whole, so no flag, no fence and no barrier
 // stands between its data and its reader. It costs a third more bytes. For .cu files.
 #include "torch_overlap/comm/backends/nccl/direct_device.h"
+#include "torch_overlap/symm/cuda/line_device.h"
 
 namespace torch_overlap::cuda {
 
@@ -17,33 +18,12 @@ struct LineView {
 };
 
 __device__ __forceinline__ void store_line(char* to, const LineView& line) {
-  const uint64_t low = line.data.at[0] | static_cast<uint64_t>(line.data.at[1]) << 32;
-  const uint64_t high = line.data.at[2] | static_cast<uint64_t>(line.epoch) << 32;
-  asm volatile(
-      "{\n"
-      ".reg .b128 line;\n"
-      "mov.b128 line, {%1, %2};\n"
-      "st.relaxed.sys.global.b128 [%0], line;\n"
-      "}" ::"l"(to),
-      "l"(low), "l"(high)
-      : "memory");
+  store_line(to, uint4{line.data.at[0], line.data.at[1], line.data.at[2], line.epoch});
 }
 
 __device__ __forceinline__ LineView load_line(const char* from) {
-  uint64_t low;
-  uint64_t high;
-  asm volatile(
-      "{\n"
-      ".reg .b128 line;\n"
-      "ld.relaxed.sys.global.b128 line, [%2];\n"
-      "mov.b128 {%0, %1}, line;\n"
-      "}"
-      : "=l"(low), "=l"(high)
-      : "l"(from)
-      : "memory");
-  return {
-      {{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)}},
-      static_cast<uint32_t>(high >> 32)};
+  const uint4 line = load_line(static_cast<const void*>(from));
+  return {{{line.x, line.y, line.z}}, line.w};
 }
 
 // The lines that `source` writes to `owner` in the round that makes the epoch `epoch`.
