@@ -71,17 +71,21 @@ std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr
   return obstacle_of({summed.bytes > 0 ? summed : gathered}, problem, comm, need);
 }
 
+FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
+  const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
+  return {.device = comm.device(),
+          .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
+          .rows = {rows, comm.size()},
+          .n = problem.local_n,
+          .k = problem.local_k};
+}
+
 // Why the device has no fused kernel for it, or that cannot be used; empty if it can.
 std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
-  const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm->size();
-  const FusedShape shape{.device = comm->device(),
-                         .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
-                         .rows = {rows, comm->size()},
-                         .n = problem.local_n,
-                         .k = problem.local_k};
+  const FusedShape shape = fused_shape(problem, *comm);
   auto why = device.fused_obstacle(shape);
   if (!why.empty()) return why;
   if (problem.reduces) {
@@ -128,6 +132,12 @@ std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
 // Where nothing was measured.
 Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       Need need) {
+  if (problem.reduces &&
+      overlap_device(problem.op, comm->device().type()).reduce_pays(fused_shape(problem, *comm)) &&
+      obstacle(Algorithm::fused, problem, comm, need).empty()) {
+    return {Algorithm::fused,
+            concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
+  }
   if (!is_worth_chunks(problem.chunk_rows)) {
     return {Algorithm::sequential,
             concat("chunks of ", problem.chunk_rows, " rows are quicker computed than sent; ",

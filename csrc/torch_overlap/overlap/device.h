@@ -96,6 +96,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   // How many bytes of a channel a product and all-reduce in one kernel needs; 0: there is none for
   // such a product. The same on all ranks.
   virtual int64_t reduce_room(const FusedShape& shape) const { return 0; }
+  // Whether it is to be taken where nothing was measured.
+  virtual bool reduce_pays(const FusedShape& shape) const { return false; }
   // On the current stream, within an operation; that of a FusedReduce nobody has begun.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);

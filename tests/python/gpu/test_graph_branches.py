@@ -109,6 +109,11 @@ def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
         assert all(isinstance(n, Copy) and n.to_device != own for n in found[0]), found[0]
 
 
+def test_few_rows_are_multiplied_and_summed_by_one_kernel(comm):
+    x, w = random(64, 256), random(6144, 256)
+    assert around(lambda: ops.matmul_all_reduce(x, w, comm, random(6144), algorithm="fused"), "fused_reduce_kernel") == [[]]
+
+
 @separate
 def test_a_fused_sum_waits_for_copies_to_other_devices(comm):
     """The pieces of the last chunks may be under way, and their products are done."""

@@ -47,7 +47,6 @@ struct FewRowsConfig {
   static_assert(kOwnRows % 16 == 0);
   // What the other half of the cluster sends, and the outputs, lie where stages were.
   static constexpr int kGivenBytes = kSplit == 1 ? 0 : kOwnSums * 4 * kMultipliers;
-  static_assert(kGivenBytes + kOwnRows * kFeatures * 2 <= kStages * kStageBytes);
 };
 
 template <typename Config>

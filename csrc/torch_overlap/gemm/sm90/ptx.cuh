@@ -189,9 +189,13 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                : "memory");
 }
 
-// Waits for `threads` threads of the block that meet under this number, 1 to 15.
+// Waits for `threads` threads of the block that meet under this number, 1 to 15, in whole warps;
+// or is one of them, and goes on.
 __device__ __forceinline__ void meet_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void tell_threads(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_vector(uint32_t address) {

@@ -32,13 +32,20 @@ namespace {
 
 using sm90::VectorType;
 
-// One thread's part of a tile, rounded: two neighbouring rows of a feature in each word.
+// One thread's part of a tile, rounded: two neighbouring rows of a feature in each word, 16 rows in
+// four words.
 template <typename Config>
 struct Part {
   static constexpr int kWords = Config::kOwnRows / 4;
   static constexpr int kLines = (kWords + 2) / 3;
+  static constexpr bool kHasLines = kWords <= 16;  // registers for all of them at once
   static constexpr int kVectors = kWords / 4;
-  uint32_t words[3 * kLines];
+  // From a line or vector of a thread to its next one.
+  static constexpr int kStep = Config::kMultipliers * 16;
+  // Outputs in shared memory, where stages were, behind what the other half gives.
+  static constexpr int kOutputsAt = Config::kGivenBytes;
+  static_assert(kOutputsAt + Config::kOwnRows * Config::kFeatures * 2 <=
+                Config::kStages * Config::kStageBytes);
 };
 
 // The sums of a tile that two blocks have of half of k each: each gets half of the rows. Threads
@@ -77,123 +84,15 @@ __device__ __forceinline__ void add_half(uint32_t shared, float (&own)[Config::k
   }
 }
 
-// The exchange of one thread.
+// Where a rank writes what an operation sends to another one.
 template <typename Config>
-class Exchange {
+__device__ __forceinline__ char* slot_of(const FusedReduceParams& p, uint32_t epoch, int owner,
+                                         int source) {
   using P = Part<Config>;
-  using Out = typename Config::Out;
-
- public:
-  __device__ __forceinline__ Exchange(const FusedReduceParams& p, uint32_t epoch, int rows)
-      : p_(p), epoch_(epoch), words_((rows + 7) / 8 * 2) {}
-
-  // To all others; by vectors the flags come behind it.
-  __device__ __forceinline__ void send(const P& mine) const {
-    const ChannelWords& words = p_.operation.words;
-    for (int i = 1; i < words.size; ++i) {
-      const int peer = (words.rank + i) % words.size;
-      char* const to = slot(peer, words.rank);
-      if (p_.by_lines) {
-#pragma unroll
-        for (int j = 0; j < P::kLines; ++j) {
-          if (3 * j >= words_) break;
-          store_line(to + j * kStep, {mine.words[3 * j], mine.words[3 * j + 1],
-                                      mine.words[3 * j + 2], epoch_});
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < P::kVectors; ++j) {
-          if (4 * j >= words_) break;
-          *reinterpret_cast<uint4*>(to + j * kStep) = {mine.words[4 * j], mine.words[4 * j + 1],
-                                                       mine.words[4 * j + 2],
-                                                       mine.words[4 * j + 3]};
-        }
-      }
-    }
-  }
-
-  // Behind a barrier of the threads that have sent, of the thread of that peer.
-  __device__ __forceinline__ void tell(int peer) const {
-    store_release(p_.tell[peer] + blockIdx.x, epoch_);
-  }
-  __device__ __forceinline__ bool told(int peer) const {
-    return comes(p_.operation, p_.told[peer] + blockIdx.x, epoch_, WaitKind::chunk, peer);
-  }
-
-  // The sum of all ranks' parts, in their order. False: a wait has failed.
-  __device__ __forceinline__ bool add_up(const P& mine, float (&total)[Config::kOwnSums]) const {
-    const ChannelWords& words = p_.operation.words;
-    bool is_good = true;
-#pragma unroll 1
-    for (int rank = 0; rank < words.size; ++rank) {
-      P part = mine;
-      if (rank != words.rank) is_good = take(rank, part) && is_good;
-#pragma unroll
-      for (int w = 0; w < P::kWords; ++w) {
-        float a;
-        float b;
-        sm90::unpack(Out{}, part.words[w], a, b);
-        total[2 * w] = rank == 0 ? a : total[2 * w] + a;
-        total[2 * w + 1] = rank == 0 ? b : total[2 * w + 1] + b;
-      }
-    }
-    return is_good;
-  }
-
- private:
-  static constexpr int kStep = Config::kMultipliers * 16;
-
-  __device__ __forceinline__ char* slot(int owner, int source) const {
-    const int bytes = (p_.by_lines ? P::kLines : P::kVectors) * kStep;
-    const int64_t at = static_cast<int64_t>((epoch_ % 2) * p_.operation.words.size + source) *
-                           gridDim.x + blockIdx.x;
-    return p_.slots[owner] + at * bytes + threadIdx.x * 16;
-  }
-
-  __device__ __forceinline__ bool take(int source, P& part) const {
-    const char* const from = slot(p_.operation.words.rank, source);
-    if (!p_.by_lines) {
-#pragma unroll
-      for (int j = 0; j < P::kVectors; ++j) {
-        if (4 * j >= words_) break;
-        const uint4 vector = __ldcg(reinterpret_cast<const uint4*>(from + j * kStep));
-        part.words[4 * j] = vector.x;
-        part.words[4 * j + 1] = vector.y;
-        part.words[4 * j + 2] = vector.z;
-        part.words[4 * j + 3] = vector.w;
-      }
-      return true;
-    }
-    constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
-    for (int look = 1;; ++look) {
-      bool is_there = true;
-#pragma unroll
-      for (int j = 0; j < P::kLines; ++j) {
-        if (3 * j >= words_) break;
-        const uint4 line = load_line(from + j * kStep);
-        is_there = is_there && line.w == epoch_;
-        part.words[3 * j] = line.x;
-        part.words[3 * j + 1] = line.y;
-        part.words[3 * j + 2] = line.z;
-      }
-      if (is_there) return true;
-      if (look % kLooks == 0 && !comes_long(from, source)) return false;
-    }
-  }
-
-  // Waits for each line by its word.
-  __device__ __noinline__ bool comes_long(const char* from, int source) const {
-    for (int j = 0; 3 * j < words_; ++j) {
-      const auto* const word = reinterpret_cast<const uint32_t*>(from + j * kStep) + 3;
-      if (!comes_late(p_.operation, word, epoch_, WaitKind::chunk, source)) return false;
-    }
-    return true;
-  }
-
-  const FusedReduceParams& p_;
-  const uint32_t epoch_;
-  const int words_;  // of a thread that rows of the product have
-};
+  const int bytes = (p.by_lines ? P::kLines : P::kVectors) * P::kStep;
+  const int from = static_cast<int>(epoch % 2) * p.operation.words.size + source;
+  return p.slots[owner] + (static_cast<int64_t>(from) * gridDim.x + blockIdx.x) * bytes;
+}
 
 // 8-bit operands: sums [features, rows] become those of the values.
 template <typename Config>
@@ -217,91 +116,256 @@ __device__ __forceinline__ void scale(const FusedReduceParams& p, int feature, i
   }
 }
 
-// Bias and rounding; two neighbouring rows of a feature in each word.
+// What becomes of the sums of a warpgroup's 64 features.
 template <typename Config>
-__device__ __forceinline__ void finish(const FusedReduceParams& p, int feature,
-                                       const float (&total)[Config::kOwnSums],
-                                       Part<Config>& rounded) {
+class Outputs {
   using Out = typename Config::Out;
-  float bias[2] = {0, 0};
-  if (p.bias != nullptr) {
+
+ public:
+  __device__ __forceinline__ Outputs(const FusedReduceParams& p,
+                                     const sm90::FewRowsPlace<Config>& place, uint32_t shared)
+      : p_(p),
+        group_(static_cast<int>(threadIdx.x) / 128),
+        first_feature_(place.feature + 64 * group_),
+        first_row_(place.part * Config::kOwnRows),
+        shared_(shared + Part<Config>::kOutputsAt + group_ * Config::kOwnRows * 128) {
+    if (p.bias == nullptr) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = feature + 8 * half;
-      if (at < p.product.n) bias[half] = sm90::widen(static_cast<const Out*>(p.bias)[at]);
+      const int at = feature() + 8 * half;
+      if (at < p.product.n) bias_[half] = sm90::widen(static_cast<const Out*>(p.bias)[at]);
     }
   }
-#pragma unroll
-  for (int w = 0; w < Part<Config>::kWords; ++w) {
-    rounded.words[w] = sm90::pack(Out{}, total[2 * w] * p.factor + bias[w % 2],
-                                  total[2 * w + 1] * p.factor + bias[w % 2]);
-  }
-}
 
-// The outputs of a warpgroup, by way of shared memory: rows of 64 features under the 128-byte
-// swizzle.
-template <typename Config>
-__device__ __forceinline__ void store(const FusedReduceParams& p, const Part<Config>& rounded,
-                                      uint32_t shared, int first_feature, int first_row) {
-  using Out = typename Config::Out;
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  const int lane = thread % 32;
-  const int chunk = thread / 32 * 2 + lane / 8 % 2;
-#pragma unroll
-  for (int w = 0; w < Part<Config>::kWords; w += 4) {
-    const int row = w / 2 * 8 + lane / 16 * 8 + lane % 8;
-    sm90::store_transposed(shared + row * 128 + ((chunk ^ (row & 7)) << 4), rounded.words + w);
+  // Of this thread: the first one of two, 8 apart; and the first row.
+  __device__ __forceinline__ int feature() const {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    return first_feature_ + thread / 32 * 16 + thread % 32 / 4;
   }
-  sm90::meet_threads(1 + static_cast<int>(threadIdx.x) / 128, 128);
-  const int vector = thread % 8;
-  const int feature = first_feature + vector * 8;
-  if (feature >= p.product.n) return;
-  auto* const out = static_cast<Out*>(p.out) + feature;
+  __device__ __forceinline__ int row() const {
+    return first_row_ + 2 * (static_cast<int>(threadIdx.x) % 4);
+  }
+  // Of this block, that the product has.
+  __device__ __forceinline__ int rows() const {
+    return max(0, min(Config::kOwnRows, p_.product.m - first_row_));
+  }
+
+  // Rounds and stores them.
+  __device__ __forceinline__ void put(const float (&total)[Config::kOwnSums]) const {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    const int lane = thread % 32;
+    const int chunk = thread / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int w = 0; w < Part<Config>::kWords; w += 4) {
+      uint32_t rounded[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        rounded[i] = sm90::pack(Out{}, total[2 * (w + i)] * p_.factor + bias_[i % 2],
+                                total[2 * (w + i) + 1] * p_.factor + bias_[i % 2]);
+      }
+      const int row = 4 * w + lane / 16 * 8 + lane % 8;
+      sm90::store_transposed(shared_ + row * 128 + ((chunk ^ (row & 7)) << 4), rounded);
+    }
+    sm90::meet_threads(1 + group_, 128);
+    const int vector = thread % 8;
+    const int feature = first_feature_ + vector * 8;
+    if (feature >= p_.product.n) return;
+    auto* const out = static_cast<Out*>(p_.out) + feature;
 #pragma unroll 4
-  for (int row = thread / 8; row < Config::kOwnRows; row += 16) {
-    if (first_row + row >= p.product.m) break;
-    const uint4 data = sm90::load_vector(shared + row * 128 + ((vector ^ (row & 7)) << 4));
-    *reinterpret_cast<uint4*>(out + static_cast<int64_t>(first_row + row) * p.product.n) = data;
+    for (int row = thread / 8; row < Config::kOwnRows; row += 16) {
+      if (first_row_ + row >= p_.product.m) break;
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(first_row_ + row) * p_.product.n) =
+          sm90::load_vector(shared_ + row * 128 + ((vector ^ (row & 7)) << 4));
+    }
+  }
+
+ private:
+  const FusedReduceParams& p_;
+  const int group_;
+  const int first_feature_;
+  const int first_row_;
+  const uint32_t shared_;
+  float bias_[2] = {0, 0};
+};
+
+// total += the words of one rank, of which rank 0 comes first.
+template <typename Out, int kSums>
+__device__ __forceinline__ void add(int rank, const uint32_t* words, float (&total)[kSums]) {
+#pragma unroll
+  for (int w = 0; w < kSums / 2; ++w) {
+    float a;
+    float b;
+    sm90::unpack(Out{}, words[w], a, b);
+    total[2 * w] = rank == 0 ? a : total[2 * w] + a;
+    total[2 * w + 1] = rank == 0 ? b : total[2 * w + 1] + b;
   }
 }
 
-// What a warpgroup that multiplies does with its sums.
+// Waits for each line of a thread by its word.
 template <typename Config>
-__device__ __forceinline__ bool reduce(const FusedReduceParams& p, const OperationEntry& entry,
-                                       bool is_good, const sm90::FewRowsPlace<Config>& place,
-                                       uint32_t shared, float (&own)[Config::kOwnSums]) {
+__device__ __noinline__ bool lines_come(const FusedReduceParams& p, const char* from, int lines,
+                                        uint32_t epoch, int source) {
+  for (int j = 0; j < lines; ++j) {
+    const auto* const word =
+        reinterpret_cast<const uint32_t*>(from + j * Part<Config>::kStep) + 3;
+    if (!comes_late(p.operation, word, epoch, WaitKind::chunk, source)) return false;
+  }
+  return true;
+}
+
+// Of a thread: to all others, and from all. False: a wait has failed.
+template <typename Config>
+__device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_t epoch,
+                                             bool may_send, const Outputs<Config>& outputs,
+                                             const float (&own)[Config::kOwnSums]) {
+  using P = Part<Config>;
   using Out = typename Config::Out;
   const ChannelWords& words = p.operation.words;
-  const int group = static_cast<int>(threadIdx.x) / 128;
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  const int first_feature = place.feature + 64 * group;
-  const int feature = first_feature + thread / 32 * 16 + thread % 32 / 4;
-  const int first_row = place.part * Config::kOwnRows;
-  if constexpr (Config::In::kBytes == 1) {
-    scale<Config>(p, feature, first_row + 2 * (thread % 4), own);
-  }
-  Part<Config> mine{};
+  const int lines = ((outputs.rows() + 7) / 8 * 2 + 2) / 3;
+  uint32_t mine[3 * P::kLines] = {};
 #pragma unroll
-  for (int w = 0; w < Part<Config>::kWords; ++w) {
-    mine.words[w] = sm90::pack(Out{}, own[2 * w], own[2 * w + 1]);
-  }
-  const int rows = max(0, min(Config::kOwnRows, p.product.m - first_row));
-  const Exchange<Config> exchange(p, entry.epoch, rows);
-  if (is_good) exchange.send(mine);
-  const auto peer = static_cast<int>(threadIdx.x);
-  if (!p.by_lines) {
-    sm90::meet_threads(7, Config::kMultipliers);
-    if (is_peer(words)) {
-      if (is_good) exchange.tell(peer);
-      is_good = exchange.told(peer) && is_good;
+  for (int w = 0; w < P::kWords; ++w) mine[w] = sm90::pack(Out{}, own[2 * w], own[2 * w + 1]);
+  for (int i = 1; i < words.size && may_send; ++i) {
+    const int peer = (words.rank + i) % words.size;
+    char* const to = slot_of<Config>(p, epoch, peer, words.rank) + threadIdx.x * 16;
+#pragma unroll
+    for (int j = 0; j < P::kLines; ++j) {
+      if (j >= lines) break;
+      store_line(to + j * P::kStep, {mine[3 * j], mine[3 * j + 1], mine[3 * j + 2], epoch});
     }
-    __syncwarp();
-    sm90::meet_threads(7, Config::kMultipliers);
   }
-  is_good = exchange.add_up(mine, own) && is_good;
-  finish<Config>(p, feature, own, mine);
-  store<Config>(p, mine, shared + Config::kGivenBytes + group * Config::kOwnRows * 128,
-                first_feature, first_row);
+  bool is_good = true;
+  const auto take = [&](int source, uint32_t(&part)[3 * P::kLines]) {
+    const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
+    constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
+    for (int look = 1;; ++look) {
+      bool is_there = true;
+#pragma unroll
+      for (int j = 0; j < P::kLines; ++j) {
+        if (j >= lines) break;
+        const uint4 line = load_line(from + j * P::kStep);
+        is_there = is_there && line.w == epoch;
+        part[3 * j] = line.x;
+        part[3 * j + 1] = line.y;
+        part[3 * j + 2] = line.z;
+      }
+      if (is_there) return true;
+      if (look % kLooks == 0 && !lines_come<Config>(p, from, lines, epoch, source)) return false;
+    }
+  };
+  float total[Config::kOwnSums];
+#pragma unroll 1
+  for (int rank = 0; rank < words.size; ++rank) {
+    if (rank == words.rank) {
+      add<Out>(rank, mine, total);
+      continue;
+    }
+    uint32_t part[3 * P::kLines] = {};
+    is_good = is_good && take(rank, part);
+    add<Out>(rank, part, total);
+  }
+  outputs.put(total);
+  return is_good;
+}
+
+// Barriers of the block; 1 and 2 are those of the warpgroups.
+constexpr int kRead = 3;  // of all that multiply
+constexpr int kSent = 4;  // of these, and the warp that tells
+
+// The same by vectors. tell_all() is what follows them.
+template <typename Config>
+__device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint32_t epoch,
+                                               bool may_send, const Outputs<Config>& outputs,
+                                               const float (&own)[Config::kOwnSums]) {
+  using P = Part<Config>;
+  using Out = typename Config::Out;
+  const ChannelWords& words = p.operation.words;
+  const int vectors = (outputs.rows() + 15) / 16;
+  uint32_t mine[P::kWords];
+#pragma unroll
+  for (int w = 0; w < P::kWords; ++w) mine[w] = sm90::pack(Out{}, own[2 * w], own[2 * w + 1]);
+  for (int i = 1; i < words.size && may_send; ++i) {
+    const int peer = (words.rank + i) % words.size;
+    char* const to = slot_of<Config>(p, epoch, peer, words.rank) + threadIdx.x * 16;
+#pragma unroll
+    for (int j = 0; j < P::kVectors; ++j) {
+      if (j >= vectors) break;
+      *reinterpret_cast<uint4*>(to + j * P::kStep) = {mine[4 * j], mine[4 * j + 1],
+                                                      mine[4 * j + 2], mine[4 * j + 3]};
+    }
+  }
+  sm90::tell_threads(kSent, Config::kMultipliers + 32);
+  bool is_good = true;
+  if (is_peer(words) && vectors > 0) {
+    const auto peer = static_cast<int>(threadIdx.x);
+    is_good = comes(p.operation, p.told[peer] + blockIdx.x, epoch, WaitKind::chunk, peer);
+  }
+  __syncwarp();
+  sm90::meet_threads(kRead, Config::kMultipliers);
+  float total[Config::kOwnSums];
+#pragma unroll 1
+  for (int rank = 0; rank < words.size; ++rank) {
+    if (rank == words.rank) {
+      add<Out>(rank, mine, total);
+      continue;
+    }
+    const char* const from = slot_of<Config>(p, epoch, words.rank, rank) + threadIdx.x * 16;
+    uint32_t part[P::kWords] = {};
+#pragma unroll
+    for (int j = 0; j < P::kVectors; ++j) {
+      if (j >= vectors) break;
+      // Written by others: not by way of L1.
+      const uint4 vector = __ldcg(reinterpret_cast<const uint4*>(from + j * P::kStep));
+      part[4 * j] = vector.x;
+      part[4 * j + 1] = vector.y;
+      part[4 * j + 2] = vector.z;
+      part[4 * j + 3] = vector.w;
+    }
+    add<Out>(rank, part, total);
+  }
+  outputs.put(total);
+  return is_good;
+}
+
+// Of one warp: when all threads have sent their vectors, each lane tells a rank, behind a fence that
+// the threads do not wait for. `may_tell`: of all lanes.
+template <typename Config>
+__device__ __forceinline__ void tell_all(const FusedReduceParams& p, uint32_t epoch, bool may_tell,
+                                         int rows) {
+  sm90::meet_threads(kSent, Config::kMultipliers + 32);
+  const int peer = static_cast<int>(threadIdx.x) % 32;
+  if (!may_tell || rows <= 0 || !is_peer(p.operation.words, peer)) return;
+  store_release(p.tell[peer] + blockIdx.x, epoch);
+}
+
+// Of one warp of the kernel: the ranks tell each other that they have begun, and with how many
+// rows. Nothing waits for it but for a failure. False: there was one. Without calls: beside products
+// of wgmma ptxas finds no registers for them.
+__device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p) {
+  const OperationParams& operation = p.operation;
+  const ChannelWords& words = operation.words;
+  const WaitControl& control = operation.control;
+  const int peer = static_cast<int>(threadIdx.x) % 32;
+  const OperationEntry entry = enter_operation(operation, peer);
+  WaitRecord what{};
+  what.window = words.id;
+  uint32_t seen = 0;
+  bool is_good = true;
+  if (peer == words.rank) {
+    what.kind = WaitKind::apart;
+    is_good = entry.was_busy == 0;
+  } else if (is_peer(words, peer)) {
+    if (!has_failed(control)) tell_entry(p.begin[peer], operation.rows, entry.epoch);
+    await_word(words, p.begun[peer], entry.epoch, WaitKind::begin, peer, control,
+               kManyLookAtHostNs);
+    if (has_failed(control)) return false;
+    seen = load_relaxed(p.begun[peer] + 1);
+    what.kind = WaitKind::rows;
+    what.peer = peer;
+    what.expected = operation.rows;
+    is_good = seen == operation.rows;
+  }
+  if (!is_good) give_up(control, what, seen);
   return is_good;
 }
 
@@ -315,10 +379,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const ChannelWords& words = operation.words;
   const sm90::FewRowsPlace<Config> place(p.product);
   sm90::init_few_rows(barriers);
-  const bool multiplies = threadIdx.x < Config::kMultipliers;
   bool is_good = true;
-  if (!multiplies) {
+  if (threadIdx.x >= Config::kMultipliers) {
     if constexpr (Config::kGroups > 1) sm90::fewer_registers<40>();
+    const int warp = (static_cast<int>(threadIdx.x) - Config::kMultipliers) / 32;
+    const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
+    if (warp == 1 && blockIdx.x == 0) is_good = meet_ranks(p);
     if (threadIdx.x == Config::kMultipliers) {
       sm90::load_few_rows<Config>(p.product, place, shared, barriers);
     }
@@ -327,14 +393,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       sm90::cluster_sync();
       sm90::cluster_sync();
     }
+    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) {
+      const int rows = p.product.m - place.part * Config::kOwnRows;
+      tell_all<Config>(p, epoch, !has_failed(operation.control), rows);
+    }
   } else {
     if constexpr (Config::kGroups > 1) sm90::more_registers<232>();
     // Asked for now, and there when the sums are.
-    const OperationEntry entry = enter_operation(operation);
-    is_good = !has_failed(operation.control);
-    const auto peer = static_cast<int>(threadIdx.x);
-    const bool asks = blockIdx.x == 0 && is_peer(words);
-    if (asks && is_good) tell_entry(p.begin[peer], operation.rows, entry.epoch);
+    const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
+    const bool may_send = !has_failed(operation.control);
     float sums[Config::kAccumulators];
     sm90::multiply_few_rows<Config>(place, shared, barriers, sums);
     float own[Config::kOwnSums];
@@ -346,16 +413,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
 #pragma unroll
       for (int i = 0; i < Config::kOwnSums; ++i) own[i] = sums[i];
+      sm90::meet_threads(kRead, Config::kMultipliers);  // all stages have been read
     }
-    is_good = reduce<Config>(p, entry, is_good, place, shared, own);
-    if (asks) {
-      const bool has_begun =
-          comes(operation, p.begun[peer], entry.epoch, WaitKind::begin, peer) &&
-          check_rows(words, load_relaxed(p.begun[peer] + 1), operation.rows, peer,
-                     operation.control);
-      is_good = has_begun && is_good;
-    } else if (blockIdx.x == 0 && peer == words.rank) {
-      is_good = is_alone(operation, entry) && is_good;
+    const Outputs<Config> outputs(p, place, shared);
+    if constexpr (Config::In::kBytes == 1) {
+      scale<Config>(p, outputs.feature(), outputs.row(), own);
+    }
+    if (Part<Config>::kHasLines && p.by_lines) {
+      if constexpr (Part<Config>::kHasLines) {
+        is_good = reduce_lines<Config>(p, epoch, may_send, outputs, own);
+      }
+    } else {
+      is_good = reduce_vectors<Config>(p, epoch, may_send, outputs, own);
     }
   }
   is_good = __syncthreads_and(static_cast<int>(is_good)) != 0;
@@ -372,7 +441,6 @@ struct Shape {
   template <typename In, typename Out, bool kWeightAlongK>
   static FusedReduceKernel kernel() {
     using Config = sm90::FewRowsConfig<In, Out, kRows, kGroups, kSplit, kWeightAlongK>;
-    constexpr int kStep = Config::kMultipliers * 16;
     return {.kernel = reinterpret_cast<const void*>(fused_reduce_kernel<Config>),
             .rows = kRows,
             .features = Config::kFeatures,
@@ -380,8 +448,9 @@ struct Shape {
             .depth = Config::kDepth,
             .threads = Config::kThreads,
             .shared_bytes = Config::kSharedBytes,
-            .line_bytes = Part<Config>::kLines * kStep,
-            .vector_bytes = Part<Config>::kVectors * kStep};
+            .line_bytes =
+                Part<Config>::kHasLines ? Part<Config>::kLines * Part<Config>::kStep : 0,
+            .vector_bytes = Part<Config>::kVectors * Part<Config>::kStep};
   }
 };
 

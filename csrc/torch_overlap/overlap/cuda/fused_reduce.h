@@ -19,7 +19,8 @@ struct FusedReduceKernel {
   int depth;     // of k in a stage
   int threads;
   int shared_bytes;
-  // What a block sends to each rank, in bytes: as lines, or as vectors, which a flag follows.
+  // What a block sends to each rank, in bytes: as lines (0: it does not), or as vectors, which a
+  // flag follows.
   int line_bytes;
   int vector_bytes;
 };
@@ -38,7 +39,7 @@ struct FusedReduceParams {
   // known by one of its words.
   bool by_lines;
   char* slots[kMostDirectRanks];
-  // A word for each block, behind vectors: on each rank, and of each rank here.
+  // A word for each block, behind its vectors: on each rank, and of each rank here.
   uint32_t* tell[kMostDirectRanks];
   const uint32_t* told[kMostDirectRanks];
   // Of the ranks that have begun: this rank's on each, and of each rank here.

@@ -20,6 +20,13 @@ constexpr int64_t kMostSent = int64_t{8} << 20;
 // Up to so much lines are quicker than vectors and a flag.
 constexpr int64_t kMostByLines = int64_t{3} << 19;
 
+// Where nothing was measured, up to so many rows, and so much to all others together, it is quicker
+// than a product and a collective; and SMs are left for kernels of other streams, which ranks may
+// start in another order.
+constexpr int64_t kMostRowsByRule = 128;
+constexpr int64_t kMostSentByRule = int64_t{4} << 20;
+constexpr int kSpareSms = 4;
+
 constexpr int64_t kAlignment = 128;
 
 // A kernel, and how it goes through a product.
@@ -43,13 +50,17 @@ struct Problem {
   int64_t out_element;
 };
 
+int64_t sent_by(const Problem& problem) {
+  return problem.m * problem.n * problem.out_element * (problem.size - 1);
+}
+
 int64_t blocks_of(const FusedReduceKernel& kernel, int64_t n) {
   return ceil_div(n, kernel.features) * kernel.split;
 }
 
 // Without a kernel where there is none for it.
 Plan plan_of(const KernelKey& key, const Problem& problem) {
-  const int64_t sent = problem.m * problem.n * problem.out_element * (problem.size - 1);
+  const int64_t sent = sent_by(problem);
   if (problem.size < 2 || sent > kMostSent) return {};
   const FusedReduceKernel* best = nullptr;
   int64_t least = std::numeric_limits<int64_t>::max();
@@ -64,7 +75,7 @@ Plan plan_of(const KernelKey& key, const Problem& problem) {
     best = &kernel;
   }
   if (best == nullptr || blocks_of(*best, problem.n) > kMostTiles) return {};
-  return {best, static_cast<int>(blocks_of(*best, problem.n)), sent <= kMostByLines};
+  return {best, static_cast<int>(blocks_of(*best, problem.n)), best->line_bytes > 0 && sent <= kMostByLines};
 }
 
 // Lines lie in the first half of a channel, vectors in the second, whatever is computed.
@@ -80,10 +91,13 @@ CUtensorMap weight_map(const Operands& operands, const FusedReduceKernel& kernel
                               : sm90::matrix_map(operands.rhs, kernel.depth);
 }
 
-}  // namespace
+// What is the same on all ranks.
+struct SharedPlan {
+  Problem problem;
+  Plan plan;
+};
 
-int64_t reduce_room(const FusedShape& shape) {
-  if (!fused_obstacle(shape).empty()) return 0;
+SharedPlan plan_of(const FusedShape& shape) {
   // The same for a weight that lies the other way, which has kernels of the same tiles.
   const KernelKey key{.lhs = sm90::operand_type(shape.types.lhs),
                       .rhs = sm90::operand_type(shape.types.rhs),
@@ -97,7 +111,19 @@ int64_t reduce_room(const FusedShape& shape) {
                         .size = shape.rows.size,
                         .sms = sm_count(shape.device),
                         .out_element = static_cast<int64_t>(c10::elementSize(shape.types.out))};
-  return room_of(plan_of(key, problem), problem.size);
+  return {problem, fused_obstacle(shape).empty() ? plan_of(key, problem) : Plan{}};
+}
+
+}  // namespace
+
+int64_t reduce_room(const FusedShape& shape) {
+  return room_of(plan_of(shape).plan, shape.rows.size);
+}
+
+bool reduce_pays(const FusedShape& shape) {
+  const auto [problem, plan] = plan_of(shape);
+  return plan.kernel != nullptr && problem.m <= kMostRowsByRule &&
+         sent_by(problem) <= kMostSentByRule && plan.blocks <= problem.sms - kSpareSms;
 }
 
 void run_fused(CudaTransport& transport, const FusedReduce& problem) {

@@ -37,9 +37,12 @@ inline __device__ void tell_entry(uint32_t* word, uint32_t rows, uint32_t epoch)
 
 // --- Kernels that are operations by themselves ---------------------------------------------------
 
-// Whether this thread waits for the rank of its number.
+// Whether the thread of this number waits for the rank of that.
+inline __device__ bool is_peer(const ChannelWords& words, int thread) {
+  return thread < words.size && thread != words.rank;
+}
 inline __device__ bool is_peer(const ChannelWords& words) {
-  return static_cast<int>(threadIdx.x) < words.size && static_cast<int>(threadIdx.x) != words.rank;
+  return is_peer(words, static_cast<int>(threadIdx.x));
 }
 
 struct OperationEntry {
@@ -49,13 +52,17 @@ struct OperationEntry {
 
 // Asks for both at once; neither is waited for before it is used. The thread that asks whether
 // another one runs waits for no rank, so it can say so while the others wait.
-inline __device__ OperationEntry enter_operation(const OperationParams& p) {
+inline __device__ OperationEntry enter_operation(const OperationParams& p, int thread) {
   OperationEntry entry{};
   entry.epoch = *static_cast<const volatile uint32_t*>(p.words.epoch) + 1;
-  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) == p.words.rank) {
+  if (blockIdx.x == 0 && thread == p.words.rank) {
     entry.was_busy = atomicExch(p.busy, 1U);
   }
   return entry;
+}
+
+inline __device__ OperationEntry enter_operation(const OperationParams& p) {
+  return enter_operation(p, static_cast<int>(threadIdx.x));
 }
 
 inline __device__ bool is_alone(const OperationParams& p, const OperationEntry& entry) {

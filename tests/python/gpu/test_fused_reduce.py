@@ -1,0 +1,230 @@
+"""Product and all-reduce of few rows in one kernel: values of every tile, of what goes as lines and as vectors, in any
+order, with late ranks; the same bits everywhere; errors."""
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from test_direct import Problem, Sums, capture, check_eager_and_captured, late
+from timeout_cases import expired, run_until_an_error
+
+import torch_overlap as to
+from torch_overlap import ops
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
+    ),
+]
+DTYPES = [torch.float16, torch.bfloat16]
+# Rows, features, inner size: on both sides of what each kernel takes, with tiles that are cut off on both sides, k of
+# less than a stage, of one, of more than there are stages, and features for more blocks than a GPU has SMs.
+SHAPES = [
+    (1, 8, 8), (5, 520, 64), (16, 4096, 1032), (17, 264, 72), (32, 9000, 128), (33, 1000, 2056), (64, 1024, 520),
+    (65, 520, 4104), (128, 264, 72), (129, 136, 128), (200, 4104, 264), (256, 2048, 1000), (255, 9000, 200),
+]  # fmt: skip
+VECTORS_OF_FEW_ROWS = [(16, 49_168, 16), (60, 12_808, 72)]
+
+
+class Few(Problem):
+    def __init__(self, comm, shape, dtype=torch.bfloat16, op="sum", biased=True):
+        super().__init__(comm, "sum", shape, dtype, op, biased)
+
+    def run(self, algorithm="fused"):
+        return super().run(algorithm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *VECTORS_OF_FEW_ROWS], ids=str)
+def test_eager_and_captured(comm, seed, shape, dtype):
+    check_eager_and_captured(
+        comm, seed, [Few(comm, shape, dtype, op, biased) for op, biased in (("sum", False), ("avg", True))]
+    )
+
+
+@pytest.mark.parametrize("rows", [16, 100, 256])
+def test_operands_that_lie_in_other_ways(comm, seed, rows):
+    """Of each rank in another one: a weight that lies along its features, rows at an odd place, transposed rows."""
+    problem = Few(comm, (rows, 520, 136))
+    x, w = problem.x, problem.w
+    for turn in range(3):
+        way = (comm.get_rank() + turn) % 3
+        problem.x, problem.w = x, w
+        if way == 0:
+            problem.w = torch.empty_like(w.t().contiguous()).t()
+        elif way == 1:
+            problem.x = torch.empty(x.numel() + 3, dtype=x.dtype, device="cuda")[3:].view(x.shape)
+        else:
+            problem.x = torch.empty_like(x.t().contiguous()).t()
+        problem.fill(seed + turn)
+        problem.check(problem.run())
+
+
+@pytest.mark.parametrize("shape", [(7, 520, 136), (64, 4096, 512), (128, 2048, 512), (256, 4096, 512)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_sums_have_the_same_bits_everywhere_and_in_every_call(comm, seed, shape, biased):
+    problem = Few(comm, shape, biased=biased)
+    problem.fill(seed)
+    (first,) = problem.run()
+    every = torch.empty(comm.get_size(), *first.shape, dtype=first.dtype, device="cuda")
+    comm.all_gather_single(every, first, async_op=False)
+    for other in every:
+        assert torch.equal(other, first)
+    for step in range(5):
+        late(comm, step)
+        assert torch.equal(problem.run()[0], first)
+
+
+class Poisoned(Sums):
+    """Small integers, whose sums are exact, beside the same by a product and a collective. Before it NaN goes through
+    both slots of the memory that ranks share."""
+
+    def __init__(self, comm, shape, dtype=torch.bfloat16):
+        super().__init__(comm, "sum", shape, dtype)
+        self.fused = Few(comm, shape, dtype, biased=False)
+        self.fused.x, self.fused.w = self.problem.x, self.problem.w
+
+    def run(self):
+        problem = self.problem
+        self.step.add_(1)
+        for t in (problem.x, problem.w):
+            t.fill_(float("nan"))
+        for _ in range(2):
+            self.fused.run()
+        for i, t in enumerate((problem.x, problem.w)):
+            at = torch.arange(t.numel(), device="cuda").view(t.shape)
+            t.copy_((at * 7 + at // 13 + 3 * problem.rank + 5 * self.step + 11 * i) % 3 - 1)
+        self.wrong += (self.fused.run()[0] != problem.run("sequential")[0]).sum()
+
+
+SOAKED = [((1, 64, 32), torch.bfloat16), ((60, 2048, 96), torch.float16), ((128, 4096, 32), torch.bfloat16),
+          ((250, 2056, 72), torch.float16), ((16, 49_168, 16), torch.bfloat16)]  # fmt: skip
+
+
+def test_any_order_with_late_ranks(comm, make_comm, seed):
+    """Lines and vectors, eager calls and replays in turns, over the memory of two communicators."""
+    comms = [comm, make_comm("fused_reduce_beside")]
+    cases = [Poisoned(one, *case) for one in comms for case in SOAKED]
+    for case in cases:
+        case.run()
+    graphs = [capture(case.run)[0] for case in cases]
+    draw = random.Random(seed)  # the same on all ranks
+    for _ in range(300):
+        i, behind, delay, eager = (
+            draw.randrange(len(cases)), draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3), draw.random() < 0.3
+        )  # fmt: skip
+        if comm.get_rank() == behind:
+            time.sleep(delay)
+        cases[i].run() if eager else graphs[i].replay()
+    for case in cases:
+        assert case.wrong.item() == 0, tuple(case.problem.x.shape)
+    for graph in graphs:
+        graph.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(SOAKED)))
+def test_ten_thousand_replays(comm, case):
+    one = Poisoned(comm, *SOAKED[case])
+    one.run()
+    graph, _ = capture(one.run)
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            assert one.wrong.item() == 0, i
+
+
+def test_more_room_between_graphs_and_other_algorithms(comm, seed):
+    """A larger call makes new memory; the graph of the smaller one keeps the old."""
+    small, large = Few(comm, (8, 264, 64)), Few(comm, (256, 8192, 64))
+    small.fill(seed)
+    small.run()
+    graph, results = capture(small.run)
+    for step, algorithm in enumerate(("fused", "direct", "ring", "fused")):
+        large.fill(seed + step)
+        large.check(large.run(algorithm))
+        small.fill(seed + 10 + step)
+        graph.replay()
+        small.check(results)
+        small.check(small.run())
+    graph.reset()
+
+
+@pytest.mark.parametrize("rows", [16, 200])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_rank_that_stays_away(comm, make_comm, seed, rows, mode):
+    lonely = make_comm(f"fused_reduce_away_{rows}_{mode}")
+    problem = Few(lonely, (rows, 512, 64))
+    problem.fill(seed)
+    problem.check(problem.run())
+    lonely.set_timeout(timedelta(milliseconds=700))
+    graph, _ = capture(problem.run)
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    last = comm.get_size() - 1
+    if comm.get_rank() != last:
+        graph.replay() if mode == "graph" else problem.run()
+        torch.cuda.synchronize()
+        with pytest.raises(to.OperationTimeoutError, match=expired(comm, last, "begin")):
+            run_until_an_error(problem.run)
+    comm.barrier(async_op=True).wait_blocking()
+    lonely.abort()
+    graph.reset()
+
+
+@pytest.mark.parametrize("rows", [16, 200])
+def test_rows_that_differ(comm, make_comm, seed, rows):
+    """An error on all ranks, before the timeout."""
+    other = make_comm(f"fused_reduce_rows_{rows}", timeout=timedelta(seconds=60))
+    Few(other, (rows, 512, 64)).run()  # makes the memory
+    problem = Few(other, (rows - 8 if other.get_rank() == other.get_size() - 1 else rows, 512, 64))
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    with pytest.raises(to.Error, match=r"expected the same number of rows on all ranks, got \d+ here|has given up"):
+        run_until_an_error(lambda: (problem.run(), torch.cuda.synchronize()))
+    assert time.monotonic() - began < 30
+    other.abort()
+
+
+@pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
+def test_two_replays_at_once(comm, make_comm, seed, alone):
+    """The second one finds the first under way, long before the timeout."""
+    other = make_comm(f"fused_reduce_apart_{alone}", timeout=timedelta(seconds=60))
+    problem = Few(other, (16, 512, 64))
+    problem.fill(seed)
+    problem.run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    graphs = []
+    for stream in streams:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            problem.run()
+        graphs.append(graph)
+    comm.barrier(async_op=False)
+    torch.cuda.synchronize()
+    if comm.get_rank() == alone % comm.get_size():
+        began = time.monotonic()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(to.Error, match="two that ran at once"):
+            run_until_an_error(problem.run)
+        assert time.monotonic() - began < 30
+    comm.barrier(async_op=True).wait_blocking()
+    other.abort()
+    for graph in graphs:
+        graph.reset()
+
+
+def test_explain(comm):
+    x, w = (torch.empty(64, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    found = to.explain("matmul_all_reduce", x, w, comm, algorithm="fused")
+    assert (found.algorithm, found.decided_by) == ("fused", "caller")
+    residual, gain = torch.empty(64, 64, dtype=x.dtype, device="cuda"), torch.ones(64, dtype=x.dtype, device="cuda")
+    out, _ = ops.matmul_all_reduce_rms_norm(x.zero_(), w.zero_(), residual.zero_(), gain, comm, algorithm="fused")
+    assert torch.equal(out, torch.zeros_like(out))
