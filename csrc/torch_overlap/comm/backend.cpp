@@ -8,6 +8,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/bounded.h"
+#include "torch_overlap/comm/rms_norm.h"
 #include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
@@ -32,6 +33,8 @@ std::shared_ptr<Backend> Backend::regroup(const std::function<RegroupRequest()>&
        "reconfigure: expected a backend whose members can change, got one that cannot; make a new "
        "communicator");
 }
+
+void Backend::run_rms_norm(const Call& call) { add_rms_norm(call.tensor, *call.norm); }
 
 std::shared_ptr<RemoteAccess> Backend::open_remote(Bootstrap& bootstrap, std::string_view op,
                                                    SymmetricMemory& memory) {

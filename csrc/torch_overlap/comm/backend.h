@@ -134,6 +134,8 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
 
   // Whether launch() takes calls with a `norm`.
   virtual bool has_rms_norm() const { return false; }
+  // Local, on the current stream: the norm of a `tensor` that is summed already, of such a call.
+  virtual void run_rms_norm(const Call& call);
 
   // Local. The tensor's memory will be in many operations: a library that gains from knowing
   // prepares it. TorchComm sees to it that a range is registered once, and deregistered.

@@ -58,22 +58,36 @@ void add_rms_norm(const at::Tensor& sum, const RmsNorm& norm) {
   sum.copy_(at::rms_norm(norm.residual_out, norm.weight.sizes(), norm.weight, norm.eps));
 }
 
-WorkPtr TorchComm::all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm,
-                                       const OpOptions& options) {
-  const Checker check = checker("all_reduce_rms_norm");
-  check_rms_norm(check, tensor, norm);
-  if (!check.members->backend->has_rms_norm()) {
-    auto work = all_reduce(tensor, ReduceOp(RedOpType::SUM), /*async_op=*/false, options);
-    add_rms_norm(tensor, norm);
-    return work;
-  }
+namespace {
+
+Call norm_call(const at::Tensor& tensor, const RmsNorm& norm) {
   Call call;
   call.name = OpName::all_reduce_rms_norm;
   call.primitive = Primitive::all_reduce;
   call.tensor = tensor;
   call.reduce_op = ReduceOp(RedOpType::SUM);
   call.norm = std::make_shared<const RmsNorm>(norm);
-  return issue(check, std::move(call), /*async_op=*/false, options);
+  return call;
+}
+
+}  // namespace
+
+WorkPtr TorchComm::all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm,
+                                       const OpOptions& options) {
+  const Checker check = checker("all_reduce_rms_norm");
+  check_rms_norm(check, tensor, norm);
+  if (!check.members->backend->has_rms_norm()) {
+    auto work = all_reduce(tensor, ReduceOp(RedOpType::SUM), /*async_op=*/false, options);
+    torch_overlap::add_rms_norm(tensor, norm);
+    return work;
+  }
+  return issue(check, norm_call(tensor, norm), /*async_op=*/false, options);
+}
+
+void TorchComm::add_rms_norm(const Tensor& sum, const RmsNorm& norm) {
+  const Checker check = checker("add_rms_norm");
+  check_rms_norm(check, sum, norm);
+  check.members->backend->run_rms_norm(norm_call(sum, norm));
 }
 
 }  // namespace torch_overlap

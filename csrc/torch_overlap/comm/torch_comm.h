@@ -149,6 +149,8 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // have the same residual. The tensor and residual_out share no memory with anything else.
   WorkPtr all_reduce_rms_norm(const Tensor& tensor, const RmsNorm& norm,
                               const OpOptions& options = {});
+  // What follows the sum there, of one that has been made otherwise: local, in one kernel on GPUs.
+  void add_rms_norm(const Tensor& sum, const RmsNorm& norm);
   // The root's tensor becomes the result; the other ranks' stay as they are.
   WorkPtr reduce(const Tensor& tensor, int root, const ReduceOp& op, bool async_op,
                  const OpOptions& options = {});

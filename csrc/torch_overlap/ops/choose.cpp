@@ -71,8 +71,11 @@ std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr
   return obstacle_of({summed.bytes > 0 ? summed : gathered}, problem, comm, need);
 }
 
-FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
-  const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
+int64_t fused_rows(const OverlapProblem& problem, const TorchComm& comm) {
+  return problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
+}
+
+FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm, int64_t rows) {
   return {.device = comm.device(),
           .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
           .rows = {rows, comm.size()},
@@ -80,17 +83,23 @@ FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
           .k = problem.local_k};
 }
 
+// What a kernel that multiplies and sums needs of a channel, of so many rows; 0: there is none.
+int64_t reduce_room(const OverlapProblem& problem, const TorchComm& comm, int64_t rows) {
+  if (!problem.reduces) return 0;
+  return overlap_device(problem.op, comm.device().type())
+      .reduce_room(fused_shape(problem, comm, rows));
+}
+
 // Why the device has no fused kernel for it, or that cannot be used; empty if it can.
 std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
-  const FusedShape shape = fused_shape(problem, *comm);
-  auto why = device.fused_obstacle(shape);
+  const int64_t rows = fused_rows(problem, *comm);
+  auto why = device.fused_obstacle(fused_shape(problem, *comm, rows));
   if (!why.empty()) return why;
-  if (problem.reduces) {
-    const int64_t room = device.reduce_room(shape);
-    if (room > 0) return obstacle_of({{OperatorChannel::reduce, room}}, problem, comm, need);
+  if (const int64_t room = reduce_room(problem, *comm, rows); room > 0) {
+    return obstacle_of({{OperatorChannel::reduce, room}}, problem, comm, need);
   }
   auto no_channel = channel_obstacle(problem, comm, need);
   if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
@@ -133,7 +142,8 @@ std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
 Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       Need need) {
   if (problem.reduces &&
-      overlap_device(problem.op, comm->device().type()).reduce_pays(fused_shape(problem, *comm)) &&
+      overlap_device(problem.op, comm->device().type())
+          .reduce_pays(fused_shape(problem, *comm, fused_rows(problem, *comm))) &&
       obstacle(Algorithm::fused, problem, comm, need).empty()) {
     return {Algorithm::fused,
             concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
@@ -160,6 +170,12 @@ std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_p
                             : look_for_tuned(problem, comm, in_graph);
 }
 
+// Of few rows "fused" is another kernel: what was measured of one says nothing of the other.
+bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const TorchComm& comm) {
+  return (reduce_room(problem, comm, tuned.m) > 0) ==
+         (reduce_room(problem, comm, fused_rows(problem, comm)) > 0);
+}
+
 // What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
 // mode was measured for is better than a rule, but for "fused", which only its own entry makes safe
 // to take.
@@ -171,6 +187,7 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
     const auto tuned = measured(problem, comm, mode, need);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
+    if (*known == Algorithm::fused && !is_of_the_kernel(*tuned, problem, *comm)) continue;
     const auto why = obstacle(*known, problem, comm, need);
     if (why.empty()) {
       const auto* const for_what = tuned->is_like ? " for a like size, " : ", ";

@@ -45,8 +45,8 @@ struct OverlapProblem {
   // What the channel of sums must have room for, by "direct"; 0: it uses that of what is gathered.
   // Not there: it has no such way.
   std::optional<int64_t> direct_bytes = std::nullopt;
-  // Whether its sums are everybody's: of few rows the device may have one kernel that multiplies and
-  // sums (OverlapDevice::reduce_room()), which is "fused" then, over a channel of its own.
+  // Whether its sums are everybody's: of few rows the device may have one kernel that multiplies
+  // and sums (OverlapDevice::reduce_room()), which is "fused" then, over a channel of its own.
   bool reduces = false;
   // Whether "auto" takes channels where nothing was measured.
   bool prefers_channels = true;

@@ -148,8 +148,14 @@ NormResults matmul_all_reduce_rms_norm_kernel(const Tensor& x, const Tensor& wei
   // is quicker than one whose operand needs no copy.
   const bool is_measured_alone = chosen == Algorithm::direct && algorithm != "direct";
   if (chosen != Algorithm::sequential && !is_measured_alone) {
-    const auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
-    return norm_of(sum, residual, norm_weight, eps);
+    auto sum = ops::matmul_all_reduce(x, weight, bias, comm, group_size, "sum", algorithm);
+    auto hidden = at::empty_symint(sum.sym_sizes(), sum.options());
+    communicator->add_rms_norm(sum, {.residual = residual.contiguous(),
+                                     .residual_out = hidden,
+                                     .weight = norm_weight.contiguous(),
+                                     .bias = {},
+                                     .eps = eps});
+    return {std::move(sum), std::move(hidden)};
   }
   auto [out, hidden] = results_like(shape, x);
   linear_out(kMatmulAllReduceRmsNorm, out.flatten(0, -2), inputs, weight, std::nullopt);

@@ -54,6 +54,7 @@ class Index {
   struct Found {
     const std::string* algorithm;
     int64_t distance;
+    Sizes sizes;
   };
 
   Index() = default;
@@ -75,7 +76,7 @@ class Index {
     std::optional<Found> best;
     for (const auto& [measured, algorithm] : same->second) {
       const int64_t apart = distance(measured, sizes);
-      if (apart <= (best ? best->distance : kFarthest)) best = Found{&algorithm, apart};
+      if (apart <= (best ? best->distance : kFarthest)) best = Found{&algorithm, apart, measured};
     }
     return best;
   }
@@ -152,7 +153,8 @@ std::optional<Tuned> look_up(const OverlapProblem& problem, const TorchComm& com
   if (!found) return std::nullopt;
   return Tuned{.algorithm = *found->algorithm,
                .source = takes_cache ? "cache" : "table",
-               .is_like = found->distance > 0};
+               .is_like = found->distance > 0,
+               .m = std::llround(std::exp2(static_cast<double>(found->sizes[0]) / 2))};
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ struct Tuned {
   std::string algorithm;
   std::string_view source;  // "table" or "cache"
   bool is_like;             // measured for sizes near those that were asked for
+  int64_t m;                // that were measured, to half a power of two
 };
 // The entry of the sizes that were asked for; else the nearest one of the same operator, dtype,
 // ranks, device and mode, by how many half powers of two m, n and k are apart, at most four in all.

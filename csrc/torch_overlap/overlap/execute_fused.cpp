@@ -155,8 +155,8 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Direct
   check_gemm(op, fused.gemm);
   channel.operate(op,
                   [&](OverlapChannel::Session& session) {
-                    RECORD_USER_SCOPE("torch_overlap::fused");
-                    channel.device().run_fused(session.transport, fused);
+                    session.lanes.run(
+                        0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
                   {.rows = problem.rows.rows, .as_one = true, .begins_itself = true});
 }

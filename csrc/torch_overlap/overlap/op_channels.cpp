@@ -1,5 +1,7 @@
 #include "torch_overlap/overlap/op_channels.h"
 
+#include <c10/core/DeviceGuard.h>
+
 namespace torch_overlap {
 namespace {
 
@@ -36,6 +38,7 @@ std::shared_ptr<OverlapChannel> operator_channel(std::string_view op,
                                                  OperatorChannel which, int64_t bytes) {
   auto channel = existing_operator_channel(*comm, which);
   if (channel && channel->bytes() >= bytes) return channel;
+  const c10::DeviceGuard guard(comm->device());
   OverlapDevice& device = overlap_device(op, comm->device().type());
   if (device.capture() != 0) return nullptr;
   const int64_t room = (bytes + kStep - 1) / kStep * kStep;

@@ -11,7 +11,8 @@ from test_direct import Problem, Sums, capture, check_eager_and_captured, late
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
-from torch_overlap import ops
+from torch_overlap import _C, ops, tune
+from torch_overlap.quantize import ScalingMode as Mode
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -137,6 +138,59 @@ def test_ten_thousand_replays(comm, case):
             assert one.wrong.item() == 0, i
 
 
+def test_sizes_in_turn_with_nothing_between(comm, seed):
+    """Each writes while the one before, of another size, may still be read."""
+    shapes = [
+        (16, 9000, 16),
+        (16, 4096, 16),
+        (1, 264, 16),
+        (60, 2048, 16),
+        (128, 520, 16),
+        (256, 4104, 16),
+        (65, 64, 16),
+    ]
+    problems = [Few(comm, shape, biased=False) for shape in shapes]
+    for i, problem in enumerate(problems):
+        problem.fill(seed + i)
+    order = [i for first in range(len(problems)) for second in range(len(problems)) for i in (first, second)]
+    graph, results = capture(lambda: [problems[i].run()[0] for i in order])
+    wanted = [problem.run()[0].clone() for problem in problems]
+    for problem, want in zip(problems, wanted, strict=True):
+        problem.check([want])
+    for step in range(20):
+        for result in results:
+            result.fill_(float("nan"))
+        late(comm, step)
+        graph.replay()
+        for i, result in zip(order, results, strict=True):
+            assert torch.equal(result, wanted[i]), (step, i)
+    graph.reset()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", [Mode.CURRENT_TENSOR_SCALING, Mode.ROW_SCALING], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("shape", [(3, 520, 144), (17, 1000, 1040), (128, 264, 4112), (250, 4104, 272)], ids=str)
+def test_scaled_operands(comm, seed, shape, mode, out_dtype):
+    """A factor for a tensor, or for each row and feature, whose magnitudes differ."""
+    rows, features, inner = shape
+    draw = torch.Generator().manual_seed(seed)
+    total, magnitude = 0, 0
+    for rank in range(comm.get_size()):
+        x, w = (
+            torch.randn(n, inner, generator=draw) * torch.rand(n, 1, generator=draw).mul(4).exp()
+            for n in (rows, features)
+        )
+        (data, scale_inv, *_), (weight, weight_scale_inv, *_) = (ops.quantize(t.cuda(), mode) for t in (x, w))
+        xs, ws = (ops.dequantize(*pair, mode).double() for pair in ((data, scale_inv), (weight, weight_scale_inv)))
+        total, magnitude = total + xs @ ws.t(), magnitude + xs.abs() @ ws.abs().t()
+        if rank == comm.get_rank():
+            mine = (data, scale_inv, weight, weight_scale_inv)
+    got = ops.scaled_matmul_all_reduce(*mine, comm, out_dtype=out_dtype, scaling_mode=mode, algorithm="fused")
+    step = torch.finfo(out_dtype).eps
+    bound = step * total.abs() + (2.0**-10 + step) * magnitude + 1e-5
+    assert ((got.double() - total).abs() <= bound).all()
+
+
 def test_more_room_between_graphs_and_other_algorithms(comm, seed):
     """A larger call makes new memory; the graph of the smaller one keeps the old."""
     small, large = Few(comm, (8, 264, 64)), Few(comm, (256, 8192, 64))
@@ -219,6 +273,20 @@ def test_two_replays_at_once(comm, make_comm, seed, alone):
     other.abort()
     for graph in graphs:
         graph.reset()
+
+
+def test_what_was_measured_of_few_rows_says_nothing_of_more(comm):
+    x, w = (torch.empty(n, 512, dtype=torch.bfloat16, device="cuda") for n in (300, 1024))
+    size, device = comm.get_size(), torch.cuda.get_device_name()
+    key = _C._tuning_key("matmul_all_reduce", 256, 1024, 512 * size, torch.bfloat16, size, device, False)
+    _C._set_tuning("table", {key: "fused"})
+    try:
+        found = to.explain("matmul_all_reduce", x[:250], w, comm)
+        assert (found.algorithm, found.decided_by) == ("fused", "table")
+        assert to.explain("matmul_all_reduce", x, w, comm).decided_by == "rule"
+    finally:
+        _C._set_tuning("table", {})
+        tune.load()
 
 
 def test_explain(comm):

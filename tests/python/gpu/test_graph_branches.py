@@ -36,8 +36,8 @@ def named(nodes, *parts):
     return [n for n in nodes if isinstance(n, Kernel) and any(part in n.name for part in parts)]
 
 
-# What a product and its sums are one of: where tiles are sent by the kernel, and where copies take pieces.
-REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel")
+# What a product and its sums are one of: where tiles are sent by the kernel, where copies take pieces, and of few rows.
+REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel", "fused_reduce_kernel")
 
 
 def around(issue, *names):
@@ -111,7 +111,9 @@ def test_beside_a_fused_reduction_nothing_else_waits_for_ranks(comm, op, rows):
 
 def test_few_rows_are_multiplied_and_summed_by_one_kernel(comm):
     x, w = random(64, 256), random(6144, 256)
-    assert around(lambda: ops.matmul_all_reduce(x, w, comm, random(6144), algorithm="fused"), "fused_reduce_kernel") == [[]]
+    assert around(
+        lambda: ops.matmul_all_reduce(x, w, comm, random(6144), algorithm="fused"), "fused_reduce_kernel"
+    ) == [[]]
 
 
 @separate

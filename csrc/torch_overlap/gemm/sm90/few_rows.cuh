@@ -14,8 +14,8 @@
 // product are its columns. A block computes one tile of features for all rows, or two blocks, a
 // cluster, do, half of k each.
 //
-//   last warpgroup, one thread   loads   |W0 X0|W1 X1|W2 X2| ...    as far ahead as there are stages
-//   the others                   multiply 64 features each           registers: 64 x rows
+//   last warpgroup, one thread   loads |W0 X0|W1 X1|W2 X2| ...    as far as there are stages
+//   the others                   multiply 64 features each         registers: 64 x rows
 //
 // Blocks that shared what they read of the rows, in clusters, were slower, and so were two that
 // share a tile where there are as many tiles as SMs, but for tiles of 256 rows.
@@ -60,7 +60,7 @@ template <typename Config>
 struct FewRowsPlace {
   int part;     // of k
   int feature;  // of the tile
-  int first;  // stages of k
+  int first;    // stages of k
   int count;
   __device__ __forceinline__ explicit FewRowsPlace(const FewRowsParams& p) {
     const int block = static_cast<int>(blockIdx.x);

@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/tiles.cuh"
 
@@ -50,19 +52,19 @@ const KernelInfo* find_tile(const KernelKey& key) {
   return nullptr;
 }
 
-// By types and the way that rhs lies. Kernel::of<Config>() is the kernel's address.
-template <typename Kernel, typename... Tiles>
-const KernelInfo* find_instance(const KernelKey& key) {
-  const auto of_16 = [&]<typename In, typename Out>(In, Out) {
-    return key.rhs_along_k ? find_tile<Kernel, In, Out, true, Tiles...>(key)
-                           : find_tile<Kernel, In, Out, false, Tiles...>(key);
+// Calls act(In{}, Out{}, kRhsAlongK) with the types of a key, the last one as a type too; nothing
+// of the kind is there for others.
+template <typename Act>
+auto for_types(const KernelKey& key, const Act& act)
+    -> decltype(act(Bf16{}, __nv_bfloat16{}, std::true_type{})) {
+  const auto of_16 = [&]<typename In, typename Out>(In in, Out out) {
+    return key.rhs_along_k ? act(in, out, std::true_type{}) : act(in, out, std::false_type{});
   };
-  const auto of_8 = [&]<typename In>(In) -> const KernelInfo* {
-    if (!key.rhs_along_k) return nullptr;
-    if (key.out == VectorType::bf16)
-      return find_tile<Kernel, In, __nv_bfloat16, true, Tiles...>(key);
-    if (key.out == VectorType::f16) return find_tile<Kernel, In, __half, true, Tiles...>(key);
-    return nullptr;
+  const auto of_8 = [&]<typename In>(In in) -> decltype(of_16(Bf16{}, __nv_bfloat16{})) {
+    if (!key.rhs_along_k) return {};
+    if (key.out == VectorType::bf16) return act(in, __nv_bfloat16{}, std::true_type{});
+    if (key.out == VectorType::f16) return act(in, __half{}, std::true_type{});
+    return {};
   };
   const auto is = [&](OperandType lhs, OperandType rhs) {
     return key.lhs == lhs && key.rhs == rhs;
@@ -73,12 +75,20 @@ const KernelInfo* find_instance(const KernelKey& key) {
   if (is(e4m3, e4m3)) return of_8(E4m3E4m3{});
   if (is(e4m3, e5m2)) return of_8(E4m3E5m2{});
   if (is(e5m2, e4m3)) return of_8(E5m2E4m3{});
-  return nullptr;
+  return {};
 }
 
-template <typename Params>
-cudaError_t launch(const KernelInfo& kernel, const Params& params, int blocks,
-                   cudaStream_t stream) {
+// Kernel::of<Config>() is the kernel's address.
+template <typename Kernel, typename... Tiles>
+const KernelInfo* find_instance(const KernelKey& key) {
+  return for_types(key, [&](auto in, auto out, auto along_k) {
+    return find_tile<Kernel, decltype(in), decltype(out), along_k(), Tiles...>(key);
+  });
+}
+
+// `kernel`: with kernel, cluster, threads and shared_bytes, as KernelInfo.
+template <typename Info, typename Params>
+cudaError_t launch(const Info& kernel, const Params& params, int blocks, cudaStream_t stream) {
   void* arguments[] = {const_cast<Params*>(&params)};
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

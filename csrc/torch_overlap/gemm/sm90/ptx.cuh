@@ -64,14 +64,6 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// The same in two steps: all of what lies between is done while others come.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // To the same place in the shared memory of block `rank`.
 __device__ __forceinline__ void store_at(uint32_t to, uint32_t rank, float4 value) {
   asm volatile(
@@ -183,10 +175,10 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t*
 
 // The same, of each matrix the transpose.
 __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t* in) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+      : "memory");
 }
 
 // Waits for `threads` threads of the block that meet under this number, 1 to 15, in whole warps;

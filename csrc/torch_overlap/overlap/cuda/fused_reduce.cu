@@ -20,13 +20,14 @@
 // is one flag for a block, behind a barrier and a fence: for what is large enough that a third more
 // bytes take longer than those.
 //
-// Nothing is overwritten before it is read. A slot of operation e is that of e - 2. Who writes it
-// has had, by the end of its kernel of e - 1, something of every rank of that operation, which that
-// rank sent behind the end of its kernel of e - 2. So there is no meeting at the begin, and none at
-// the end.
+// Nothing is overwritten before it is read. The memory of operation e was that of e - 2, and
+// nothing of it that of e - 1, whatever their sizes. Who writes it has had, by the end of its
+// kernel of e - 1, something of every rank of that operation, which that rank sent behind the end
+// of its kernel of e - 2. So there is no meeting at the begin, and none at the end.
 //
-// No circle. A block waits for blocks of its own number on other ranks alone, and these for it; the
-// hardware starts blocks in the order of their numbers.
+// No circle. A block waits for blocks of its own number on other ranks alone, and these for it.
+// Where not all have an SM, GPUs start them in the order of their numbers, though CUDA does not
+// promise it.
 namespace torch_overlap::cuda {
 namespace {
 
@@ -84,14 +85,14 @@ __device__ __forceinline__ void add_half(uint32_t shared, float (&own)[Config::k
   }
 }
 
-// Where a rank writes what an operation sends to another one.
+// Where a block of `source` writes on `owner` in an operation.
 template <typename Config>
 __device__ __forceinline__ char* slot_of(const FusedReduceParams& p, uint32_t epoch, int owner,
                                          int source) {
   using P = Part<Config>;
   const int bytes = (p.by_lines ? P::kLines : P::kVectors) * P::kStep;
-  const int from = static_cast<int>(epoch % 2) * p.operation.words.size + source;
-  return p.slots[owner] + (static_cast<int64_t>(from) * gridDim.x + blockIdx.x) * bytes;
+  const int64_t block = static_cast<int64_t>(source) * gridDim.x + blockIdx.x;
+  return p.slots[owner] + (epoch % 2 == 0 ? 0 : p.odd_at) + block * bytes;
 }
 
 // 8-bit operands: sums [features, rows] become those of the values.
@@ -206,8 +207,7 @@ template <typename Config>
 __device__ __noinline__ bool lines_come(const FusedReduceParams& p, const char* from, int lines,
                                         uint32_t epoch, int source) {
   for (int j = 0; j < lines; ++j) {
-    const auto* const word =
-        reinterpret_cast<const uint32_t*>(from + j * Part<Config>::kStep) + 3;
+    const auto* const word = reinterpret_cast<const uint32_t*>(from + j * Part<Config>::kStep) + 3;
     if (!comes_late(p.operation, word, epoch, WaitKind::chunk, source)) return false;
   }
   return true;
@@ -235,7 +235,7 @@ __device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_
     }
   }
   bool is_good = true;
-  const auto take = [&](int source, uint32_t(&part)[3 * P::kLines]) {
+  const auto take = [&](int source, uint32_t (&part)[3 * P::kLines]) {
     const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
     constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
     for (int look = 1;; ++look) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_
       for (int j = 0; j < P::kLines; ++j) {
         if (j >= lines) break;
         const uint4 line = load_line(from + j * P::kStep);
-        is_there = is_there && line.w == epoch;
+        is_there = is_there && reached(line.w, epoch);
         part[3 * j] = line.x;
         part[3 * j + 1] = line.y;
         part[3 * j + 2] = line.z;
@@ -290,13 +290,13 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
 #pragma unroll
     for (int j = 0; j < P::kVectors; ++j) {
       if (j >= vectors) break;
-      *reinterpret_cast<uint4*>(to + j * P::kStep) = {mine[4 * j], mine[4 * j + 1],
-                                                      mine[4 * j + 2], mine[4 * j + 3]};
+      *reinterpret_cast<uint4*>(to + j * P::kStep) = {mine[4 * j], mine[4 * j + 1], mine[4 * j + 2],
+                                                      mine[4 * j + 3]};
     }
   }
   sm90::tell_threads(kSent, Config::kMultipliers + 32);
   bool is_good = true;
-  if (is_peer(words) && vectors > 0) {
+  if (is_peer(words)) {
     const auto peer = static_cast<int>(threadIdx.x);
     is_good = comes(p.operation, p.told[peer] + blockIdx.x, epoch, WaitKind::chunk, peer);
   }
@@ -327,46 +327,53 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
   return is_good;
 }
 
-// Of one warp: when all threads have sent their vectors, each lane tells a rank, behind a fence that
-// the threads do not wait for. `may_tell`: of all lanes.
+// Of one warp: when all threads have sent their vectors, each lane tells a rank, behind a fence
+// that the threads do not wait for. Not if some may not have sent.
 template <typename Config>
-__device__ __forceinline__ void tell_all(const FusedReduceParams& p, uint32_t epoch, bool may_tell,
-                                         int rows) {
+__device__ __forceinline__ void tell_all(const FusedReduceParams& p, uint32_t epoch) {
   sm90::meet_threads(kSent, Config::kMultipliers + 32);
   const int peer = static_cast<int>(threadIdx.x) % 32;
-  if (!may_tell || rows <= 0 || !is_peer(p.operation.words, peer)) return;
+  if (!is_peer(p.operation.words, peer) || has_failed(p.operation.control)) return;
   store_release(p.tell[peer] + blockIdx.x, epoch);
 }
 
-// Of one warp of the kernel: the ranks tell each other that they have begun, and with how many
-// rows. Nothing waits for it but for a failure. False: there was one. Without calls: beside products
-// of wgmma ptxas finds no registers for them.
-__device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p) {
+// Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows.
+// What the kernel computes does not wait for it, so that a peer may have begun the next operation:
+// rows of operations take turns between two words. False: they differ, or a wait has failed.
+// Without calls: beside products of wgmma ptxas finds no registers for them.
+__device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p, uint32_t epoch) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
   const WaitControl& control = operation.control;
   const int peer = static_cast<int>(threadIdx.x) % 32;
-  const OperationEntry entry = enter_operation(operation, peer);
-  WaitRecord what{};
-  what.window = words.id;
-  uint32_t seen = 0;
-  bool is_good = true;
-  if (peer == words.rank) {
-    what.kind = WaitKind::apart;
-    is_good = entry.was_busy == 0;
-  } else if (is_peer(words, peer)) {
-    if (!has_failed(control)) tell_entry(p.begin[peer], operation.rows, entry.epoch);
-    await_word(words, p.begun[peer], entry.epoch, WaitKind::begin, peer, control,
-               kManyLookAtHostNs);
-    if (has_failed(control)) return false;
-    seen = load_relaxed(p.begun[peer] + 1);
-    what.kind = WaitKind::rows;
-    what.peer = peer;
-    what.expected = operation.rows;
-    is_good = seen == operation.rows;
+  if (!is_peer(words, peer)) return true;
+  const uint32_t rows_at = 1 + epoch % 2;
+  if (!has_failed(control)) {
+    *static_cast<volatile uint32_t*>(p.begin[peer] + rows_at) = operation.rows;
+    store_release(p.begin[peer], epoch);
   }
-  if (!is_good) give_up(control, what, seen);
-  return is_good;
+  await_word(words, p.begun[peer], epoch, WaitKind::begin, peer, control, kManyLookAtHostNs);
+  if (has_failed(control)) return false;
+  const uint32_t seen = load_relaxed(p.begun[peer] + rows_at);
+  if (seen == operation.rows) return true;
+  WaitRecord what{};
+  what.kind = WaitKind::rows;
+  what.window = words.id;
+  what.peer = peer;
+  what.expected = operation.rows;
+  give_up(control, what, seen);
+  return false;
+}
+
+// Of another warp, which waits for no rank.
+__device__ __forceinline__ bool stands_alone(const FusedReduceParams& p) {
+  const OperationParams& operation = p.operation;
+  if (threadIdx.x % 32 != 0 || atomicExch(operation.busy, 1U) == 0) return true;
+  WaitRecord what{};
+  what.kind = WaitKind::apart;
+  what.window = operation.words.id;
+  give_up(operation.control, what, 0);
+  return false;
 }
 
 template <typename Config>
@@ -384,7 +391,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Config::kGroups > 1) sm90::fewer_registers<40>();
     const int warp = (static_cast<int>(threadIdx.x) - Config::kMultipliers) / 32;
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
-    if (warp == 1 && blockIdx.x == 0) is_good = meet_ranks(p);
+    if (warp == 1 && blockIdx.x == 0) is_good = meet_ranks(p, epoch);
+    if (warp == 2 && blockIdx.x == 0) is_good = stands_alone(p);
     if (threadIdx.x == Config::kMultipliers) {
       sm90::load_few_rows<Config>(p.product, place, shared, barriers);
     }
@@ -393,15 +401,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       sm90::cluster_sync();
       sm90::cluster_sync();
     }
-    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) {
-      const int rows = p.product.m - place.part * Config::kOwnRows;
-      tell_all<Config>(p, epoch, !has_failed(operation.control), rows);
-    }
+    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) tell_all<Config>(p, epoch);
   } else {
     if constexpr (Config::kGroups > 1) sm90::more_registers<232>();
     // Asked for now, and there when the sums are.
     const uint32_t epoch = *static_cast<const volatile uint32_t*>(words.epoch) + 1;
-    const bool may_send = !has_failed(operation.control);
+    const bool may_send = __all_sync(~0U, !has_failed(operation.control)) != 0;
     float sums[Config::kAccumulators];
     sm90::multiply_few_rows<Config>(place, shared, barriers, sums);
     float own[Config::kOwnSums];
@@ -444,12 +449,11 @@ struct Shape {
     return {.kernel = reinterpret_cast<const void*>(fused_reduce_kernel<Config>),
             .rows = kRows,
             .features = Config::kFeatures,
-            .split = kSplit,
+            .cluster = kSplit,
             .depth = Config::kDepth,
             .threads = Config::kThreads,
             .shared_bytes = Config::kSharedBytes,
-            .line_bytes =
-                Part<Config>::kHasLines ? Part<Config>::kLines * Part<Config>::kStep : 0,
+            .line_bytes = Part<Config>::kHasLines ? Part<Config>::kLines * Part<Config>::kStep : 0,
             .vector_bytes = Part<Config>::kVectors * Part<Config>::kStep};
   }
 };
@@ -460,53 +464,22 @@ std::span<const FusedReduceKernel> kernels_of() {
   return all;
 }
 
-template <typename In, typename Out, bool kWeightAlongK = true>
-std::span<const FusedReduceKernel> kernels() {
-  return kernels_of<In, Out, kWeightAlongK, Shape<16, 1, 1>, Shape<32, 1, 1>, Shape<64, 1, 1>,
-                    Shape<128, 1, 1>, Shape<256, 1, 2>, Shape<256, 2, 2>>();
-}
-
-template <typename In>
-std::span<const FusedReduceKernel> kernels_into(VectorType out) {
-  return out == VectorType::bf16 ? kernels<In, __nv_bfloat16>() : kernels<In, __half>();
-}
-
 }  // namespace
 
 std::span<const FusedReduceKernel> fused_reduce_kernels(const sm90::KernelKey& key) {
-  using enum sm90::OperandType;
-  const auto is = [&](sm90::OperandType rows, sm90::OperandType weight) {
-    return key.lhs == rows && key.rhs == weight;
-  };
-  if (is(bf16, bf16)) {
-    return key.rhs_along_k ? kernels<sm90::Bf16, __nv_bfloat16>()
-                           : kernels<sm90::Bf16, __nv_bfloat16, false>();
-  }
-  if (is(f16, f16)) {
-    return key.rhs_along_k ? kernels<sm90::F16, __half>() : kernels<sm90::F16, __half, false>();
-  }
-  if (!key.rhs_along_k) return {};
   // The instruction has the weight first.
-  if (is(e4m3, e4m3)) return kernels_into<sm90::E4m3E4m3>(key.out);
-  if (is(e4m3, e5m2)) return kernels_into<sm90::E5m2E4m3>(key.out);
-  if (is(e5m2, e4m3)) return kernels_into<sm90::E4m3E5m2>(key.out);
-  return {};
+  sm90::KernelKey turned = key;
+  std::swap(turned.lhs, turned.rhs);
+  return sm90::for_types(
+      turned, [](auto in, auto out, auto along_k) -> std::span<const FusedReduceKernel> {
+        return kernels_of<decltype(in), decltype(out), along_k(), Shape<16, 1, 1>, Shape<32, 1, 1>,
+                          Shape<64, 1, 1>, Shape<128, 1, 1>, Shape<256, 1, 2>, Shape<256, 2, 2>>();
+      });
 }
 
 cudaError_t launch_fused_reduce(const FusedReduceKernel& kernel, const FusedReduceParams& params,
                                 int blocks, cudaStream_t stream) {
-  void* arguments[] = {const_cast<FusedReduceParams*>(&params)};
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned int>(kernel.split), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned int>(blocks));
-  config.blockDim = dim3(static_cast<unsigned int>(kernel.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelExC(&config, kernel.kernel, arguments);
+  return sm90::launch(kernel, params, blocks, stream);
 }
 
 }  // namespace torch_overlap::cuda

@@ -15,7 +15,7 @@ struct FusedReduceKernel {
   const void* kernel;
   int rows;      // at most
   int features;  // of a tile
-  int split;     // blocks of a tile: a cluster
+  int cluster;   // blocks of a tile, which have a part of k each
   int depth;     // of k in a stage
   int threads;
   int shared_bytes;
@@ -39,6 +39,7 @@ struct FusedReduceParams {
   // known by one of its words.
   bool by_lines;
   char* slots[kMostDirectRanks];
+  int64_t odd_at;  // of operations of odd epochs, from there on
   // A word for each block, behind its vectors: on each rank, and of each rank here.
   uint32_t* tell[kMostDirectRanks];
   const uint32_t* told[kMostDirectRanks];

@@ -21,11 +21,11 @@ constexpr int64_t kMostSent = int64_t{8} << 20;
 constexpr int64_t kMostByLines = int64_t{3} << 19;
 
 // Where nothing was measured, up to so many rows, and so much to all others together, it is quicker
-// than a product and a collective; and SMs are left for kernels of other streams, which ranks may
-// start in another order.
+// than a product and a collective; and of so few blocks it leaves some SMs of any Hopper GPU of 132
+// to kernels of other streams, which ranks may start in another order. The same on all ranks.
 constexpr int64_t kMostRowsByRule = 128;
 constexpr int64_t kMostSentByRule = int64_t{4} << 20;
-constexpr int kSpareSms = 4;
+constexpr int kMostBlocksByRule = 128;
 
 constexpr int64_t kAlignment = 128;
 
@@ -35,9 +35,9 @@ struct Plan {
   int blocks = 0;
   bool by_lines = false;
 
-  // That all ranks write for all ranks, in two slots.
-  int64_t slot_bytes(int size) const {
-    return int64_t{2} * size * blocks * (by_lines ? kernel->line_bytes : kernel->vector_bytes);
+  // What all ranks send to one.
+  int64_t received_bytes(int size) const {
+    return int64_t{size} * blocks * (by_lines ? kernel->line_bytes : kernel->vector_bytes);
   }
 };
 
@@ -55,7 +55,7 @@ int64_t sent_by(const Problem& problem) {
 }
 
 int64_t blocks_of(const FusedReduceKernel& kernel, int64_t n) {
-  return ceil_div(n, kernel.features) * kernel.split;
+  return ceil_div(n, kernel.features) * kernel.cluster;
 }
 
 // Without a kernel where there is none for it.
@@ -65,25 +65,32 @@ Plan plan_of(const KernelKey& key, const Problem& problem) {
   const FusedReduceKernel* best = nullptr;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const FusedReduceKernel& kernel : fused_reduce_kernels(key)) {
-    if (kernel.rows < problem.m || ceil_div(problem.k, kernel.depth) < kernel.split) continue;
+    if (kernel.rows < problem.m || ceil_div(problem.k, kernel.depth) < kernel.cluster) continue;
     if (best != nullptr && kernel.rows > best->rows) break;
     // What a block reads, wave by wave.
     const int64_t waves = ceil_div(blocks_of(kernel, problem.n), problem.sms);
-    const int64_t time = waves * (kernel.features + kernel.rows) / kernel.split;
+    const int64_t time = waves * (kernel.features + kernel.rows) / kernel.cluster;
     if (time >= least) continue;
     least = time;
     best = &kernel;
   }
   if (best == nullptr || blocks_of(*best, problem.n) > kMostTiles) return {};
-  return {best, static_cast<int>(blocks_of(*best, problem.n)), best->line_bytes > 0 && sent <= kMostByLines};
+  return {best, static_cast<int>(blocks_of(*best, problem.n)),
+          best->line_bytes > 0 && sent <= kMostByLines};
 }
 
-// Lines lie in the first half of a channel, vectors in the second, whatever is computed.
-int64_t vectors_at(int64_t bytes) { return bytes / 2 / kAlignment * kAlignment; }
+// A quarter of a channel for lines and vectors, of even and odd operations each: it depends on
+// nothing else, so that nothing of one operation lies where the one before may still be read.
+struct Places {
+  int64_t quarter;
+  explicit Places(int64_t bytes) : quarter(bytes / 4 / kAlignment * kAlignment) {}
+  int64_t even(bool by_lines) const { return by_lines ? 0 : 2 * quarter; }
+  int64_t odd_behind_even() const { return quarter; }
+};
 
 int64_t room_of(const Plan& plan, int size) {
-  return plan.kernel == nullptr ? 0
-                                : 2 * ceil_div(plan.slot_bytes(size), kAlignment) * kAlignment;
+  if (plan.kernel == nullptr) return 0;
+  return 4 * ceil_div(plan.received_bytes(size), kAlignment) * kAlignment;
 }
 
 CUtensorMap weight_map(const Operands& operands, const FusedReduceKernel& kernel) {
@@ -123,10 +130,13 @@ int64_t reduce_room(const FusedShape& shape) {
 bool reduce_pays(const FusedShape& shape) {
   const auto [problem, plan] = plan_of(shape);
   return plan.kernel != nullptr && problem.m <= kMostRowsByRule &&
-         sent_by(problem) <= kMostSentByRule && plan.blocks <= problem.sms - kSpareSms;
+         sent_by(problem) <= kMostSentByRule && plan.blocks <= kMostBlocksByRule;
 }
 
 void run_fused(CudaTransport& transport, const FusedReduce& problem) {
+  TORCH_OVERLAP_CHECK(problem.out.is_contiguous(), kValue,
+                      "product and all-reduce: expected a contiguous out, got strides ",
+                      problem.out.strides());
   const int rank = transport.words().rank;
   const int size = problem.rows.size;
   const auto device = problem.out.device();
@@ -162,10 +172,11 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
   params.factor = static_cast<float>(problem.factor);
   params.bias = problem.bias.defined() ? problem.bias.const_data_ptr() : nullptr;
   params.by_lines = plan.by_lines;
-  const int64_t at = plan.by_lines ? 0 : vectors_at(problem.bytes);
+  const Places places(problem.bytes);
+  params.odd_at = places.odd_behind_even();
   const WordOfAll begin = transport.begun_of_all();
   for (int peer = 0; peer < size; ++peer) {
-    params.slots[peer] = static_cast<char*>(transport.data(peer, at));
+    params.slots[peer] = static_cast<char*>(transport.data(peer, places.even(plan.by_lines)));
     params.tell[peer] = transport.tile_word(peer, rank);
     params.told[peer] = transport.tile_word(rank, peer);
     params.begin[peer] = begin.at[peer];

@@ -52,17 +52,13 @@ struct OperationEntry {
 
 // Asks for both at once; neither is waited for before it is used. The thread that asks whether
 // another one runs waits for no rank, so it can say so while the others wait.
-inline __device__ OperationEntry enter_operation(const OperationParams& p, int thread) {
+inline __device__ OperationEntry enter_operation(const OperationParams& p) {
   OperationEntry entry{};
   entry.epoch = *static_cast<const volatile uint32_t*>(p.words.epoch) + 1;
-  if (blockIdx.x == 0 && thread == p.words.rank) {
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) == p.words.rank) {
     entry.was_busy = atomicExch(p.busy, 1U);
   }
   return entry;
-}
-
-inline __device__ OperationEntry enter_operation(const OperationParams& p) {
-  return enter_operation(p, static_cast<int>(threadIdx.x));
 }
 
 inline __device__ bool is_alone(const OperationParams& p, const OperationEntry& entry) {

@@ -312,6 +312,11 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
   launching_since_.store(0, std::memory_order_release);
 }
 
+void NcclBackend::run_rms_norm(const Call& call) {
+  const c10::cuda::CUDAGuard device(runtime_->device);
+  launch_rms_norm(call, c10::cuda::getCurrentCUDAStream(runtime_->device).stream());
+}
+
 void NcclBackend::keep_mapped(const Call& call) {
   for (const at::Tensor& tensor : call.tensors()) {
     if (tensor.numel() == 0) continue;

@@ -67,6 +67,7 @@ class NcclBackend final : public Backend, public Watched, public Body {
   int64_t native_handle() const override;
   bool has_windows() const override { return true; }
   bool has_rms_norm() const override { return true; }
+  void run_rms_norm(const Call& call) override;
   void prepare_windows() override;
   void begin_window() override;
   void add_window(uint64_t number, const std::shared_ptr<SymmetricMemory>& memory) override;
