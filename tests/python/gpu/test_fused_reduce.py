@@ -153,10 +153,10 @@ def test_sizes_in_turn_with_nothing_between(comm, seed):
     for i, problem in enumerate(problems):
         problem.fill(seed + i)
     order = [i for first in range(len(problems)) for second in range(len(problems)) for i in (first, second)]
-    graph, results = capture(lambda: [problems[i].run()[0] for i in order])
-    wanted = [problem.run()[0].clone() for problem in problems]
+    wanted = [problem.run()[0] for problem in problems]
     for problem, want in zip(problems, wanted, strict=True):
         problem.check([want])
+    graph, results = capture(lambda: [problems[i].run()[0] for i in order])
     for step in range(20):
         for result in results:
             result.fill_(float("nan"))
@@ -177,7 +177,7 @@ def test_scaled_operands(comm, seed, shape, mode, out_dtype):
     total, magnitude = 0, 0
     for rank in range(comm.get_size()):
         x, w = (
-            torch.randn(n, inner, generator=draw) * torch.rand(n, 1, generator=draw).mul(4).exp()
+            torch.randn(n, inner, generator=draw) * torch.rand(n, 1, generator=draw).mul(2).exp()
             for n in (rows, features)
         )
         (data, scale_inv, *_), (weight, weight_scale_inv, *_) = (ops.quantize(t.cuda(), mode) for t in (x, w))
