@@ -83,11 +83,10 @@ FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm, int
           .k = problem.local_k};
 }
 
-// What a kernel that multiplies and sums needs of a channel, of so many rows; 0: there is none.
-int64_t reduce_room(const OverlapProblem& problem, const TorchComm& comm, int64_t rows) {
+// What a kernel that multiplies and sums needs of a channel; 0: there is none.
+int64_t reduce_room(const OverlapProblem& problem, const TorchComm& comm, const FusedShape& shape) {
   if (!problem.reduces) return 0;
-  return overlap_device(problem.op, comm.device().type())
-      .reduce_room(fused_shape(problem, comm, rows));
+  return overlap_device(problem.op, comm.device().type()).reduce_room(shape);
 }
 
 // Why the device has no fused kernel for it, or that cannot be used; empty if it can.
@@ -95,10 +94,10 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
-  const int64_t rows = fused_rows(problem, *comm);
-  auto why = device.fused_obstacle(fused_shape(problem, *comm, rows));
+  const FusedShape shape = fused_shape(problem, *comm, fused_rows(problem, *comm));
+  auto why = device.fused_obstacle(shape);
   if (!why.empty()) return why;
-  if (const int64_t room = reduce_room(problem, *comm, rows); room > 0) {
+  if (const int64_t room = reduce_room(problem, *comm, shape); room > 0) {
     return obstacle_of({{OperatorChannel::reduce, room}}, problem, comm, need);
   }
   auto no_channel = channel_obstacle(problem, comm, need);
@@ -143,7 +142,8 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
                       Need need) {
   if (problem.reduces &&
       overlap_device(problem.op, comm->device().type())
-          .reduce_pays(fused_shape(problem, *comm, fused_rows(problem, *comm))) &&
+          .reduce_pays(fused_shape(problem, *comm, fused_rows(problem, *comm)),
+                       least_sm_count(problem, comm)) &&
       obstacle(Algorithm::fused, problem, comm, need).empty()) {
     return {Algorithm::fused,
             concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
@@ -170,10 +170,16 @@ std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_p
                             : look_for_tuned(problem, comm, in_graph);
 }
 
-// Of few rows "fused" is another kernel: what was measured of one says nothing of the other.
+// Of few rows "fused" is another kernel: what was measured of one says nothing of the other. Sizes
+// that are known to half a power of two are rounded to what any kernel takes.
 bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const TorchComm& comm) {
-  return (reduce_room(problem, comm, tuned.m) > 0) ==
-         (reduce_room(problem, comm, fused_rows(problem, comm)) > 0);
+  constexpr int64_t kUnit = 64;
+  const auto rounded = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
+  FusedShape measured = fused_shape(problem, comm, tuned.m);
+  measured.n = rounded(tuned.n);
+  measured.k = rounded(tuned.k / comm.size());
+  const FusedShape shape = fused_shape(problem, comm, fused_rows(problem, comm));
+  return (reduce_room(problem, comm, measured) > 0) == (reduce_room(problem, comm, shape) > 0);
 }
 
 // What was measured for captured calls, or for eager ones, and can be; else by rule. What the other

@@ -5,9 +5,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <iterator>
 #include <mutex>
 #include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/channel.h"
@@ -29,6 +32,10 @@ Sizes sizes_of(int64_t m, int64_t n, int64_t k) {
     return std::lround(2 * std::log2(static_cast<double>(std::max<int64_t>(size, 1))));
   };
   return {half_octaves(m), half_octaves(n), half_octaves(k)};
+}
+
+int64_t size_of(int64_t half_octaves) {
+  return std::llround(std::exp2(static_cast<double>(half_octaves) / 2));
 }
 
 int64_t distance(const Sizes& a, const Sizes& b) {
@@ -117,16 +124,28 @@ TuningEntries entries_of(const std::string& text) {
   return entries;
 }
 
-// What rank 0 has, for all members of a communicator: its cache, and the name of its device, under
-// which all look up what was measured.
+// What all members of a communicator know alike: the cache of rank 0, and the name of its device,
+// under which all look up what was measured; and the SMs that each of them has.
 class Agreed final : public CommAttachment {
  public:
-  explicit Agreed(const std::string& text)
-      : device(text.substr(0, text.find('\n'))), cache(entries_of(text)) {}
+  // Of a rank: its SMs, its device, its cache.
+  static std::string text_of_rank(int sms, std::string_view device, std::string_view cache) {
+    return concat(sms, '\n', device, '\n', cache);
+  }
+  explicit Agreed(const std::vector<std::string>& ranks) {
+    std::istringstream first(ranks.at(0));
+    std::string line;
+    std::getline(first, line);
+    std::getline(first, device);
+    cache = Index(entries_of(std::string(std::istreambuf_iterator<char>(first), {})));
+    least_sms = std::stoi(line);
+    for (const std::string& rank : ranks) least_sms = std::min(least_sms, std::stoi(rank));
+  }
   void drain(std::chrono::milliseconds) noexcept override {}
 
-  const std::string device;
-  const Index cache;
+  std::string device;
+  Index cache;
+  int least_sms = 0;
 };
 
 bool may_be_measured(const OverlapProblem& problem, const TorchComm& comm) {
@@ -135,6 +154,10 @@ bool may_be_measured(const OverlapProblem& problem, const TorchComm& comm) {
 
 std::string device_name(const OverlapProblem& problem, const TorchComm& comm) {
   return overlap_device(problem.op, comm.device().type()).name(comm.device());
+}
+
+int sm_count(const OverlapProblem& problem, const TorchComm& comm) {
+  return overlap_device(problem.op, comm.device().type()).sm_count(comm.device());
 }
 
 // `agreed`: null where the ranks have not met. Of equally near entries that of the table.
@@ -154,7 +177,9 @@ std::optional<Tuned> look_up(const OverlapProblem& problem, const TorchComm& com
   return Tuned{.algorithm = *found->algorithm,
                .source = takes_cache ? "cache" : "table",
                .is_like = found->distance > 0,
-               .m = std::llround(std::exp2(static_cast<double>(found->sizes[0]) / 2))};
+               .m = size_of(found->sizes[0]),
+               .n = size_of(found->sizes[1]),
+               .k = size_of(found->sizes[2])};
 }
 
 }  // namespace
@@ -179,13 +204,15 @@ std::optional<Tuned> find_tuned(const OverlapProblem& problem,
   if (!may_be_measured(problem, *comm)) return std::nullopt;
   auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
   if (!agreed) {
-    auto mine = concat(device_name(problem, *comm), '\n');
+    std::string cache;
     {
       Measured& all = measured();
       const std::lock_guard lock(all.mutex);
-      mine += all.cache.text();
+      cache = all.cache.text();
     }
-    agreed = std::make_shared<Agreed>(OverlapGroup::of(comm)->exchange(kAgreed, mine).at(0));
+    const auto mine =
+        Agreed::text_of_rank(sm_count(problem, *comm), device_name(problem, *comm), cache);
+    agreed = std::make_shared<Agreed>(OverlapGroup::of(comm)->exchange(kAgreed, mine));
     comm->attach(kAgreed, agreed);
   }
   return look_up(problem, *comm, agreed.get(), in_graph);
@@ -196,6 +223,11 @@ std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
   if (!may_be_measured(problem, *comm)) return std::nullopt;
   const auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
   return look_up(problem, *comm, agreed.get(), in_graph);
+}
+
+int least_sm_count(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  const auto agreed = std::static_pointer_cast<Agreed>(comm->attachment(kAgreed));
+  return agreed ? agreed->least_sms : sm_count(problem, *comm);
 }
 
 }  // namespace torch_overlap::ops

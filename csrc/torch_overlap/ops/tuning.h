@@ -36,7 +36,10 @@ struct Tuned {
   std::string algorithm;
   std::string_view source;  // "table" or "cache"
   bool is_like;             // measured for sizes near those that were asked for
-  int64_t m;                // that were measured, to half a power of two
+  // Those that were measured, to half a power of two.
+  int64_t m;
+  int64_t n;
+  int64_t k;
 };
 // The entry of the sizes that were asked for; else the nearest one of the same operator, dtype,
 // ranks, device and mode, by how many half powers of two m, n and k are apart, at most four in all.
@@ -47,5 +50,9 @@ std::optional<Tuned> find_tuned(const OverlapProblem& problem,
 // Local: with what was agreed on, else this rank's.
 std::optional<Tuned> look_for_tuned(const OverlapProblem& problem,
                                     const std::shared_ptr<TorchComm>& comm, bool in_graph);
+
+// SMs that each of a communicator's members has at least, when they have met; else of this rank. 0
+// on a CPU.
+int least_sm_count(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm);
 
 }  // namespace torch_overlap::ops

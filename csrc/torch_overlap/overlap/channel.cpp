@@ -1,6 +1,7 @@
 #include "torch_overlap/overlap/channel.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <atomic>
 #include <iostream>
@@ -290,6 +291,7 @@ void OverlapChannel::Operation::fail() noexcept {
 }
 
 void OverlapChannel::keep_for_graph() {
+  const c10::DeviceGuard guard(group_->device());
   const uint64_t capture = device_->capture();
   if (capture == 0 || capture == kept_for_) return;
   auto what = transport_->keepers();

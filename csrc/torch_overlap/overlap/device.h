@@ -37,7 +37,8 @@ struct SumArgs {
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
-// before. Behind begun[r], in the same line, are the rows of that operation. The line of the epoch
+// before. Behind begun[r], in the same line, are the rows of that operation, or first those of the
+// last even and then of the last odd one. The line of the epoch
 // also has a word that a rank which gives up sets on all others, and one that says that a kernel
 // runs which is an operation by itself. tiles[r] are the flags of tiles that come from rank r,
 // where a chunk comes in tiles.
@@ -96,8 +97,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   // How many bytes of a channel a product and all-reduce in one kernel needs; 0: there is none for
   // such a product. The same on all ranks.
   virtual int64_t reduce_room(const FusedShape& shape) const { return 0; }
-  // Whether it is to be taken where nothing was measured.
-  virtual bool reduce_pays(const FusedShape& shape) const { return false; }
+  // Whether it is to be taken where nothing was measured, by ranks that have so many SMs at least.
+  virtual bool reduce_pays(const FusedShape& shape, int sms) const { return false; }
   // On the current stream, within an operation; that of a FusedReduce nobody has begun.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);

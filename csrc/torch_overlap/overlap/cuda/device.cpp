@@ -93,7 +93,9 @@ class CudaOverlapDevice final : public OverlapDevice {
     return direct.uses_copy_engine() ? cuda::scatter_pieces(problem, most) : 0;
   }
   int64_t reduce_room(const FusedShape& shape) const override { return cuda::reduce_room(shape); }
-  bool reduce_pays(const FusedShape& shape) const override { return cuda::reduce_pays(shape); }
+  bool reduce_pays(const FusedShape& shape, int sms) const override {
+    return cuda::reduce_pays(shape, sms);
+  }
   void run_fused(Transport& transport, const FusedReduce& problem) override {
     cuda::run_fused(dynamic_cast<cuda::CudaTransport&>(transport), problem);
   }

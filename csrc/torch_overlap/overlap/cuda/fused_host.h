@@ -34,7 +34,7 @@ TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most);
 
 // OverlapDevice::reduce_room() and reduce_pays().
 TORCH_OVERLAP_API int64_t reduce_room(const FusedShape& shape);
-TORCH_OVERLAP_API bool reduce_pays(const FusedShape& shape);
+TORCH_OVERLAP_API bool reduce_pays(const FusedShape& shape, int sms);
 
 // On the current stream, within an operation of the transport's channel.
 void run_fused(CudaTransport& transport, const FusedGather& problem);

@@ -202,13 +202,54 @@ __device__ __forceinline__ void add(int rank, const uint32_t* words, float (&tot
   }
 }
 
-// Waits for each line of a thread by its word.
-template <typename Config>
-__device__ __noinline__ bool lines_come(const FusedReduceParams& p, const char* from, int lines,
+// Whether what carries the epoch `seen` is of this operation, or as far ahead of it as its sender
+// may be. Words that no operation has written for long are not.
+__device__ __forceinline__ bool is_of(uint32_t seen, uint32_t epoch, uint32_t ahead) {
+  return seen - epoch <= ahead;
+}
+
+// Of a word of `source` that has been looked at for a while. False: a wait has failed.
+__device__ __noinline__ bool comes_long(const FusedReduceParams& p, const uint32_t* word,
+                                        uint32_t epoch, uint32_t ahead, int source) {
+  const OperationParams& operation = p.operation;
+  const uint32_t* const gone = operation.words.gone;
+  WaitRecord what{};
+  what.kind = WaitKind::chunk;
+  what.window = operation.words.id;
+  what.peer = source;
+  what.expected = epoch;
+  const bool is_told = wait_until(
+      operation.control, word,
+      [=](uint32_t seen) { return is_of(seen, epoch, ahead) || load_acquire(gone) != 0; }, what,
+      kManyLookAtHostNs);
+  if (is_told && !is_of(load_acquire(word), epoch, ahead)) {
+    what.kind = WaitKind::gone;
+    give_up(operation.control, what, 0);
+  }
+  return !has_failed(operation.control);
+}
+
+constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
+
+// Waits for the word of a source behind its vectors; it may be at the next operation. False: a wait
+// has failed.
+__device__ __forceinline__ bool is_told(const FusedReduceParams& p, const uint32_t* word,
                                         uint32_t epoch, int source) {
+#pragma unroll 1
+  for (int look = 0; look < kLooks; ++look) {
+    if (is_of(load_acquire(word), epoch, 1)) return true;
+  }
+  return comes_long(p, word, epoch, 1, source);
+}
+
+// Waits for each line of a thread by its word, which stays until the source has heard of this rank.
+template <typename Config>
+__device__ __forceinline__ bool lines_come(const FusedReduceParams& p, const char* from, int lines,
+                                           uint32_t epoch, int source) {
+#pragma unroll 1
   for (int j = 0; j < lines; ++j) {
     const auto* const word = reinterpret_cast<const uint32_t*>(from + j * Part<Config>::kStep) + 3;
-    if (!comes_late(p.operation, word, epoch, WaitKind::chunk, source)) return false;
+    if (!comes_long(p, word, epoch, 0, source)) return false;
   }
   return true;
 }
@@ -234,17 +275,16 @@ __device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_
       store_line(to + j * P::kStep, {mine[3 * j], mine[3 * j + 1], mine[3 * j + 2], epoch});
     }
   }
-  bool is_good = true;
+  bool is_good = may_send;
   const auto take = [&](int source, uint32_t (&part)[3 * P::kLines]) {
     const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
-    constexpr int kLooks = 64;  // before it is asked whether waiting makes sense
     for (int look = 1;; ++look) {
       bool is_there = true;
 #pragma unroll
       for (int j = 0; j < P::kLines; ++j) {
         if (j >= lines) break;
         const uint4 line = load_line(from + j * P::kStep);
-        is_there = is_there && reached(line.w, epoch);
+        is_there = is_there && is_of(line.w, epoch, 0);
         part[3 * j] = line.x;
         part[3 * j + 1] = line.y;
         part[3 * j + 2] = line.z;
@@ -295,10 +335,10 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
     }
   }
   sm90::tell_threads(kSent, Config::kMultipliers + 32);
-  bool is_good = true;
+  bool is_good = may_send;
   if (is_peer(words)) {
     const auto peer = static_cast<int>(threadIdx.x);
-    is_good = comes(p.operation, p.told[peer] + blockIdx.x, epoch, WaitKind::chunk, peer);
+    is_good = is_told(p, p.told[peer] + blockIdx.x, epoch, peer) && is_good;
   }
   __syncwarp();
   sm90::meet_threads(kRead, Config::kMultipliers);
@@ -328,13 +368,15 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
 }
 
 // Of one warp: when all threads have sent their vectors, each lane tells a rank, behind a fence
-// that the threads do not wait for. Not if some may not have sent.
+// that the threads do not wait for. Not if some may not have sent, which is false.
 template <typename Config>
-__device__ __forceinline__ void tell_all(const FusedReduceParams& p, uint32_t epoch) {
+__device__ __forceinline__ bool tell_all(const FusedReduceParams& p, uint32_t epoch) {
   sm90::meet_threads(kSent, Config::kMultipliers + 32);
   const int peer = static_cast<int>(threadIdx.x) % 32;
-  if (!is_peer(p.operation.words, peer) || has_failed(p.operation.control)) return;
+  if (!is_peer(p.operation.words, peer)) return true;
+  if (has_failed(p.operation.control)) return false;
   store_release(p.tell[peer] + blockIdx.x, epoch);
+  return true;
 }
 
 // Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows.
@@ -401,7 +443,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       sm90::cluster_sync();
       sm90::cluster_sync();
     }
-    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) tell_all<Config>(p, epoch);
+    if (warp == 0 && !(Part<Config>::kHasLines && p.by_lines)) {
+      is_good = tell_all<Config>(p, epoch);
+    }
   } else {
     if constexpr (Config::kGroups > 1) sm90::more_registers<232>();
     // Asked for now, and there when the sums are.

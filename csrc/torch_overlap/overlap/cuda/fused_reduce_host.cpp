@@ -21,11 +21,11 @@ constexpr int64_t kMostSent = int64_t{8} << 20;
 constexpr int64_t kMostByLines = int64_t{3} << 19;
 
 // Where nothing was measured, up to so many rows, and so much to all others together, it is quicker
-// than a product and a collective; and of so few blocks it leaves some SMs of any Hopper GPU of 132
-// to kernels of other streams, which ranks may start in another order. The same on all ranks.
+// than a product and a collective; and some SMs are left to kernels of other streams, which ranks
+// may start in another order.
 constexpr int64_t kMostRowsByRule = 128;
 constexpr int64_t kMostSentByRule = int64_t{4} << 20;
-constexpr int kMostBlocksByRule = 128;
+constexpr int kSpareSms = 4;
 
 constexpr int64_t kAlignment = 128;
 
@@ -127,10 +127,10 @@ int64_t reduce_room(const FusedShape& shape) {
   return room_of(plan_of(shape).plan, shape.rows.size);
 }
 
-bool reduce_pays(const FusedShape& shape) {
+bool reduce_pays(const FusedShape& shape, int sms) {
   const auto [problem, plan] = plan_of(shape);
   return plan.kernel != nullptr && problem.m <= kMostRowsByRule &&
-         sent_by(problem) <= kMostSentByRule && plan.blocks <= kMostBlocksByRule;
+         sent_by(problem) <= kMostSentByRule && plan.blocks <= sms - kSpareSms;
 }
 
 void run_fused(CudaTransport& transport, const FusedReduce& problem) {
