@@ -228,12 +228,9 @@ def test_beside_other_algorithms_of_the_same_channels(comm, seed, algorithm):
             problem.check(problem.run(algorithm if step % 2 else "direct"))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_stays_away(comm, make_comm, seed, kind, mode):
-    lonely = make_comm(f"direct_away_{kind}_{mode}")
-    problem = Problem(lonely, kind, (16, 512, 64), torch.bfloat16)
-    problem.fill(seed)
+def stay_away(comm, problem, mode):
+    """The last rank makes no call of the problem's communicator: the others find out when the time is over."""
+    lonely = problem.comm
     problem.check(problem.run())
     lonely.set_timeout(timedelta(milliseconds=700))
     graph, _ = capture(problem.run)
@@ -250,28 +247,34 @@ def test_a_rank_that_stays_away(comm, make_comm, seed, kind, mode):
     graph.reset()
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_differ(comm, make_comm, seed, kind):
-    """An error on all ranks, before the timeout."""
-    other = make_comm(f"direct_rows_{kind}", timeout=timedelta(seconds=60))
-    rows = 8 if other.get_rank() == other.get_size() - 1 else 16
-    Problem(other, kind, (16, 512, 64), torch.bfloat16).run()  # makes the memory
-    problem = Problem(other, kind, (rows, 512, 64), torch.bfloat16)
+def test_a_rank_that_stays_away(comm, make_comm, seed, kind, mode):
+    problem = Problem(make_comm(f"direct_away_{kind}_{mode}"), kind, (16, 512, 64), torch.bfloat16)
+    problem.fill(seed)
+    stay_away(comm, problem, mode)
+
+
+def differ(problem):
+    """In the rows of one rank: an error on all, before the timeout."""
     torch.cuda.synchronize()
     began = time.monotonic()
     with pytest.raises(to.Error, match=r"expected the same number of rows on all ranks, got \d+ here|has given up"):
         run_until_an_error(lambda: (problem.run(), torch.cuda.synchronize()))
     assert time.monotonic() - began < 30
-    other.abort()
+    problem.comm.abort()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
-def test_two_replays_at_once(comm, make_comm, seed, kind, alone):
+def test_rows_that_differ(comm, make_comm, kind):
+    other = make_comm(f"direct_rows_{kind}", timeout=timedelta(seconds=60))
+    Problem(other, kind, (16, 512, 64), torch.bfloat16).run()  # makes the memory
+    rows = 8 if other.get_rank() == other.get_size() - 1 else 16
+    differ(Problem(other, kind, (rows, 512, 64), torch.bfloat16))
+
+
+def replay_two_at_once(comm, problem, alone):
     """On a rank that waits for another one in the first: the second finds it under way, long before the timeout."""
-    other = make_comm(f"direct_apart_{kind}_{alone}", timeout=timedelta(seconds=60))
-    problem = Problem(other, kind, (16, 512, 64), torch.bfloat16)
-    problem.fill(seed)
     problem.run()
     streams = [torch.cuda.Stream() for _ in range(2)]
     graphs = []
@@ -294,9 +297,18 @@ def test_two_replays_at_once(comm, make_comm, seed, kind, alone):
             run_until_an_error(problem.run)
         assert time.monotonic() - began < 30
     comm.barrier(async_op=True).wait_blocking()
-    other.abort()
+    problem.comm.abort()
     for graph in graphs:
         graph.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
+def test_two_replays_at_once(comm, make_comm, seed, kind, alone):
+    other = make_comm(f"direct_apart_{kind}_{alone}", timeout=timedelta(seconds=60))
+    problem = Problem(other, kind, (16, 512, 64), torch.bfloat16)
+    problem.fill(seed)
+    replay_two_at_once(comm, problem, alone)
 
 
 def test_explain_and_a_table_of_it(comm, seed):

@@ -7,8 +7,16 @@ from datetime import timedelta
 
 import pytest
 import torch
-from test_direct import Problem, Sums, capture, check_eager_and_captured, late
-from timeout_cases import expired, run_until_an_error
+from test_direct import (
+    Problem,
+    Sums,
+    capture,
+    check_eager_and_captured,
+    differ,
+    late,
+    replay_two_at_once,
+    stay_away,
+)
 
 import torch_overlap as to
 from torch_overlap import _C, ops, tune
@@ -210,69 +218,23 @@ def test_more_room_between_graphs_and_other_algorithms(comm, seed):
 @pytest.mark.parametrize("rows", [16, 200])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_rank_that_stays_away(comm, make_comm, seed, rows, mode):
-    lonely = make_comm(f"fused_reduce_away_{rows}_{mode}")
-    problem = Few(lonely, (rows, 512, 64))
+    problem = Few(make_comm(f"fused_reduce_away_{rows}_{mode}"), (rows, 512, 64))
     problem.fill(seed)
-    problem.check(problem.run())
-    lonely.set_timeout(timedelta(milliseconds=700))
-    graph, _ = capture(problem.run)
-    comm.barrier(async_op=False)
-    torch.cuda.synchronize()
-    last = comm.get_size() - 1
-    if comm.get_rank() != last:
-        graph.replay() if mode == "graph" else problem.run()
-        torch.cuda.synchronize()
-        with pytest.raises(to.OperationTimeoutError, match=expired(comm, last, "begin")):
-            run_until_an_error(problem.run)
-    comm.barrier(async_op=True).wait_blocking()
-    lonely.abort()
-    graph.reset()
+    stay_away(comm, problem, mode)
 
 
 @pytest.mark.parametrize("rows", [16, 200])
-def test_rows_that_differ(comm, make_comm, seed, rows):
-    """An error on all ranks, before the timeout."""
+def test_rows_that_differ(comm, make_comm, rows):
     other = make_comm(f"fused_reduce_rows_{rows}", timeout=timedelta(seconds=60))
     Few(other, (rows, 512, 64)).run()  # makes the memory
-    problem = Few(other, (rows - 8 if other.get_rank() == other.get_size() - 1 else rows, 512, 64))
-    torch.cuda.synchronize()
-    began = time.monotonic()
-    with pytest.raises(to.Error, match=r"expected the same number of rows on all ranks, got \d+ here|has given up"):
-        run_until_an_error(lambda: (problem.run(), torch.cuda.synchronize()))
-    assert time.monotonic() - began < 30
-    other.abort()
+    differ(Few(other, (rows - 8 if other.get_rank() == other.get_size() - 1 else rows, 512, 64)))
 
 
 @pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
 def test_two_replays_at_once(comm, make_comm, seed, alone):
-    """The second one finds the first under way, long before the timeout."""
-    other = make_comm(f"fused_reduce_apart_{alone}", timeout=timedelta(seconds=60))
-    problem = Few(other, (16, 512, 64))
+    problem = Few(make_comm(f"fused_reduce_apart_{alone}", timeout=timedelta(seconds=60)), (16, 512, 64))
     problem.fill(seed)
-    problem.run()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    graphs = []
-    for stream in streams:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            problem.run()
-        graphs.append(graph)
-    comm.barrier(async_op=False)
-    torch.cuda.synchronize()
-    if comm.get_rank() == alone % comm.get_size():
-        began = time.monotonic()
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        with pytest.raises(to.Error, match="two that ran at once"):
-            run_until_an_error(problem.run)
-        assert time.monotonic() - began < 30
-    comm.barrier(async_op=True).wait_blocking()
-    other.abort()
-    for graph in graphs:
-        graph.reset()
+    replay_two_at_once(comm, problem, alone)
 
 
 def test_what_was_measured_of_few_rows_says_nothing_of_more(comm):
