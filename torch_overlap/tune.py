@@ -132,13 +132,19 @@ def _key(entry: Entry) -> str:
 _SUMMING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def _quickest(op: str, mode: str, times: Mapping[str, float]) -> str:
+# Up to so many rows of an all-reduce it leaves some (where it does not, the operator passes an entry over).
+_FEW_ROWS = 128
+
+
+def _quickest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
     """The simplest of those that are within 1 % of the quickest of `times`.
 
     "fused" keeps all SMs of a GPU: called eagerly, nothing orders a kernel that does so while it waits for the other
-    ranks' SMs before those of other streams, so it is not taken there. That for a gather waits for copies alone.
+    ranks' SMs before those of other streams, so it is not taken there. That for a gather waits for copies alone, and
+    that for the all-reduce of few rows leaves SMs.
     """
-    waits_for_others = {"fused"} if mode == "eager" and op.endswith(_SUMMING) else set()
+    leaves_some = op.endswith("matmul_all_reduce") and rows <= _FEW_ROWS
+    waits_for_others = {"fused"} if mode == "eager" and op.endswith(_SUMMING) and not leaves_some else set()
     names = [name for name in _C._algorithms() if name in times and name not in waits_for_others]
     least = min(times[name] for name in names)
     return next(name for name in names if times[name] * (1 - _LOSS) <= least)
@@ -225,7 +231,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
         times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
     return [
         {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
-         "library": _library(content["torch"]), "algorithm": _quickest(op, mode, found), "us": found}
+         "library": _library(content["torch"]), "algorithm": _quickest(op, shape[0], mode, found), "us": found}
         for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
 
@@ -332,7 +338,7 @@ def measure(
             "mode": mode,
             "device": _device_name(comm),
             "library": _library(),
-            "algorithm": _quickest(op, mode, times),
+            "algorithm": _quickest(op, shape[0], mode, times),
             "us": {name: round(value, 1) for name, value in times.items()},
         }
     ]

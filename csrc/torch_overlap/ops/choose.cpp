@@ -182,6 +182,15 @@ bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const T
   return (reduce_room(problem, comm, measured) > 0) == (reduce_room(problem, comm, shape) > 0);
 }
 
+// Whether it is that kernel, whose blocks would have all SMs of some rank while they wait. Eagerly
+// nothing orders it before kernels of other streams that wait, too.
+bool keeps_all_sms(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  const FusedShape shape = fused_shape(problem, *comm, fused_rows(problem, *comm));
+  return reduce_room(problem, *comm, shape) > 0 &&
+         !overlap_device(problem.op, comm->device().type())
+              .reduce_pays(shape, least_sm_count(problem, comm));
+}
+
 // What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
 // mode was measured for is better than a rule, but for "fused", which only its own entry makes safe
 // to take.
@@ -193,7 +202,10 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
     const auto tuned = measured(problem, comm, mode, need);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
-    if (*known == Algorithm::fused && !is_of_the_kernel(*tuned, problem, *comm)) continue;
+    if (*known == Algorithm::fused && (!is_of_the_kernel(*tuned, problem, *comm) ||
+                                       (!in_graph && keeps_all_sms(problem, comm)))) {
+      continue;
+    }
     const auto why = obstacle(*known, problem, comm, need);
     if (why.empty()) {
       const auto* const for_what = tuned->is_like ? " for a like size, " : ", ";

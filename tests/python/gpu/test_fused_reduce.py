@@ -240,10 +240,10 @@ def test_two_replays_at_once(comm, make_comm, seed, alone):
 def test_what_was_measured_of_few_rows_says_nothing_of_more(comm):
     x, w = (torch.empty(n, 512, dtype=torch.bfloat16, device="cuda") for n in (300, 1024))
     size, device = comm.get_size(), torch.cuda.get_device_name()
-    key = _C._tuning_key("matmul_all_reduce", 256, 1024, 512 * size, torch.bfloat16, size, device, False)
+    key = _C._tuning_key("matmul_all_reduce", 128, 1024, 512 * size, torch.bfloat16, size, device, False)
     _C._set_tuning("table", {key: "fused"})
     try:
-        found = to.explain("matmul_all_reduce", x[:250], w, comm)
+        found = to.explain("matmul_all_reduce", x[:128], w, comm)
         assert (found.algorithm, found.decided_by) == ("fused", "table")
         assert to.explain("matmul_all_reduce", x, w, comm).decided_by == "rule"
     finally:
