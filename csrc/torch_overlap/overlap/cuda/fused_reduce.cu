@@ -379,10 +379,10 @@ __device__ __forceinline__ bool tell_all(const FusedReduceParams& p, uint32_t ep
   return true;
 }
 
-// Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows.
-// What the kernel computes does not wait for it, so that a peer may have begun the next operation:
-// rows of operations take turns between two words. False: they differ, or a wait has failed.
-// Without calls: beside products of wgmma ptxas finds no registers for them.
+// Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows. No
+// other block waits for it, nor does this one but in a cluster, so that a peer may have begun the
+// next operation: rows of operations take turns between two words. False: they differ, or a wait
+// has failed. Without calls: beside products of wgmma ptxas finds no registers for them.
 __device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p, uint32_t epoch) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
