@@ -9,9 +9,9 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
   gathering and the reduction run beside whole products. Both need ranks that reach each other's memory, else they
   raise UnsupportedError; operators that exchange instead of gathering or reducing have no "bulk".
 - "fused": all_gather_matmul and matmul_reduce_scatter of float16 and bfloat16 on sm_90 by kernels of their own, which
-  wait for rows, or sum what comes while they multiply, by themselves; matmul_all_reduce of up to 256 rows by one kernel
-  that multiplies and sums, else as the latter by blocks of rows, each of which is gathered beside the next. Gradients
-  too, but for sums of several products, which go as "ring".
+  wait for rows, or sum what comes while they multiply, by themselves; matmul_all_reduce of up to 256 rows, and 8 MiB
+  that a rank sends, by one kernel that multiplies and sums, else as the latter by blocks of rows, each of which is
+  gathered beside the next. Gradients too, but for sums of several products, which go as "ring".
 - "direct", for few rows: the ranks reach into each other's memory for the operand between product and collective.
   matmul_all_reduce and matmul_reduce_scatter sum products where they lie, matmul_all_reduce_rms_norm with a norm behind
   it; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Needs what "ring" needs. Gradients

@@ -71,11 +71,8 @@ std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr
   return obstacle_of({summed.bytes > 0 ? summed : gathered}, problem, comm, need);
 }
 
-int64_t fused_rows(const OverlapProblem& problem, const TorchComm& comm) {
-  return problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
-}
-
-FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm, int64_t rows) {
+FusedShape fused_shape(const OverlapProblem& problem, const TorchComm& comm) {
+  const int64_t rows = problem.local_m > 0 ? problem.local_m : problem.chunk_rows * comm.size();
   return {.device = comm.device(),
           .types = problem.types.value_or(FusedTypes::all(problem.dtype)),
           .rows = {rows, comm.size()},
@@ -89,12 +86,19 @@ int64_t reduce_room(const OverlapProblem& problem, const TorchComm& comm, const 
   return overlap_device(problem.op, comm.device().type()).reduce_room(shape);
 }
 
+// Whether that kernel is to be taken where nothing was measured.
+bool reduce_pays(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  return problem.reduces &&
+         overlap_device(problem.op, comm->device().type())
+             .reduce_pays(fused_shape(problem, *comm), least_sm_count(problem, comm));
+}
+
 // Why the device has no fused kernel for it, or that cannot be used; empty if it can.
 std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                            Need need) {
   if (problem.local_k == 0) return concat("there is no fused kernel for this part of ", problem.op);
   OverlapDevice& device = overlap_device(problem.op, comm->device().type());
-  const FusedShape shape = fused_shape(problem, *comm, fused_rows(problem, *comm));
+  const FusedShape shape = fused_shape(problem, *comm);
   auto why = device.fused_obstacle(shape);
   if (!why.empty()) return why;
   if (const int64_t room = reduce_room(problem, *comm, shape); room > 0) {
@@ -140,11 +144,7 @@ std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
 // Where nothing was measured.
 Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       Need need) {
-  if (problem.reduces &&
-      overlap_device(problem.op, comm->device().type())
-          .reduce_pays(fused_shape(problem, *comm, fused_rows(problem, *comm)),
-                       least_sm_count(problem, comm)) &&
-      obstacle(Algorithm::fused, problem, comm, need).empty()) {
+  if (reduce_pays(problem, comm) && obstacle(Algorithm::fused, problem, comm, need).empty()) {
     return {Algorithm::fused,
             concat("one kernel multiplies and sums products of ", problem.m, " rows"), kRule};
   }
@@ -175,20 +175,19 @@ std::optional<Tuned> measured(const OverlapProblem& problem, const std::shared_p
 bool is_of_the_kernel(const Tuned& tuned, const OverlapProblem& problem, const TorchComm& comm) {
   constexpr int64_t kUnit = 64;
   const auto rounded = [](int64_t size) { return (size + kUnit - 1) / kUnit * kUnit; };
-  FusedShape measured = fused_shape(problem, comm, tuned.m);
+  const FusedShape shape = fused_shape(problem, comm);
+  FusedShape measured = shape;
+  measured.rows.rows = tuned.m;
   measured.n = rounded(tuned.n);
   measured.k = rounded(tuned.k / comm.size());
-  const FusedShape shape = fused_shape(problem, comm, fused_rows(problem, comm));
   return (reduce_room(problem, comm, measured) > 0) == (reduce_room(problem, comm, shape) > 0);
 }
 
-// Whether it is that kernel, whose blocks would have all SMs of some rank while they wait. Eagerly
-// nothing orders it before kernels of other streams that wait, too.
-bool keeps_all_sms(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
-  const FusedShape shape = fused_shape(problem, *comm, fused_rows(problem, *comm));
-  return reduce_room(problem, *comm, shape) > 0 &&
-         !overlap_device(problem.op, comm->device().type())
-              .reduce_pays(shape, least_sm_count(problem, comm));
+// Whether it is that kernel, where it may leave other streams no SM while it waits for ranks.
+// Eagerly nothing orders it before kernels there that wait, too.
+bool is_for_graphs(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm) {
+  return reduce_room(problem, *comm, fused_shape(problem, *comm)) > 0 &&
+         !reduce_pays(problem, comm);
 }
 
 // What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
@@ -203,7 +202,7 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
     if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
     if (*known == Algorithm::fused && (!is_of_the_kernel(*tuned, problem, *comm) ||
-                                       (!in_graph && keeps_all_sms(problem, comm)))) {
+                                       (!in_graph && is_for_graphs(problem, comm)))) {
       continue;
     }
     const auto why = obstacle(*known, problem, comm, need);

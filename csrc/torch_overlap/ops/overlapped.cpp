@@ -78,6 +78,11 @@ FusedTypes fused_types(const GemmArgs& args) {
           .use_split_accumulator = args.use_split_accumulator};
 }
 
+FusedShape fused_shape(const GemmArgs& args, const RowShare& rows, c10::Device device) {
+  const GemmShape shape = gemm_shape(args);
+  return {.device = device, .types = fused_types(args), .rows = rows, .n = shape.n, .k = shape.k};
+}
+
 // Whether fused kernels do all that is asked of a product.
 bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowShare& rows) {
   const GemmEpilogue& epilogue = args.epilogue;
@@ -87,14 +92,7 @@ bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowSha
       epilogue.bias_grad.defined() || epilogue.residual.defined()) {
     return false;
   }
-  const GemmShape shape = gemm_shape(args);
-  return channel.device()
-      .fused_obstacle({.device = channel.group().device(),
-                       .types = fused_types(args),
-                       .rows = rows,
-                       .n = shape.n,
-                       .k = shape.k})
-      .empty();
+  return channel.device().fused_obstacle(fused_shape(args, rows, channel.group().device())).empty();
 }
 
 }  // namespace
@@ -221,14 +219,10 @@ bool fused_reduce_gemm(std::string_view op, const std::shared_ptr<TorchComm>& co
                        const DirectProduct& problem) {
   GemmArgs args = problem.product;
   args.out = problem.out;
-  const GemmShape gemm = gemm_shape(args);
   const RowShare rows{problem.rows, comm->size()};
-  const int64_t room = overlap_device(op, comm->device().type())
-                           .reduce_room({.device = comm->device(),
-                                         .types = fused_types(args),
-                                         .rows = rows,
-                                         .n = gemm.n,
-                                         .k = gemm.k});
+  const c10::Device device = comm->device();
+  const int64_t room =
+      overlap_device(op, device.type()).reduce_room(fused_shape(args, rows, device));
   if (room == 0) return false;
   const auto channel = operator_channel(op, comm, OperatorChannel::reduce, room);
   if (!has_fused(*channel, args, rows)) return false;

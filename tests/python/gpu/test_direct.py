@@ -126,20 +126,24 @@ def test_no_rows_no_features_or_nothing_to_add_up(comm, seed, kind):
     check_eager_and_captured(comm, seed, [Problem(comm, kind, shape, torch.bfloat16) for shape in shapes])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_sums_have_the_same_bits_everywhere_and_in_every_call(comm, seed, shape, dtype, biased):
-    problem = Problem(comm, "sum", shape, dtype, biased=biased)
-    problem.fill(seed)
+def have_the_same_bits(comm, problem):
     (first,) = problem.run()
-    every = torch.empty(comm.get_size(), *first.shape, dtype=dtype, device="cuda")
+    every = torch.empty(comm.get_size(), *first.shape, dtype=first.dtype, device="cuda")
     comm.all_gather_single(every, first, async_op=False)
     for other in every:
         assert torch.equal(other, first)
     for step in range(5):
         late(comm, step)
         assert torch.equal(problem.run()[0], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_sums_have_the_same_bits_everywhere_and_in_every_call(comm, seed, shape, dtype, biased):
+    problem = Problem(comm, "sum", shape, dtype, biased=biased)
+    problem.fill(seed)
+    have_the_same_bits(comm, problem)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
@@ -155,10 +159,10 @@ def test_operands_at_any_offset(comm, seed, kind, offset):
 
 
 class Sums:
-    """An operator on small integers, whose sums are exact, beside the same without channels."""
+    """A problem on small integers, whose sums are exact, beside the same without channels."""
 
-    def __init__(self, comm, kind, shape, dtype):
-        self.problem = Problem(comm, kind, shape, dtype, biased=False)
+    def __init__(self, problem, poisonings=1):
+        self.problem, self.poisonings = problem, poisonings
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self.step = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -167,7 +171,8 @@ class Sums:
         self.step.add_(1)
         for t in (problem.x, problem.w):
             t.fill_(float("nan"))
-        problem.run()  # NaN where the next one's data lies, and where its results will
+        for _ in range(self.poisonings):
+            problem.run()  # NaN where the next one's data lies, and where its results will
         for i, t in enumerate((problem.x, problem.w)):
             at = torch.arange(t.numel(), device="cuda").view(t.shape)
             t.copy_((at * 7 + at // 13 + 3 * problem.rank + 5 * self.step + 11 * i) % 3 - 1)
@@ -177,7 +182,7 @@ class Sums:
 
 def soak_cases(comm):
     return [
-        Sums(comm, kind, shape, dtype)
+        Sums(Problem(comm, kind, shape, dtype, biased=False))
         for kind in KINDS
         for shape, dtype in (
             ((1, 64, 32), torch.bfloat16),
@@ -188,9 +193,8 @@ def soak_cases(comm):
     ]
 
 
-def test_any_order_with_late_ranks(comm, seed):
-    """Kernels of one and of two shots, and what has no kernel: eager calls and replays in turns, on one memory."""
-    cases = soak_cases(comm)
+def take_turns(comm, seed, cases):
+    """Eager calls and replays of them, in any order, with late ranks."""
     for case in cases:
         case.run()
     graphs = [capture(case.run)[0] for case in cases]
@@ -204,18 +208,28 @@ def test_any_order_with_late_ranks(comm, seed):
         cases[i].run() if eager else graphs[i].replay()
     for case in cases:
         assert case.wrong.item() == 0, (case.problem.kind, tuple(case.problem.x.shape))
+    for graph in graphs:
+        graph.reset()
+
+
+def test_any_order_with_late_ranks(comm, seed):
+    """Kernels of one and of two shots, and what has no kernel, on one memory."""
+    take_turns(comm, seed, soak_cases(comm))
+
+
+def replay_ten_thousand_times(case):
+    case.run()
+    graph, _ = capture(case.run)
+    for i in range(10_000):
+        graph.replay()
+        if i % 1000 == 999:
+            assert case.wrong.item() == 0, i
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(12))
 def test_ten_thousand_replays(comm, case):
-    one = soak_cases(comm)[case]
-    one.run()
-    graph, _ = capture(one.run)
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            assert one.wrong.item() == 0, i
+    replay_ten_thousand_times(soak_cases(comm)[case])
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "sequential", "chunked"])

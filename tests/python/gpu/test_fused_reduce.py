@@ -1,8 +1,6 @@
 """Product and all-reduce of few rows in one kernel: values of every tile, of what goes as lines and as vectors, in any
 order, with late ranks; the same bits everywhere; errors."""
 
-import random
-import time
 from datetime import timedelta
 
 import pytest
@@ -13,9 +11,12 @@ from test_direct import (
     capture,
     check_eager_and_captured,
     differ,
+    have_the_same_bits,
     late,
+    replay_ten_thousand_times,
     replay_two_at_once,
     stay_away,
+    take_turns,
 )
 
 import torch_overlap as to
@@ -77,73 +78,28 @@ def test_operands_that_lie_in_other_ways(comm, seed, rows):
 def test_sums_have_the_same_bits_everywhere_and_in_every_call(comm, seed, shape, biased):
     problem = Few(comm, shape, biased=biased)
     problem.fill(seed)
-    (first,) = problem.run()
-    every = torch.empty(comm.get_size(), *first.shape, dtype=first.dtype, device="cuda")
-    comm.all_gather_single(every, first, async_op=False)
-    for other in every:
-        assert torch.equal(other, first)
-    for step in range(5):
-        late(comm, step)
-        assert torch.equal(problem.run()[0], first)
-
-
-class Poisoned(Sums):
-    """Small integers, whose sums are exact, beside the same by a product and a collective. Before it NaN goes through
-    both slots of the memory that ranks share."""
-
-    def __init__(self, comm, shape, dtype=torch.bfloat16):
-        super().__init__(comm, "sum", shape, dtype)
-        self.fused = Few(comm, shape, dtype, biased=False)
-        self.fused.x, self.fused.w = self.problem.x, self.problem.w
-
-    def run(self):
-        problem = self.problem
-        self.step.add_(1)
-        for t in (problem.x, problem.w):
-            t.fill_(float("nan"))
-        for _ in range(2):
-            self.fused.run()
-        for i, t in enumerate((problem.x, problem.w)):
-            at = torch.arange(t.numel(), device="cuda").view(t.shape)
-            t.copy_((at * 7 + at // 13 + 3 * problem.rank + 5 * self.step + 11 * i) % 3 - 1)
-        self.wrong += (self.fused.run()[0] != problem.run("sequential")[0]).sum()
+    have_the_same_bits(comm, problem)
 
 
 SOAKED = [((1, 64, 32), torch.bfloat16), ((60, 2048, 96), torch.float16), ((128, 4096, 32), torch.bfloat16),
           ((250, 2056, 72), torch.float16), ((16, 49_168, 16), torch.bfloat16)]  # fmt: skip
 
 
+def soaked(comm, case):
+    """Both slots of the memory that ranks share have NaN before it."""
+    return Sums(Few(comm, *SOAKED[case], biased=False), poisonings=2)
+
+
 def test_any_order_with_late_ranks(comm, make_comm, seed):
-    """Lines and vectors, eager calls and replays in turns, over the memory of two communicators."""
+    """Lines and vectors, over the memory of two communicators."""
     comms = [comm, make_comm("fused_reduce_beside")]
-    cases = [Poisoned(one, *case) for one in comms for case in SOAKED]
-    for case in cases:
-        case.run()
-    graphs = [capture(case.run)[0] for case in cases]
-    draw = random.Random(seed)  # the same on all ranks
-    for _ in range(300):
-        i, behind, delay, eager = (
-            draw.randrange(len(cases)), draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3), draw.random() < 0.3
-        )  # fmt: skip
-        if comm.get_rank() == behind:
-            time.sleep(delay)
-        cases[i].run() if eager else graphs[i].replay()
-    for case in cases:
-        assert case.wrong.item() == 0, tuple(case.problem.x.shape)
-    for graph in graphs:
-        graph.reset()
+    take_turns(comm, seed, [soaked(one, case) for one in comms for case in range(len(SOAKED))])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(SOAKED)))
 def test_ten_thousand_replays(comm, case):
-    one = Poisoned(comm, *SOAKED[case])
-    one.run()
-    graph, _ = capture(one.run)
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            assert one.wrong.item() == 0, i
+    replay_ten_thousand_times(soaked(comm, case))
 
 
 def test_sizes_in_turn_with_nothing_between(comm, seed):

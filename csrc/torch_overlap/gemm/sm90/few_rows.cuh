@@ -49,12 +49,6 @@ struct FewRowsConfig {
   static constexpr int kGivenBytes = kSplit == 1 ? 0 : kOwnSums * 4 * kMultipliers;
 };
 
-template <typename Config>
-struct FewRowsBarriers {
-  uint64_t full[Config::kStages];
-  uint64_t empty[Config::kStages];
-};
-
 // Where a block is in its cluster, and which tile it computes.
 template <typename Config>
 struct FewRowsPlace {
@@ -73,7 +67,7 @@ struct FewRowsPlace {
 };
 
 template <typename Config>
-__device__ __forceinline__ void init_few_rows(FewRowsBarriers<Config>& barriers) {
+__device__ __forceinline__ void init_few_rows(SharedBarriers<Config>& barriers) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       barrier_init(shared_address(&barriers.full[i]), 1);
@@ -92,7 +86,7 @@ __device__ __forceinline__ void init_few_rows(FewRowsBarriers<Config>& barriers)
 template <typename Config>
 __device__ __forceinline__ void load_few_rows(const FewRowsParams& p,
                                               const FewRowsPlace<Config>& place, uint32_t shared,
-                                              FewRowsBarriers<Config>& barriers) {
+                                              SharedBarriers<Config>& barriers) {
   StageCursor<Config::kStages> at;
   for (int i = 0; i < place.count; ++i, at.advance()) {
     barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
@@ -115,8 +109,7 @@ __device__ __forceinline__ void load_few_rows(const FewRowsParams& p,
 // Of a warpgroup. The sums are complete afterwards, of this block's part of k.
 template <typename Config>
 __device__ __forceinline__ void multiply_few_rows(const FewRowsPlace<Config>& place,
-                                                  uint32_t shared,
-                                                  FewRowsBarriers<Config>& barriers,
+                                                  uint32_t shared, SharedBarriers<Config>& barriers,
                                                   float (&sums)[Config::kAccumulators]) {
   const int group = static_cast<int>(threadIdx.x) / 128;
   const int lane = static_cast<int>(threadIdx.x) % 32;

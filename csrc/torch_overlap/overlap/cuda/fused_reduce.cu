@@ -1,5 +1,7 @@
 #include "torch_overlap/overlap/cuda/fused_reduce.h"
 
+#include <utility>
+
 #include "torch_overlap/gemm/sm90/few_rows.cuh"
 #include "torch_overlap/overlap/cuda/operation.cuh"
 #include "torch_overlap/symm/cuda/line_device.h"
@@ -31,8 +33,6 @@
 namespace torch_overlap::cuda {
 namespace {
 
-using sm90::VectorType;
-
 // One thread's part of a tile, rounded: two neighbouring rows of a feature in each word, 16 rows in
 // four words.
 template <typename Config>
@@ -43,9 +43,8 @@ struct Part {
   static constexpr int kVectors = kWords / 4;
   // From a line or vector of a thread to its next one.
   static constexpr int kStep = Config::kMultipliers * 16;
-  // Outputs in shared memory, where stages were, behind what the other half gives.
-  static constexpr int kOutputsAt = Config::kGivenBytes;
-  static_assert(kOutputsAt + Config::kOwnRows * Config::kFeatures * 2 <=
+  // Outputs lie in shared memory behind what the other half gives, where stages were.
+  static_assert(Config::kGivenBytes + Config::kOwnRows * Config::kFeatures * 2 <=
                 Config::kStages * Config::kStageBytes);
 };
 
@@ -129,7 +128,7 @@ class Outputs {
         group_(static_cast<int>(threadIdx.x) / 128),
         first_feature_(place.feature + 64 * group_),
         first_row_(place.part * Config::kOwnRows),
-        shared_(shared + Part<Config>::kOutputsAt + group_ * Config::kOwnRows * 128) {
+        shared_(shared + Config::kGivenBytes + group_ * Config::kOwnRows * 128) {
     if (p.bias == nullptr) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -422,7 +421,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fused_reduce_kernel(__grid_constant__ const FusedReduceParams p) {
   extern __shared__ char dynamic[];
-  __shared__ sm90::FewRowsBarriers<Config> barriers;
+  __shared__ sm90::SharedBarriers<Config> barriers;
   const uint32_t shared = (sm90::shared_address(dynamic) + 1023) & ~uint32_t{1023};
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
