@@ -25,25 +25,26 @@ struct Limits {
   size_t ll;
   size_t push;
   size_t two_shot;
+  size_t bulk;      // from how many bytes on, where it can; before the rest
   size_t norm = 0;  // of all_reduce, with an RMSNorm in the kernel
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, kMi},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, kMi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 256 * kKi},
-    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0},
-    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0},
-    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0},
-    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0},
-    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0},
-    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0},
-    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0},
-    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0},
+    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, 4 * kMi, kMi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi},
+    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0, 0},
+    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0, 0},
 };
 
 const Limits* limits_of(Primitive primitive, int size) {
@@ -111,6 +112,17 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
                         most_push_blocks(problem.size), G::kVectors);
 }
 
+// Large chunks in few blocks.
+DirectPlan plan_bulk(const DirectProblem& problem) {
+  if (!problem.has_bulk || problem.bytes % G::kVectorBytes != 0) return {};
+  constexpr size_t kVectorsOfBlock = 256;
+  const bool has_slices = problem.primitive == Primitive::all_reduce && problem.size > 2;
+  const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
+  return share_out(DirectProtocol::bulk, divide_up(part, G::kVectorBytes), kVectorsOfBlock,
+                   G::most_bulk_blocks(problem.size),
+                   static_cast<int>(G::bulk_bytes(problem.size)) / G::kVectorBytes);
+}
+
 // Of two ranks both ways send as much.
 DirectPlan plan_large(const DirectProblem& problem) {
   const bool has_two_shots = problem.primitive == Primitive::all_reduce && problem.size > 2;
@@ -146,8 +158,8 @@ DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
   return {};
 }
 
-constexpr std::string_view kModeNames[] = {"off",  "auto",     "always",   "ll",
-                                           "push", "two_shot", "zero_copy"};
+constexpr std::string_view kModeNames[] = {"off",  "auto",     "always", "ll",
+                                           "push", "two_shot", "bulk",   "zero_copy"};
 
 }  // namespace
 
@@ -157,8 +169,8 @@ DirectMode parse_direct_mode(std::string_view text, std::string_view what) {
   const std::string name = to_lower(text);
   const auto* const found = std::find(std::begin(kModeNames), std::end(kModeNames), name);
   TORCH_OVERLAP_CHECK(found != std::end(kModeNames), kValue, what,
-                      ": expected off, auto, always, ll, push, two_shot or zero_copy, got '", text,
-                      "'");
+                      ": expected off, auto, always, ll, push, two_shot, bulk or zero_copy, got '",
+                      text, "'");
   return static_cast<DirectMode>(found - std::begin(kModeNames));
 }
 
@@ -172,6 +184,8 @@ std::string_view to_string(DirectProtocol protocol) {
       return "direct_push";
     case DirectProtocol::two_shot:
       return "direct_two_shot";
+    case DirectProtocol::bulk:
+      return "direct_bulk";
   }
   return "unknown";
 }
@@ -206,6 +220,8 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
       return plan_push(problem);
     case DirectMode::two_shot:
       return problem.primitive == Primitive::all_reduce ? plan_two_shot(problem) : DirectPlan{};
+    case DirectMode::bulk:
+      return plan_bulk(problem);
     case DirectMode::zero_copy:
       return plan_zero_copy(problem);
     case DirectMode::automatic:
@@ -219,8 +235,14 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }
+  if (limits->bulk > 0 && problem.bytes >= limits->bulk) {
+    if (const auto plan = plan_bulk(problem)) return plan;
+  }
   if (problem.bytes <= limits->push) return plan_push(problem);
   if (problem.bytes <= limits->two_shot) return plan_two_shot(problem);
+  if (is_always) {
+    if (const auto plan = plan_bulk(problem)) return plan;
+  }
   return is_always ? plan_large(problem) : DirectPlan{};
 }
 

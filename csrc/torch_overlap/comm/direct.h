@@ -20,6 +20,7 @@ enum class DirectProtocol : uint8_t {
   ll,        // lines of 12 bytes that carry their own epoch
   push,      // 16-byte stores, then a flag for each block
   two_shot,  // all_reduce as push of slices to their owners, and of their sums to all
+  bulk,      // chunks by bulk copies; an all_reduce of more than two ranks by two shots
 };
 TORCH_OVERLAP_API std::string_view to_string(DirectProtocol protocol);
 struct DirectPlan;
@@ -34,6 +35,8 @@ struct DirectProblem {
   size_t row_bytes = 0;  // an all_reduce with an RMSNorm behind it: of a row; else 0
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
+  // All ranks' GPUs have bulk copies.
+  bool has_bulk = false;
   // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.
   bool has_windows = false;
 };

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 namespace torch_overlap {
 
 // What a rank keeps for the others to write to, for each block of a kernel. Two rounds of lines and
@@ -21,6 +24,17 @@ struct DirectGeometry {
   static constexpr int kPushBlocksOf4 = 128;
   static constexpr int kPushBlocksOf8 = 64;
   static constexpr int kMostRowBlocks = 8;  // a cluster that any GPU with clusters can hold
+  // Kernels that move chunks by bulk copies: few blocks, large chunks.
+  static constexpr int most_bulk_blocks(int size) { return size <= 2 ? 64 : 32; }
+  static constexpr int kBulkAhead = 8;               // rounds that are under way at most
+  static constexpr int kBulkSlots = 2 * kBulkAhead;  // rounds, of each kind of data
+  // Of a chunk at most: parts of all ranks have to fit shared memory.
+  static constexpr uint32_t bulk_bytes(int size) {
+    if (size <= 2) return 16384;
+    return size <= 4 ? 8192 : 4096;
+  }
+  // An all_reduce of more than two ranks also has slots for sums.
+  static constexpr int bulk_kinds(int size) { return size <= 2 ? 1 : 2; }
 };
 
 }  // namespace torch_overlap

@@ -157,7 +157,7 @@ TEST(Direct, ModesHaveNames) {
     EXPECT_EQ(error.kind(), ErrorKind::kValue);
     EXPECT_STREQ(error.what(),
                  "hint direct_collectives: expected off, auto, always, ll, push, "
-                 "two_shot or zero_copy, got 'maybe'");
+                 "two_shot, bulk or zero_copy, got 'maybe'");
   }
 }
 
@@ -165,6 +165,68 @@ TEST(Direct, AnOperationsHintIsTaken) {
   EXPECT_FALSE(op_hints({}).direct);
   EXPECT_EQ(op_hints({{"direct_collectives", "off"}}).direct, DirectMode::off);
   EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
+}
+
+// --- Bulk copies ---------------------------------------------------------------------------------
+
+DirectPlan bulk_plan(Primitive primitive, int size, size_t bytes, DirectMode mode) {
+  auto problem = problem_of(primitive, size, bytes);
+  problem.has_bulk = true;
+  return plan_direct(problem, mode);
+}
+
+TEST(Direct, BulkCopiesWantWholeVectorsAndAGpuThatHasThem) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (const size_t bytes : {size_t{16}, kMi, 256 * kMi}) {
+        const DirectPlan plan = bulk_plan(primitive, size, bytes, DirectMode::bulk);
+        EXPECT_EQ(plan.protocol, DirectProtocol::bulk);
+        EXPECT_EQ(to_string(plan), "direct_bulk");
+        EXPECT_FALSE(bulk_plan(primitive, size, bytes + 8, DirectMode::bulk));
+        EXPECT_FALSE(plan_direct(problem_of(primitive, size, bytes), DirectMode::bulk));
+      }
+    }
+  }
+}
+
+TEST(Direct, BulkCopiesTakeWhatIsLarge) {
+  for (const Primitive primitive : kDirect) {
+    const auto of_two = [&](size_t bytes, DirectMode mode = DirectMode::automatic) {
+      return bulk_plan(primitive, 2, bytes, mode).protocol;
+    };
+    EXPECT_EQ(of_two(kMi), DirectProtocol::push);
+    EXPECT_EQ(of_two(8 * kMi), DirectProtocol::bulk);
+    EXPECT_EQ(of_two(8 * kMi + 8), DirectProtocol::push);
+    EXPECT_EQ(of_two(1024 * kMi), DirectProtocol::bulk);
+    EXPECT_EQ(of_two(1024 * kMi + 8), DirectProtocol::none);
+    EXPECT_EQ(of_two(1024 * kMi + 8, DirectMode::always), DirectProtocol::push);
+    for (int size = 3; size <= G::kMostRanks; ++size) {
+      EXPECT_NE(bulk_plan(primitive, size, 8 * kMi, DirectMode::automatic).protocol,
+                DirectProtocol::bulk);
+      EXPECT_EQ(bulk_plan(primitive, size, 64 * kMi, DirectMode::always).protocol,
+                DirectProtocol::bulk);
+    }
+  }
+}
+
+// Every plan fits the memory of a channel, and its rounds cover the message.
+TEST(Direct, PlansOfBulkCopiesFitTheMemory) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (size_t bytes = 16; bytes < 64 * kMi; bytes += 16 + bytes / 48 * 16) {
+        const DirectPlan plan = bulk_plan(primitive, size, bytes, DirectMode::bulk);
+        ASSERT_GE(plan.blocks, 1);
+        ASSERT_LE(plan.blocks, G::most_bulk_blocks(size));
+        ASSERT_GE(plan.chunk, 1U);
+        ASSERT_LE(plan.chunk * G::kVectorBytes, G::bulk_bytes(size));
+        const bool has_slices = primitive == Primitive::all_reduce && size > 2;
+        const size_t part = has_slices ? (bytes + size - 1) / size : bytes;
+        const size_t vectors = (part + G::kVectorBytes - 1) / G::kVectorBytes;
+        const size_t chunks = (vectors + plan.chunk - 1) / plan.chunk;
+        ASSERT_LE(static_cast<size_t>(plan.blocks), chunks + plan.blocks / 2 + 1);
+      }
+    }
+  }
 }
 
 // --- Tensors in windows --------------------------------------------------------------------------

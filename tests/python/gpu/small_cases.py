@@ -82,7 +82,7 @@ WAYS = [("all_reduce", "two_shot")] + [
     (name, mode)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
     for mode in ("ll", "push")
-]
+] + [(name, "bulk") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]  # fmt: skip
 
 
 def call_of(comm, name):

@@ -225,7 +225,7 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel", "fused_sum_kernel")
 NARROW = ("begin_kernel", "await_kernel")
 COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "push_copy_kernel", "push_reduce_kernel",
-               "push_norm_kernel", "two_shot_kernel", "zero_copy", "nccl")  # fmt: skip
+               "push_norm_kernel", "two_shot_kernel", "bulk_kernel", "zero_copy", "nccl")  # fmt: skip
 # What must be found, with sequence parallelism and without.
 WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:4], WIDE[3:4]), "ring": (NARROW, NARROW),
         "bulk": (NARROW, ()), "chunked": ((), ()), "auto": ((), ())}  # fmt: skip

@@ -286,7 +286,7 @@ def test_a_bad_mode_is_an_error(comm):
     x = torch.ones(4, device="cuda")
     with pytest.raises(
         to.InvalidValueError,
-        match="hint direct_collectives: expected off, auto, always, ll, push, two_shot or zero_copy, got 'fast'",
+        match="hint direct_collectives: expected off, auto, always, ll, push, two_shot, bulk or zero_copy, got 'fast'",
     ):
         comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "fast"})
 

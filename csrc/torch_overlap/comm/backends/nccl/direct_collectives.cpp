@@ -9,6 +9,7 @@
 #include <future>
 #include <thread>
 
+#include "torch_overlap/comm/backends/nccl/aligned_parts.h"
 #include "torch_overlap/comm/backends/nccl/reduction.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/bounded.h"
@@ -242,14 +243,20 @@ unsigned int threads_of(uint32_t chunk) {
   return std::min<uint32_t>((chunk + kWarp - 1) / kWarp * kWarp, DirectGeometry::kThreads);
 }
 
+// An all_reduce as slices, each added up by its owner.
+bool is_sliced(const Call& call, const DirectPlan& plan, int size) {
+  if (plan.protocol == DirectProtocol::two_shot) return true;
+  return plan.protocol == DirectProtocol::bulk && call.primitive == Primitive::all_reduce &&
+         size > 2;
+}
+
 // In a reduction, and in an operation of slices, all ranks talk alike.
-void set_chunks(DirectParams& params, const Call& call, DirectProtocol protocol, size_t unit) {
-  if (protocol == DirectProtocol::two_shot) {
+void set_chunks(DirectParams& params, const Call& call, bool has_slices, size_t unit) {
+  if (has_slices) {
     const size_t even = (params.send_bytes[0] + params.size - 1) / params.size;
     params.send_bytes[1] = (even + unit - 1) / unit * unit;
   }
-  const size_t alike =
-      protocol == DirectProtocol::two_shot ? params.send_bytes[1] : params.send_bytes[0];
+  const size_t alike = has_slices ? params.send_bytes[1] : params.send_bytes[0];
   for (int r = 0; r < params.size; ++r) {
     if (r == params.rank) continue;
     const size_t bytes =
@@ -326,6 +333,9 @@ void DirectCollectives::load() {
   cuda::check(cuda::load_line_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
+  if (has_hopper_code_) {
+    cuda::check(cuda::load_bulk_kernels(), "direct collectives: loading kernels");
+  }
   cuda::check(cuda::load_norm_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_zero_copy_kernels(), "direct collectives: loading kernels");
   runtime_->waits();
@@ -337,6 +347,7 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   auto problem = problem_of(call, context_.size);
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
+  problem->has_bulk = has_hopper_code_;
   problem->has_windows = has_windows_;
   const DirectPlan plan = plan_direct(*problem, call.direct);
   if (!plan) return {};
@@ -431,6 +442,7 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
   params.rank = context_.rank;
   params.size = context_.size;
   params.vectors_at = DirectLayout::vectors(params.size);
+  params.bulk_at = DirectLayout::bulk(params.size, most_push_blocks(params.size));
   const size_t channel = is_capturing ? memory.channel_bytes : 0;
   for (int r = 0; r < params.size; ++r) {
     params.base[r] = static_cast<char*>(memory.symmetric->pointer(r)) + channel;
@@ -455,7 +467,10 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
     params.op = reduction.op;
     if (has_lines) unit = line_data(reduction.type);
   }
-  set_chunks(params, call, plan.protocol, unit);
+  const bool has_slices = is_sliced(call, plan, params.size);
+  std::optional<AlignedParts> aligned;
+  if (plan.protocol == DirectProtocol::bulk) aligned.emplace(params, stream);
+  set_chunks(params, call, has_slices, unit);
 
   cudaError_t status = cudaSuccess;
   if (plan.row_blocks > 0) {
@@ -474,6 +489,13 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
     } else {
       status = launch_zero_copy_all_reduce(reduction.type, params, window, launch);
     }
+  } else if (plan.protocol == DirectProtocol::bulk) {
+    if (!is_reduction(call.primitive)) {
+      status = launch_bulk_copy(params, launch);
+    } else {
+      status = has_slices ? launch_bulk_two_shot(reduction.type, params, launch)
+                          : launch_bulk_reduce(reduction.type, params, launch);
+    }
   } else if (!is_reduction(call.primitive)) {
     status = has_lines ? launch_line_copy(params, launch) : launch_push_copy(params, launch);
   } else if (plan.protocol == DirectProtocol::two_shot) {
@@ -483,6 +505,7 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
                        : launch_push_reduce(reduction.type, params, launch);
   }
   cuda::check(status, call.describe());
+  if (aligned) aligned->copy_back();
 }
 
 void launch_rms_norm(const Call& call, cudaStream_t stream) {

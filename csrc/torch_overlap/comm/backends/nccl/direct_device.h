@@ -107,13 +107,17 @@ __device__ __forceinline__ void leave_block(const DirectParams& p, bool is_taken
 }
 
 // False: nothing may be sent.
-__device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& state) {
-  begin_kernel(p);
+__device__ __forceinline__ bool enter_block(const DirectParams& p, BlockState& state) {
   const auto thread = static_cast<int>(threadIdx.x);
   const Entry entry = enter_block(p);
   if (thread < p.size) state.epoch[thread] = *static_cast<volatile uint32_t*>(epoch_of(p, thread));
   if (thread == 0) state.is_taken = entry.is_taken != 0;
   return may_send(p, entry);
+}
+
+__device__ __forceinline__ bool begin_block(const DirectParams& p, BlockState& state) {
+  begin_kernel(p);
+  return enter_block(p, state);
 }
 
 // `has_rounds`: but for those with each peer, all that was done is in `state`.
@@ -157,9 +161,9 @@ inline constexpr int kLooks = 64;
 static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint32_t* word, int peer,
                                               uint32_t expected, uint32_t slots) {
   constexpr uint64_t kSpinNs = 200'000;
-  // All threads of a kernel may wait: one of them looks at the host's word often, as long as it
-  // waits itself. Thread 0 waits for no flag of rank 0.
-  const bool is_lookout = blockIdx.x == 0 && threadIdx.x == (p.rank == 0 ? 1 : 0);
+  // All threads of a kernel may wait: a few look at the host's word often, as long as they wait
+  // themselves. One of the first two of a warp waits for another rank, if any thread of it does.
+  const bool is_lookout = blockIdx.x == 0 && threadIdx.x % kWarp <= 1;
   const uint64_t look_interval = is_lookout ? kLookAtHostNs : kManyLookAtHostNs;
   const uint64_t begin = now_ns();
   uint64_t look_at_host = begin + look_interval;
@@ -214,6 +218,22 @@ __device__ __forceinline__ char* vectors_of(const DirectParams& p, int owner, in
       (size_t{blockIdx.x} * G::kVectorSlots + epoch % G::kVectorSlots) * size_of<Case>(p);
   return p.base[owner] + p.vectors_at + (slot + source) * DirectLayout::vectors_of_one_rank();
 }
+
+// --- Slices, in an all_reduce by two shots: of rank r, which adds it up.
+
+struct Slice {
+  uint64_t begin;  // in the message
+  uint64_t bytes;
+};
+
+__device__ __forceinline__ Slice slice_of(const DirectParams& p, int rank) {
+  const uint64_t all = p.send_bytes[0];
+  const uint64_t each = p.send_bytes[1];  // of every slice but the last ones
+  const uint64_t begin = min(rank * each, all);
+  return {begin, min(each, all - begin)};
+}
+
+// --- The ranks around this one
 
 // The rank `k` places after this one, and before it, in a ring.
 template <typename Case>
@@ -275,10 +295,10 @@ __device__ __forceinline__ void raise_flag(const DirectParams& p, const BlockSta
 }
 
 // Returns when the peer has raised its flag. True if it never did.
+template <uint32_t kSlots = G::kVectorSlots>
 __device__ __forceinline__ bool await_flag(const DirectParams& p, int kind, int peer,
                                            uint32_t expected) {
   const uint32_t* const flag = flag_of(p, kind, p.rank, peer);
-  constexpr uint32_t kSlots = G::kVectorSlots;
   for (int looks = 1; !is_there(load_acquire(flag), expected, kSlots); ++looks) {
     if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected, kSlots)) return true;
   }
@@ -312,6 +332,7 @@ cudaError_t launch_direct(Kernel kernel, const DirectLaunch& launch, const Param
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = launch.stream;
   config.attrs = attributes;
   config.numAttrs = count;

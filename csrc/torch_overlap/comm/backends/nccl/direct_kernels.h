@@ -21,6 +21,7 @@ namespace torch_overlap::cuda {
 //   places   of each block, slot and source: a line that says where a rank's tensor lies
 //   lines    of each block, slot and source
 //   vectors  the same, for push
+//   bulk     the same, for bulk copies: parts, and of more than two ranks sums
 struct DirectLayout {
   using G = DirectGeometry;
   static constexpr size_t kEpochs = 0;
@@ -38,8 +39,12 @@ struct DirectLayout {
   static constexpr size_t vectors(int size) {
     return kLines + size_t{G::kMostLineBlocks} * G::kLineSlots * size * lines_of_one_rank();
   }
-  static constexpr size_t bytes(int size, int most_blocks) {
+  static constexpr size_t bulk(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
+  }
+  static constexpr size_t bytes(int size, int most_blocks) {
+    return bulk(size, most_blocks) + size_t{G::kBulkSlots} * G::most_bulk_blocks(size) *
+                                         G::bulk_kinds(size) * (size - 1) * G::bulk_bytes(size);
   }
 };
 
@@ -58,6 +63,7 @@ struct DirectParams {
   uint32_t most_chunks;                         // of all peers
   uint32_t chunk;                               // units: see DirectPlan
   uint64_t vectors_at;                          // DirectLayout::vectors(size)
+  uint64_t bulk_at;                             // DirectLayout::bulk(size, most_blocks)
   bool one_source;                              // all of `send` are the same
   int32_t rank;
   int32_t size;
@@ -79,7 +85,8 @@ struct DirectLaunch {
   unsigned int threads;
   bool dependent;  // programmatic dependent launch, where has_hopper_code()
   cudaStream_t stream;
-  unsigned int cluster = 1;  // blocks of a cluster, where has_hopper_code()
+  unsigned int cluster = 1;       // blocks of a cluster, where has_hopper_code()
+  unsigned int shared_bytes = 0;  // beside what the kernel has itself
 };
 
 // RMSNorm (comm/call.h) of rows of `row_bytes`, in the kernel of an all_reduce or behind it.
@@ -104,6 +111,14 @@ cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
 // send[0] of all ranks, reduced, to recv[0] of all: slice r by rank r.
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch);
+
+// The same by bulk copies, where has_hopper_code(), of whole vectors that are aligned as such. An
+// all_reduce of more than two ranks is by two shots: chunks are of slices.
+cudaError_t launch_bulk_copy(const DirectParams& params, const DirectLaunch& launch);
+cudaError_t launch_bulk_reduce(DirectType type, const DirectParams& params,
+                               const DirectLaunch& launch);
+cudaError_t launch_bulk_two_shot(DirectType type, const DirectParams& params,
+                                 const DirectLaunch& launch);
 
 // launch_push_copy, launch_push_reduce of a reduce_scatter, and an all_reduce by either protocol,
 // of whole vectors: without copies where the tensors of all ranks lie in one window.
@@ -135,6 +150,7 @@ cudaError_t load_line_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
 cudaError_t load_zero_copy_kernels();
+cudaError_t load_bulk_kernels();
 cudaError_t load_norm_kernels();
 cudaError_t load_norm_alone();
 

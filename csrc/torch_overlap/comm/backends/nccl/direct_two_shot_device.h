@@ -9,18 +9,6 @@ namespace torch_overlap::cuda {
 // Slices come to the first half of a slot, sums to the second.
 inline constexpr size_t kSumsAt = DirectLayout::vectors_of_one_rank() / 2;
 
-struct Slice {
-  uint64_t begin;  // in the message
-  uint64_t bytes;
-};
-
-__device__ __forceinline__ Slice slice_of(const DirectParams& p, int rank) {
-  const uint64_t all = p.send_bytes[0];
-  const uint64_t each = p.send_bytes[1];  // of every slice but the last ones
-  const uint64_t begin = min(rank * each, all);
-  return {begin, min(each, all - begin)};
-}
-
 template <typename Case>
 __device__ __forceinline__ void send_slices(const DirectParams& p, const BlockState& state,
                                             uint32_t chunk, uint32_t round) {
