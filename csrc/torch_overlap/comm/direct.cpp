@@ -14,35 +14,37 @@ using G = DirectGeometry;
 constexpr size_t kKi = 1024;
 constexpr size_t kMi = 1024 * kKi;
 
-// Up to how many bytes (DirectProblem::bytes) each protocol is taken; 0: never. Rows of two and
-// four ranks: where the protocols cross on H200s in a graph; of more ranks: below where prototypes
-// did. NCCL has what is larger. Of four ranks push alone is quicker than NCCL for four times as
-// much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a block on nearly every
-// SM, which products beside it would miss.
+// Up to how many bytes (DirectProblem::bytes) each protocol is taken, and bulk copies from how many
+// on; 0: never. The row of two ranks: where the protocols cross on H100s in a graph
+// (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
+// below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
+// NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
+// block on nearly every SM, which products beside it would miss.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
   size_t ll;
   size_t push;
   size_t two_shot;
-  size_t bulk;      // from how many bytes on, where it can; before the rest
-  size_t norm = 0;  // of all_reduce, with an RMSNorm in the kernel
+  size_t bulk;         // before push and two_shot, where it can
+  size_t norm = 0;     // of all_reduce, with an RMSNorm in the kernel
+  size_t norm_ll = 0;  // the same by lines
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 192 * kKi, 16 * kMi, 0, 4 * kMi, kMi},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi},
-    {Primitive::all_gather, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_reduce, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
+    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
+    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
+    {Primitive::all_gather, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0, 0},
     {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::reduce_scatter, 2, 192 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::reduce_scatter, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0, 0},
     {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::all_to_all, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_to_all, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0, 0},
     {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::broadcast, 2, 256 * kKi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::broadcast, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0, 0},
     {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0, 0},
 };
@@ -68,18 +70,22 @@ DirectPlan share_out(DirectProtocol protocol, size_t units, size_t units_for_a_b
   return {protocol, static_cast<int>(blocks), static_cast<uint32_t>(chunk)};
 }
 
+// More than one block on an SM only where there would be rounds.
+int blocks_for(size_t units, int most_units, int most_blocks) {
+  const bool has_rounds = units > size_t{kBlocksAlone} * most_units;
+  return has_rounds ? most_blocks : std::min(most_blocks, kBlocksAlone);
+}
+
 DirectPlan plan_lines(const DirectProblem& problem) {
-  return share_out(DirectProtocol::ll, divide_up(problem.bytes, problem.line_data), kUnitsOfBlock,
-                   G::kMostLineBlocks, G::kLines);
+  const size_t lines = divide_up(problem.bytes, problem.line_data);
+  return share_out(DirectProtocol::ll, lines, kUnitsOfBlock,
+                   blocks_for(lines, G::kLines, G::most_line_blocks(problem.size)), G::kLines);
 }
 
 DirectPlan plan_push(const DirectProblem& problem) {
   const size_t vectors = divide_up(problem.bytes, G::kVectorBytes);
-  const int most = most_push_blocks(problem.size);
-  // More than one block on an SM only where there would be rounds.
-  const bool has_rounds = vectors > size_t{kBlocksAlone} * G::kVectors;
   return share_out(DirectProtocol::push, vectors, kUnitsOfBlock,
-                   has_rounds ? most : std::min(most, kBlocksAlone), G::kVectors);
+                   blocks_for(vectors, G::kVectors, most_push_blocks(problem.size)), G::kVectors);
 }
 
 // A slot holds a slice on its way to its owner, and its sum on the way back.
@@ -105,7 +111,7 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
   const size_t rows = problem.bytes / problem.row_bytes;
   if (protocol == DirectProtocol::ll) {
     return share_out_rows(protocol, rows, divide_up(problem.row_bytes, problem.line_data), false,
-                          G::kMostLineBlocks, G::kLines);
+                          std::min(G::most_line_blocks(problem.size), kBlocksAlone), G::kLines);
   }
   if (problem.row_bytes % G::kVectorBytes != 0) return {};
   return share_out_rows(protocol, rows, problem.row_bytes / G::kVectorBytes, true,
@@ -118,8 +124,9 @@ DirectPlan plan_bulk(const DirectProblem& problem) {
   constexpr size_t kVectorsOfBlock = 256;
   const bool has_slices = problem.primitive == Primitive::all_reduce && problem.size > 2;
   const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
-  return share_out(DirectProtocol::bulk, divide_up(part, G::kVectorBytes), kVectorsOfBlock,
-                   G::most_bulk_blocks(problem.size),
+  const int room = G::most_bulk_blocks(problem.size);
+  const int most = problem.most_bulk_blocks > 0 ? std::min(problem.most_bulk_blocks, room) : room;
+  return share_out(DirectProtocol::bulk, divide_up(part, G::kVectorBytes), kVectorsOfBlock, most,
                    static_cast<int>(G::bulk_bytes(problem.size)) / G::kVectorBytes);
 }
 
@@ -145,13 +152,14 @@ DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, const Limits
   const bool is_chosen = mode == DirectMode::automatic || mode == DirectMode::always;
   if (!is_chosen || problem.bytes > limits.norm) return {};
   const auto lines =
-      problem.bytes <= limits.ll ? plan_rows(problem, DirectProtocol::ll) : DirectPlan{};
+      problem.bytes <= limits.norm_ll ? plan_rows(problem, DirectProtocol::ll) : DirectPlan{};
   return lines ? lines : plan_rows(problem, DirectProtocol::push);
 }
 
 // The most that two ranks say to each other is unknown: all blocks, whole chunks.
 DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
-  if (mode == DirectMode::ll) return {DirectProtocol::ll, G::kMostLineBlocks, G::kLines};
+  if (mode == DirectMode::ll)
+    return {DirectProtocol::ll, G::most_line_blocks(problem.size), G::kLines};
   if (mode == DirectMode::always || mode == DirectMode::push) {
     return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
   }
@@ -228,7 +236,8 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
     case DirectMode::always:
       break;
   }
-  if (problem.bytes <= limits->ll) return plan_lines(problem);
+  // The limit is for lines of 12 bytes: with 8 there are as many for less.
+  if (problem.bytes * 12 <= limits->ll * problem.line_data) return plan_lines(problem);
   const bool is_always = mode == DirectMode::always;
   // Not by itself: a round more is what tensors outside of windows pay for it, and those within
   // hardly gain (benchmarks/results/bench_collectives*-h100-80gb-hbm3-tp2-*.json).

@@ -37,6 +37,7 @@ struct DirectProblem {
   bool is_uniform = true;
   // All ranks' GPUs have bulk copies.
   bool has_bulk = false;
+  int most_bulk_blocks = 0;  // fewer than it would take; 0: as it likes
   // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.
   bool has_windows = false;
 };

@@ -11,7 +11,8 @@ struct DirectGeometry {
   static constexpr int kMostRanks = 8;
   static constexpr int kThreads = 256;     // at most, of a block
   static constexpr int kMostBlocks = 256;  // of any kernel
-  static constexpr int kMostLineBlocks = 128;
+  // Lines, of two ranks and of more: two rounds of all blocks are 8 MiB at most.
+  static constexpr int most_line_blocks(int size) { return size <= 2 ? 256 : 128; }
   static constexpr int kLineBytes = 16;    // 12 of data, or one element of 8 bytes
   static constexpr int kLines = kThreads;  // of a block in a round, from each rank: one a thread
   static constexpr int kVectorBytes = 16;  // a store of push

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "torch_overlap/base/errors.h"
 
 namespace torch_overlap {
@@ -42,9 +44,10 @@ TEST(Direct, LinesForSmallMessagesThenPushThenNccl) {
       EXPECT_EQ(protocol_of(primitive, size, 1, DirectMode::automatic), DirectProtocol::ll);
       EXPECT_EQ(protocol_of(primitive, size, 64 * kKi, DirectMode::automatic), DirectProtocol::ll);
       EXPECT_EQ(protocol_of(primitive, size, 256 * kKi + 1, DirectMode::automatic),
-                size > 4 && primitive != Primitive::all_reduce ? DirectProtocol::none
-                : size > 4                                     ? DirectProtocol::two_shot
-                                                               : DirectProtocol::push);
+                size == 2                                        ? DirectProtocol::ll
+                : size > 4 && primitive != Primitive::all_reduce ? DirectProtocol::none
+                : size > 4                                       ? DirectProtocol::two_shot
+                                                                 : DirectProtocol::push);
       EXPECT_EQ(protocol_of(primitive, size, 256 * kMi, DirectMode::automatic),
                 DirectProtocol::none);
       EXPECT_NE(protocol_of(primitive, size, 256 * kMi, DirectMode::always), DirectProtocol::none);
@@ -118,7 +121,7 @@ TEST(Direct, PlansFitTheMemory) {
           ASSERT_GE(plan.chunk, 1U);
           const bool has_lines = plan.protocol == DirectProtocol::ll;
           const bool is_two_shot = plan.protocol == DirectProtocol::two_shot;
-          ASSERT_LE(plan.blocks, has_lines ? G::kMostLineBlocks : most_push_blocks(size));
+          ASSERT_LE(plan.blocks, has_lines ? G::most_line_blocks(size) : most_push_blocks(size));
           ASSERT_LE(plan.chunk, has_lines ? G::kLines : G::kVectors / (is_two_shot ? 2 : 1));
           const size_t unit = has_lines ? line_data : G::kVectorBytes;
           const size_t part = is_two_shot ? (bytes + size - 1) / size : bytes;
@@ -131,6 +134,15 @@ TEST(Direct, PlansFitTheMemory) {
       }
     }
   }
+}
+
+TEST(Direct, LinesOfEightBytesEndSooner) {
+  auto problem = problem_of(Primitive::all_reduce, 2, 4 * kMi);
+  EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll);
+  problem.line_data = 8;
+  EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::push);
+  problem.bytes = 2 * kMi;
+  EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll);
 }
 
 TEST(Direct, LinesOfOneMessageAreOneRound) {
@@ -194,8 +206,8 @@ TEST(Direct, BulkCopiesTakeWhatIsLarge) {
     const auto of_two = [&](size_t bytes, DirectMode mode = DirectMode::automatic) {
       return bulk_plan(primitive, 2, bytes, mode).protocol;
     };
-    EXPECT_EQ(of_two(kMi), DirectProtocol::push);
-    EXPECT_EQ(of_two(8 * kMi), DirectProtocol::bulk);
+    EXPECT_EQ(of_two(4 * kMi), DirectProtocol::ll);
+    EXPECT_EQ(of_two(4 * kMi + 16), DirectProtocol::bulk);
     EXPECT_EQ(of_two(8 * kMi + 8), DirectProtocol::push);
     EXPECT_EQ(of_two(1024 * kMi), DirectProtocol::bulk);
     EXPECT_EQ(of_two(1024 * kMi + 8), DirectProtocol::none);
@@ -206,6 +218,16 @@ TEST(Direct, BulkCopiesTakeWhatIsLarge) {
       EXPECT_EQ(bulk_plan(primitive, size, 64 * kMi, DirectMode::always).protocol,
                 DirectProtocol::bulk);
     }
+  }
+}
+
+TEST(Direct, BulkCopiesTakeNoMoreBlocksThanTheyMay) {
+  auto problem = problem_of(Primitive::all_gather, 2, 64 * kMi);
+  problem.has_bulk = true;
+  for (const int most : {0, 1, 24, 1000}) {
+    problem.most_bulk_blocks = most;
+    const int expected = most == 0 ? 64 : std::min(most, 64);
+    EXPECT_EQ(plan_direct(problem, DirectMode::automatic).blocks, expected);
   }
 }
 
@@ -309,7 +331,7 @@ TEST(DirectNorm, ClustersHaveWholeRows) {
           const size_t room = plan.row_blocks * plan.chunk * unit;
           EXPECT_LE(plan.row_blocks, G::kMostRowBlocks);
           EXPECT_EQ(plan.blocks % plan.row_blocks, 0);
-          EXPECT_LE(plan.blocks, has_lines ? G::kMostLineBlocks : most_push_blocks(size));
+          EXPECT_LE(plan.blocks, has_lines ? G::most_line_blocks(size) : most_push_blocks(size));
           EXPECT_LE(plan.blocks, static_cast<int>(rows) * plan.row_blocks);
           EXPECT_LE(plan.chunk, static_cast<uint32_t>(has_lines ? G::kLines : G::kVectors));
           if (has_lines) {

@@ -132,7 +132,7 @@ class Poison:
         self.comm = comm
         size = comm.get_size()
         blocks = 256 if size == 2 else 128 if size <= 4 else 64
-        sizes = {"ll": 128 * 256 * 12, "push": blocks * 512 * 16}  # of one round of every block
+        sizes = {"ll": (256 if size == 2 else 128) * 256 * 12, "push": blocks * 512 * 16}  # of one round of every block
         self.nans = {mode: torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for mode, n in sizes.items()}
 
     def __call__(self):

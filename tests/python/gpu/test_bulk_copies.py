@@ -216,6 +216,16 @@ def test_large_whole_vectors_go_by_bulk_copies(comm, bulk):
         assert "direct_bulk" not in automatic
 
 
+def test_few_blocks_do_it_too(make_comm, seed):
+    """The hint maxCTAs."""
+    few = make_comm("bulk_of_few_blocks", hints={**BULK, "maxCTAs": "3"})
+    for count in (8, 100_000, 3_000_000):
+        parts = draw_all(few, seed + count, torch.bfloat16, count)
+        x = parts[few.get_rank()].clone()
+        assert algorithms(lambda x=x: few.all_reduce(x, ReduceOp.SUM, async_op=False)) == ["direct_bulk"]
+        check_reduced(x, ReduceOp.SUM, parts)
+
+
 # --- In graphs, and beside others --------------------------------------------------------------------------------
 
 

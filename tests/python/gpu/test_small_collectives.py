@@ -259,8 +259,10 @@ def test_the_recorder_names_the_way(comm, always, make_comm):
         comm.all_reduce(small.to(torch.int8), ReduceOp.SUM, async_op=False)
         comm.reduce(small, 0, ReduceOp.SUM, async_op=False)
 
-    large_way = "direct_push" if comm.get_size() == 2 else "direct_two_shot"
-    assert algorithms(calls) == ["direct_ll", "nccl", "direct_ll", large_way, "nccl", "nccl", "nccl", "direct_ll",
+    is_pair, has_bulk = comm.get_size() == 2, torch.cuda.get_device_capability()[0] >= 9
+    by_itself = "direct_bulk" if is_pair and has_bulk else "nccl"
+    asked_for = "direct_bulk" if has_bulk else "direct_push" if is_pair else "direct_two_shot"
+    assert algorithms(calls) == ["direct_ll", by_itself, "direct_ll", asked_for, "nccl", "nccl", "nccl", "direct_ll",
                                  "direct_ll", "nccl", "nccl"]  # fmt: skip
 
 

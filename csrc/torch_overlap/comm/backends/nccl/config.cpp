@@ -103,6 +103,12 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
   warn_unknown_hints(rest, "nccl");
 }
 
+int most_ctas(const Hints& hints) {
+  Hints rest = hints;
+  const auto text = take(rest, "maxCTAs", "max_ctas");
+  return text ? parse_int32(*text, "hint maxCTAs") : 0;
+}
+
 size_t event_pool_size(const Hints& hints) {
   const auto found = hints.find(std::string(kEventPoolHint));
   if (found == hints.end()) return cuda::kDefaultEventPoolSize;

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "torch_overlap/comm/backends/nccl/aligned_parts.h"
+#include "torch_overlap/comm/backends/nccl/config.h"
 #include "torch_overlap/comm/backends/nccl/reduction.h"
 #include "torch_overlap/comm/bootstrap.h"
 #include "torch_overlap/comm/bounded.h"
@@ -307,6 +308,7 @@ DirectCollectives::DirectCollectives(const BackendContext& context,
   const bool may_be_used = is_direct_possible(Primitive::all_reduce, context.size) &&
                            context.options.direct != DirectMode::off;
   try {
+    most_bulk_blocks_ = most_ctas(context.options.hints);
     load_norm();
     if (!may_be_used) return;
     load();
@@ -348,6 +350,7 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
   problem->has_bulk = has_hopper_code_;
+  problem->most_bulk_blocks = most_bulk_blocks_;
   problem->has_windows = has_windows_;
   const DirectPlan plan = plan_direct(*problem, call.direct);
   if (!plan) return {};
@@ -364,7 +367,8 @@ void DirectCollectives::prepare() {
                                    .name = concat("direct collectives of '", context_.name, "'"),
                                    .tensor = {},
                                    .digest = concat("channels of ", memory->channel_bytes,
-                                                    " bytes, clusters: ", has_hopper_code_),
+                                                    " bytes, clusters: ", has_hopper_code_,
+                                                    ", most blocks: ", most_bulk_blocks_),
                                    .fault = fault_};
   try {
     if (!fault_) load();

@@ -83,7 +83,8 @@ class DirectCollectives {
   const std::shared_ptr<CommRuntime> runtime_;
   State state_ = State::untried;
   Fault fault_;                   // why this rank cannot take part
-  bool has_hopper_code_ = false;  // dependent launches, clusters
+  bool has_hopper_code_ = false;  // dependent launches, clusters, bulk copies
+  int most_bulk_blocks_ = 0;      // DirectProblem's
   std::shared_ptr<Memory> memory_;
   bool has_windows_ = false;  // or has had, or tried to have
   std::vector<Window> windows_;

@@ -37,7 +37,7 @@ struct DirectLayout {
   static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
   static constexpr size_t vectors_of_one_rank() { return size_t{G::kVectors} * G::kVectorBytes; }
   static constexpr size_t vectors(int size) {
-    return kLines + size_t{G::kMostLineBlocks} * G::kLineSlots * size * lines_of_one_rank();
+    return kLines + size_t(G::most_line_blocks(size)) * G::kLineSlots * size * lines_of_one_rank();
   }
   static constexpr size_t bulk(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
