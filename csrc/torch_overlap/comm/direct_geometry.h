@@ -5,8 +5,9 @@
 
 namespace torch_overlap {
 
-// What a rank keeps for the others to write to, for each block of a kernel. Two rounds of lines and
-// four of plain data are under way at most: why these are enough is in docs/kernels.md.
+// What a rank keeps for the others to write to, for each block of a kernel. Two rounds of lines,
+// four of plain data and sixteen of bulk copies have slots: why these are enough is in
+// docs/kernels.md.
 struct DirectGeometry {
   static constexpr int kMostRanks = 8;
   static constexpr int kThreads = 256;     // at most, of a block
@@ -19,7 +20,7 @@ struct DirectGeometry {
   static constexpr int kVectors = 512;     // of a block in a round, from each rank
   static constexpr int kLineSlots = 2;     // rounds of lines
   static constexpr int kVectorSlots = 4;   // rounds of push
-  static constexpr int kFlagBytes = 128;   // one flag a line of the cache
+  static constexpr int kFlagBytes = 128;   // the flags of one source: a line of the cache
   // Kernels that push, of two ranks, up to four, and up to eight: as much memory for each.
   static constexpr int kPushBlocksOf2 = 256;
   static constexpr int kPushBlocksOf4 = 128;

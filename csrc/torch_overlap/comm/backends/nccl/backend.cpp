@@ -296,8 +296,7 @@ void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool i
     if (call.record) call.record->done_by(to_string(plan).data());
     if (plan) {
       if (is_capturing) hold_->keep(direct_.memory());
-      direct_.launch(call, plan, is_capturing, stream.stream());
-      has_begun = true;
+      direct_.launch(call, plan, is_capturing, stream.stream(), has_begun);
     } else {
       if (is_capture) keep_mapped(call);
       primitives.run(call);

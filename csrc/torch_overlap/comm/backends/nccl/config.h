@@ -33,7 +33,8 @@ class TORCH_OVERLAP_API NcclConfig {
   std::string net_name_;
 };
 
-// The hint maxCTAs, which bounds the blocks of our own bulk copies too; 0: there is none.
+// The hint maxCTAs, which bounds the blocks of our own bulk copies too: where ranks differ in it,
+// NCCL does all. 0: there is none.
 int most_ctas(const Hints& hints);
 // The hint max_event_pool_size.
 size_t event_pool_size(const Hints& hints);

@@ -86,7 +86,7 @@ __device__ __forceinline__ void run_roles(const Block& block, uint32_t stages) {
       const int source = rank_before<Case>(p, kOwnToo ? warp : warp + 1);
       if (!is_first) return;
       const bool is_own = source == p.rank;
-      if (is_own && p.recv[source] == p.send[source]) return;
+      if (is_own && p.recv[source] == p.send[source]) return;  // in place
       const uint32_t own_rounds = p.recv_bytes[source] > block.place(0) ? block.rounds() : 0;
       const auto place = [&](uint32_t round) {
         const uint64_t at = block.place(round);

@@ -46,6 +46,8 @@ inline constexpr uint32_t kSlots = G::kBulkSlots;
 inline constexpr int kFlying = 2;
 inline constexpr int kAdders = 128;  // threads
 inline constexpr int kVectorBytes = G::kVectorBytes;
+// Of slots, for the reasons above; and a flag may be up to 2 kAhead - 1 rounds past the one
+// awaited.
 static_assert(kSlots >= 2 * kAhead);
 
 enum class Shape : uint8_t { copy, reduce, two_shot };
@@ -106,8 +108,8 @@ struct Block {
     const size_t part = index * (p.size - 1) + (source < owner ? source : source - 1);
     return p.base[owner] + p.bulk_at + part * G::bulk_bytes(p.size);
   }
-  // The epoch of the last round that `source` has written to `owner`. Of a line whose first word
-  // is the flag of pushes: they have fewer rounds under way.
+  // The epoch of the last round that `source` has written to `owner`. Beside the flag of pushes,
+  // who wait for another word: they take one that is four rounds ahead or more for an old one.
   __device__ __forceinline__ uint32_t* flag(int owner, int source, Kind kind) const {
     return flag_of(p, 0, owner, source) + 1 + kind;
   }
@@ -133,9 +135,10 @@ struct Block {
   __device__ __forceinline__ void await(const uint32_t& word, uint32_t rounds) const {
     while (noted(word) < rounds && !has_failed()) __nanosleep(20);
   }
-  // The last round of a peer is there. Once all are, their blocks run, and the next kernel may
-  // come: before, it would hold SMs while it waits, one for a block, and the kernels of two
-  // communicators could hold all that these blocks need.
+  // The last round of a peer is there, or there is none. Once that is so of all, whomever this
+  // block still waits for runs, and the next kernel may come. Before, one of this kind would hold
+  // SMs while it waits, one for a block, as it does behind the small kernels, which let it come at
+  // once.
   __device__ __forceinline__ void has_last_of_peer() const {
     if (atomicAdd_block(&shared.last_ones, 1) + 2 == p.size) let_next_kernel_launch();
   }
@@ -264,7 +267,8 @@ __device__ __forceinline__ void forward(const Block& block, int source, Kind kin
       if (!arrivals.has(round)) end_before(round);
       arrivals.await(round);
     }
-    // All but the last kLag rounds have ended.
+    // All but the last kLag rounds have ended: of their stores, those up to round - kStages have to
+    // have been read, and at least kStages - kLag - 1 came behind.
     if (round >= kStages) stores_read<kStages - kLag - 1>();
     const uint32_t stage = round % kStages;
     const uint32_t bytes = place(round).bytes;

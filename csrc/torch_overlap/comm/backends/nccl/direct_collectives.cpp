@@ -305,13 +305,11 @@ struct DirectCollectives::Memory {
 DirectCollectives::DirectCollectives(const BackendContext& context,
                                      std::shared_ptr<CommRuntime> runtime)
     : context_(context), runtime_(std::move(runtime)) {
-  const bool may_be_used = is_direct_possible(Primitive::all_reduce, context.size) &&
-                           context.options.direct != DirectMode::off;
   try {
-    most_bulk_blocks_ = most_ctas(context.options.hints);
     load_norm();
-    if (!may_be_used) return;
-    load();
+    if (!is_direct_possible(Primitive::all_reduce, context.size)) return;
+    ask_device();
+    if (context.options.direct != DirectMode::off) load();
   } catch (...) {
     fault_ = Fault::current();
   }
@@ -324,6 +322,17 @@ void DirectCollectives::load_norm() const {
   cuda::check(cuda::load_norm_alone(), "all_reduce_rms_norm: loading kernels");
 }
 
+// What plans go by, also those of a communicator that is off: an operation's hint may differ.
+void DirectCollectives::ask_device() {
+  const c10::cuda::CUDAGuard device(context_.device);
+  const cuda::RelaxedCapture relaxed;
+  cuda::check(cuda::has_hopper_code(&has_hopper_code_), "direct collectives: loading kernels");
+  const auto* properties = at::cuda::getDeviceProperties(context_.device.index());
+  const int half = std::max(properties->multiProcessorCount / 2, 1);
+  const int asked_for = most_ctas(context_.options.hints);
+  most_bulk_blocks_ = asked_for > 0 ? std::min(asked_for, half) : half;
+}
+
 void DirectCollectives::load() {
   const c10::cuda::CUDAGuard device(context_.device);
   const cuda::RelaxedCapture relaxed;
@@ -331,7 +340,6 @@ void DirectCollectives::load() {
   TORCH_OVERLAP_CHECK(properties->major >= 8, kUnsupported, kDirectHint,
                       ": expected a GPU of compute capability 8.0 or more, got ", properties->major,
                       ".", properties->minor);
-  cuda::check(cuda::has_hopper_code(&has_hopper_code_), "direct collectives: loading kernels");
   cuda::check(cuda::load_line_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_push_kernels(), "direct collectives: loading kernels");
   cuda::check(cuda::load_two_shot_kernels(), "direct collectives: loading kernels");
@@ -440,7 +448,7 @@ cuda::DirectWindow DirectCollectives::window_params(const Call& call,
 }
 
 void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is_capturing,
-                               cudaStream_t stream) {
+                               cudaStream_t stream, bool& has_begun) {
   const Memory& memory = *memory_;
   DirectParams params{};
   params.rank = context_.rank;
@@ -509,6 +517,7 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
                        : launch_push_reduce(reduction.type, params, launch);
   }
   cuda::check(status, call.describe());
+  has_begun = true;
   if (aligned) aligned->copy_back();
 }
 

@@ -36,15 +36,17 @@ namespace torch_overlap {
 // Threads: under the launch lock.
 class DirectCollectives {
  public:
-  // Loads the kernels and makes the words of the waits, for a group that may use them: later that
+  // Loads the kernels and makes the words of the waits, for a group that will use them: later that
   // could have to wait for what the device does.
   DirectCollectives(const BackendContext& context, std::shared_ptr<CommRuntime> runtime);
 
   // Which of our kernels does the call; none: NCCL. Blocks where it makes the memory, at most the
   // communicator's timeout; if that runs out it is the communicator's failure, and thrown.
   DirectPlan plan(const Call& call, bool is_capturing);
-  // Of a plan that is not empty. Reads and writes the call's tensors on `stream`.
-  void launch(const Call& call, const DirectPlan& plan, bool is_capturing, cudaStream_t stream);
+  // Of a plan that is not empty. Reads and writes the call's tensors on `stream`, which is the
+  // current one. `has_begun` is set once the peers will hear of it.
+  void launch(const Call& call, const DirectPlan& plan, bool is_capturing, cudaStream_t stream,
+              bool& has_begun);
 
   // Behind it all ranks plan alike.
   void begin_window() { has_windows_ = true; }
@@ -75,6 +77,7 @@ class DirectCollectives {
   };
 
   void load_norm() const;
+  void ask_device();
   void load();
   void prepare();
   cuda::DirectWindow window_params(const Call& call, const cuda::DirectParams& params) const;
@@ -84,7 +87,7 @@ class DirectCollectives {
   State state_ = State::untried;
   Fault fault_;                   // why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters, bulk copies
-  int most_bulk_blocks_ = 0;      // DirectProblem's
+  int most_bulk_blocks_ = 0;      // a block has an SM: half of them, or fewer by the hint maxCTAs
   std::shared_ptr<Memory> memory_;
   bool has_windows_ = false;  // or has had, or tried to have
   std::vector<Window> windows_;

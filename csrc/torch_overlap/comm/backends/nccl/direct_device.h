@@ -162,7 +162,7 @@ static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint3
                                               uint32_t expected, uint32_t slots) {
   constexpr uint64_t kSpinNs = 200'000;
   // All threads of a kernel may wait: a few look at the host's word often, as long as they wait
-  // themselves. One of the first two of a warp waits for another rank, if any thread of it does.
+  // themselves. Those that wait for rank 0 or 1, or for whomever a warp's first thread waits for.
   const bool is_lookout = blockIdx.x == 0 && threadIdx.x % kWarp <= 1;
   const uint64_t look_interval = is_lookout ? kLookAtHostNs : kManyLookAtHostNs;
   const uint64_t begin = now_ns();
@@ -295,10 +295,10 @@ __device__ __forceinline__ void raise_flag(const DirectParams& p, const BlockSta
 }
 
 // Returns when the peer has raised its flag. True if it never did.
-template <uint32_t kSlots = G::kVectorSlots>
 __device__ __forceinline__ bool await_flag(const DirectParams& p, int kind, int peer,
                                            uint32_t expected) {
   const uint32_t* const flag = flag_of(p, kind, p.rank, peer);
+  constexpr uint32_t kSlots = G::kVectorSlots;
   for (int looks = 1; !is_there(load_acquire(flag), expected, kSlots); ++looks) {
     if (looks % kLooks == 0 && !wait_long(p, flag, peer, expected, kSlots)) return true;
   }

@@ -17,7 +17,9 @@ namespace torch_overlap::cuda {
 //   epochs   of each block and peer: how many rounds both have done together
 //   busy     of each block: a kernel runs
 //   noted    one word: whether the kernel that runs has told the host that a rank is late
-//   flags    of each block and source, twice: the last round whose data is there
+//   flags    of each block and source, twice: the last round whose data is there, in the first word
+//            for push (of two shots: of slices, and of sums), in the next two of the first line for
+//            bulk copies (parts, sums)
 //   places   of each block, slot and source: a line that says where a rank's tensor lies
 //   lines    of each block, slot and source
 //   vectors  the same, for push
