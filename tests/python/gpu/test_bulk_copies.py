@@ -1,10 +1,10 @@
-"""Direct collectives by bulk copies: values, ways, graphs, and what they share with other protocols. See docs/kernels.md."""
+"""Direct collectives by bulk copies: values, ways, graphs, and other protocols beside them. See docs/kernels.md."""
 
 import random
-import time
 
 import pytest
 import torch
+from replays import replay_and_call_in_turn, replay_at_once, replay_ten_thousand_times, replay_with_late_ranks
 from small_cases import (
     FLOATS,
     INTEGERS,
@@ -232,14 +232,9 @@ def test_few_blocks_do_it_too(make_comm, seed):
 @pytest.mark.parametrize("count", [8, 5000, 80_000, 1_200_000])
 def test_slots_that_hold_nan(bulk, seed, count):
     """Replays and eager calls take turns, on inputs that change; one rank is late now and then."""
-    choose = random.Random(seed)
     step = Step(bulk, count, before=Poison(bulk))
     graph = step.capture()
-    for _ in range(12):
-        if choose.randrange(5 * bulk.get_size()) == bulk.get_rank():
-            torch.cuda._sleep(4_000_000)
-        graph.replay() if choose.random() < 0.5 else step()
-    torch.cuda.synchronize()
+    replay_and_call_in_turn(bulk, step, graph, seed, 12)
     step.check()
 
 
@@ -261,13 +256,7 @@ def test_two_communicators_at_once(make_comm, bulk):
     comms = [bulk, make_comm("bulk_at_once", hints=BULK)]
     steps = [Step(one, count, has_unequal=False) for one, count in zip(comms, (40_000, 1_000_000), strict=True)]
     graphs = [step.capture() for step in steps]
-    streams = [torch.cuda.Stream() for _ in comms]
-    torch.cuda.synchronize()
-    for _ in range(200):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
+    replay_at_once(graphs, 200)
     for step in steps:
         step.check()
 
@@ -276,13 +265,7 @@ def test_two_communicators_at_once(make_comm, bulk):
 def test_two_hundred_replays_with_a_late_rank(bulk, seed, count):
     step = Step(bulk, count, before=Poison(bulk))
     graph = step.capture()
-    choose = random.Random(seed)
-    for _ in range(200):
-        late, delay = choose.randrange(bulk.get_size()), choose.uniform(1e-3, 10e-3)
-        if bulk.get_rank() == late:
-            time.sleep(delay)
-        graph.replay()
-    torch.cuda.synchronize()
+    replay_with_late_ranks(bulk, graph, seed)
     step.check()
 
 
@@ -291,8 +274,5 @@ def test_two_hundred_replays_with_a_late_rank(bulk, seed, count):
 def test_ten_thousand_replays(bulk, count):
     step = Step(bulk, count, has_unequal=False)
     graph = step.capture()
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            torch.cuda.synchronize()
+    replay_ten_thousand_times(graph)
     step.check()

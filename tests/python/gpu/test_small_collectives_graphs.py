@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from replays import replay_and_call_in_turn, replay_at_once, replay_ten_thousand_times, replay_with_late_ranks
 from small_cases import FLOATS, INTEGERS, KI, WAYS, Poison, Step, algorithms, call_of
 from timeout_cases import run_until_an_error
 
@@ -25,14 +26,9 @@ def always(make_comm):
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
 def test_slots_that_hold_nan(always, seed, dtype, count):
     """Replays and eager calls take turns, on inputs that change; one rank is late now and then."""
-    choose = random.Random(seed)
     step = Step(always, count, dtype, before=Poison(always))
     graph = step.capture()
-    for _ in range(20):
-        if choose.randrange(5 * always.get_size()) == always.get_rank():
-            torch.cuda._sleep(4_000_000)
-        graph.replay() if choose.random() < 0.5 else step()
-    torch.cuda.synchronize()
+    replay_and_call_in_turn(always, step, graph, seed, 20)
     step.check()
 
 
@@ -57,13 +53,7 @@ def test_two_communicators_at_once(make_comm):
     counts = (3001, 80_001)
     steps = [Step(one, count, has_unequal=False) for one, count in zip(comms, counts, strict=True)]
     graphs = [step.capture() for step in steps]
-    streams = [torch.cuda.Stream() for _ in comms]
-    torch.cuda.synchronize()
-    for _ in range(300):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
+    replay_at_once(graphs, 300)
     for step in steps:
         step.check()
 
@@ -72,13 +62,7 @@ def test_two_communicators_at_once(make_comm):
 def test_two_hundred_replays_with_a_late_rank(always, seed, count):
     step = Step(always, count, before=Poison(always))
     graph = step.capture()
-    choose = random.Random(seed)
-    for _ in range(200):
-        late, delay = choose.randrange(always.get_size()), choose.uniform(1e-3, 10e-3)
-        if always.get_rank() == late:
-            time.sleep(delay)
-        graph.replay()
-    torch.cuda.synchronize()
+    replay_with_late_ranks(always, graph, seed)
     step.check()
 
 
@@ -87,10 +71,7 @@ def test_two_hundred_replays_with_a_late_rank(always, seed, count):
 def test_ten_thousand_replays(always, count):
     step = Step(always, count, before=Poison(always))
     graph = step.capture()
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            torch.cuda.synchronize()
+    replay_ten_thousand_times(graph)
     step.check()
 
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from replays import replay_at_once, replay_ten_thousand_times, replay_with_late_ranks
 from small_cases import FLOATS, INTEGERS, KI, Poison, check_reduced, draw
 from timeout_cases import run_until_an_error
 
@@ -142,12 +143,7 @@ def test_two_communicators_at_once(make_comm):
     comms = [make_comm(f"zero_copy_at_once_{i}", hints=ZERO_COPY) for i in range(2)]
     steps = [Step(one, count) for one, count in zip(comms, (3000, 20_008), strict=True)]
     graphs = [step.capture() for step in steps]
-    streams = [torch.cuda.Stream() for _ in comms]
-    torch.cuda.synchronize()
-    for _ in range(200):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
+    replay_at_once(graphs, 200)
     for step in steps:
         step.check()
     for step, graph in zip(steps, graphs, strict=True):
@@ -158,12 +154,7 @@ def test_two_communicators_at_once(make_comm):
 def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
     step = Step(zero, count, before=Poison(zero))
     graph = step.capture()
-    choose = random.Random(seed)
-    for _ in range(200):
-        late, delay = choose.randrange(zero.get_size()), choose.uniform(1e-3, 10e-3)
-        if zero.get_rank() == late:
-            time.sleep(delay)
-        graph.replay()
+    replay_with_late_ranks(zero, graph, seed)
     step.check()
     step.end(graph)
 
@@ -173,10 +164,7 @@ def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
 def test_ten_thousand_replays(zero, count):
     step = Step(zero, count, before=Poison(zero))
     graph = step.capture()
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            torch.cuda.synchronize()
+    replay_ten_thousand_times(graph)
     step.check()
     step.end(graph)
 
