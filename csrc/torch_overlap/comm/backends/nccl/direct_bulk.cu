@@ -25,27 +25,6 @@ __host__ __device__ constexpr uint32_t stages_of(int size) {
   return static_cast<uint32_t>(count);
 }
 
-__device__ __forceinline__ void init(BulkShared& shared, int size) {
-  if (threadIdx.x != 0) return;
-  for (int rank = 0; rank < size; ++rank) {
-    for (int stage = 0; stage < kMostStages; ++stage) {
-      sm90::barrier_init(shared_address(&shared.sent[rank][stage]), 1);
-      sm90::barrier_init(shared_address(&shared.forwarded[rank][stage]), 1);
-    }
-    shared.loaded[rank] = 0;
-    shared.taken[rank] = 0;
-    shared.arrived[kParts][rank] = 0;
-    shared.arrived[kSums][rank] = 0;
-  }
-  for (int stage = 0; stage < kMostStages; ++stage) {
-    sm90::barrier_init(shared_address(&shared.filled[stage]), size);
-    sm90::barrier_init(shared_address(&shared.emptied[stage]), 1);
-  }
-  shared.last_ones = 0;
-  shared.failed = 0;
-  sm90::fence_barrier_init();
-}
-
 // A block's roles, by warp: teller, senders, forwarders, takers, adders.
 template <Shape kShape, typename T, typename Case>
 __device__ __forceinline__ void run_roles(const Block& block, uint32_t stages) {
@@ -132,17 +111,19 @@ __device__ __forceinline__ void run_roles(const Block& block, uint32_t stages) {
 template <Shape kShape, typename T, typename Case>
 __global__ void __launch_bounds__(threads_of(kShape, Case::kMostRanks), 1)
     bulk_kernel(const __grid_constant__ DirectParams p) {
-#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char stages[];
   __shared__ BulkShared shared;
-  init(shared, p.size);
-  wait_for_kernel_before();
-  if (enter_block(p, shared.state)) {
-    const Block block{p, shared, p.chunk * kVectorBytes};
-    run_roles<kShape, T, Case>(block, shared_address(stages));
-  }
-  end_block(p, shared.state);
-#endif
+  where_there_are_bulk_copies(
+      [&](const auto& params) {
+        init_shared(shared, params.size);
+        wait_for_kernel_before();
+        if (enter_block(params, shared.state)) {
+          const Block block{params, shared, params.chunk * kVectorBytes};
+          run_roles<kShape, T, Case>(block, shared_address(stages));
+        }
+        end_block(params, shared.state);
+      },
+      p);
 }
 
 template <Shape kShape, typename T, typename Case>

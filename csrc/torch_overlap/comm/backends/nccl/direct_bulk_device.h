@@ -79,6 +79,37 @@ struct BulkShared {
   uint32_t failed;
 };
 
+// By all threads, which meet before they use it.
+__device__ __forceinline__ void init_shared(BulkShared& shared, int size) {
+  if (threadIdx.x != 0) return;
+  for (int rank = 0; rank < size; ++rank) {
+    for (int stage = 0; stage < kMostStages; ++stage) {
+      sm90::barrier_init(shared_address(&shared.sent[rank][stage]), 1);
+      sm90::barrier_init(shared_address(&shared.forwarded[rank][stage]), 1);
+    }
+    shared.loaded[rank] = 0;
+    shared.taken[rank] = 0;
+    shared.arrived[kParts][rank] = 0;
+    shared.arrived[kSums][rank] = 0;
+  }
+  for (int stage = 0; stage < kMostStages; ++stage) {
+    sm90::barrier_init(shared_address(&shared.filled[stage]), size);
+    sm90::barrier_init(shared_address(&shared.emptied[stage]), 1);
+  }
+  shared.last_ones = 0;
+  shared.failed = 0;
+  sm90::fence_barrier_init();
+}
+
+// Calls body(p) in code for sm_90 and newer: what a build for older GPUs has of a kernel is empty.
+template <typename Body>
+__device__ __forceinline__ void where_there_are_bulk_copies(const Body& body,
+                                                            const DirectParams& p) {
+#if __CUDA_ARCH__ >= 900
+  body(p);
+#endif
+}
+
 struct Piece {
   const char* from;
   uint32_t bytes;  // 0: nothing is left
