@@ -19,14 +19,15 @@ constexpr size_t kMi = 1024 * kKi;
 // (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
 // below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
 // NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
-// block on nearly every SM, which products beside it would miss.
+// block on nearly every SM, which products beside it would miss. Of broadcast nothing is measured:
+// its rows are about those of all_gather.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
   size_t ll;
   size_t push;
   size_t two_shot;
-  size_t bulk;         // before push and two_shot, where it can
+  size_t bulk;         // before push and two_shot, where it can be done
   size_t norm = 0;     // of all_reduce, with an RMSNorm in the kernel
   size_t norm_ll = 0;  // the same by lines
 };
@@ -88,11 +89,21 @@ DirectPlan plan_push(const DirectProblem& problem) {
                    blocks_for(vectors, G::kVectors, most_push_blocks(problem.size)), G::kVectors);
 }
 
+size_t vectors_of_slice(const DirectProblem& problem) {
+  return divide_up(divide_up(problem.bytes, problem.size), G::kVectorBytes);
+}
+
 // A slot holds a slice on its way to its owner, and its sum on the way back.
 DirectPlan plan_two_shot(const DirectProblem& problem) {
-  const size_t slice = divide_up(divide_up(problem.bytes, problem.size), G::kVectorBytes);
-  return share_out(DirectProtocol::two_shot, slice, kUnitsOfBlock, most_push_blocks(problem.size),
-                   G::kVectors / 2);
+  DirectPlan plan = share_out(DirectProtocol::two_shot, vectors_of_slice(problem), kUnitsOfBlock,
+                              most_push_blocks(problem.size), G::kVectors / 2);
+  plan.has_slices = true;
+  return plan;
+}
+
+// Of two ranks both ways send as much.
+bool pays_in_slices(const DirectProblem& problem) {
+  return problem.primitive == Primitive::all_reduce && problem.size > 2;
 }
 
 // Rows, a cluster of blocks each, of which every block has one chunk. Empty where they do not fit.
@@ -102,8 +113,10 @@ DirectPlan share_out_rows(DirectProtocol protocol, size_t rows, size_t units, bo
   while (is_even && row_blocks <= G::kMostRowBlocks && units % row_blocks != 0) ++row_blocks;
   if (row_blocks > G::kMostRowBlocks) return {};
   const auto clusters = std::min<size_t>(rows, most_blocks / row_blocks);
-  return {protocol, static_cast<int>(clusters * row_blocks),
-          static_cast<uint32_t>(divide_up(units, row_blocks)), static_cast<int>(row_blocks)};
+  return {.protocol = protocol,
+          .blocks = static_cast<int>(clusters * row_blocks),
+          .chunk = static_cast<uint32_t>(divide_up(units, row_blocks)),
+          .row_blocks = static_cast<int>(row_blocks)};
 }
 
 // As lines a row ends with one that is not full. Vectors lie in a row: it has whole chunks.
@@ -120,20 +133,19 @@ DirectPlan plan_rows(const DirectProblem& problem, DirectProtocol protocol) {
 
 // Large chunks in few blocks.
 DirectPlan plan_bulk(const DirectProblem& problem) {
-  if (!problem.has_bulk || problem.bytes % G::kVectorBytes != 0) return {};
+  if (problem.most_bulk_blocks == 0 || problem.bytes % G::kVectorBytes != 0) return {};
   constexpr size_t kVectorsOfBlock = 256;
-  const bool has_slices = problem.primitive == Primitive::all_reduce && problem.size > 2;
-  const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
-  const int room = G::most_bulk_blocks(problem.size);
-  const int most = problem.most_bulk_blocks > 0 ? std::min(problem.most_bulk_blocks, room) : room;
-  return share_out(DirectProtocol::bulk, divide_up(part, G::kVectorBytes), kVectorsOfBlock, most,
-                   static_cast<int>(G::bulk_bytes(problem.size)) / G::kVectorBytes);
+  const bool has_slices = pays_in_slices(problem);
+  const size_t vectors = has_slices ? vectors_of_slice(problem) : problem.bytes / G::kVectorBytes;
+  DirectPlan plan = share_out(DirectProtocol::bulk, vectors, kVectorsOfBlock,
+                              std::min(problem.most_bulk_blocks, G::most_bulk_blocks(problem.size)),
+                              static_cast<int>(G::bulk_bytes(problem.size)) / G::kVectorBytes);
+  plan.has_slices = has_slices;
+  return plan;
 }
 
-// Of two ranks both ways send as much.
 DirectPlan plan_large(const DirectProblem& problem) {
-  const bool has_two_shots = problem.primitive == Primitive::all_reduce && problem.size > 2;
-  return has_two_shots ? plan_two_shot(problem) : plan_push(problem);
+  return pays_in_slices(problem) ? plan_two_shot(problem) : plan_push(problem);
 }
 
 // Whole vectors only: of them any may lie at the end of a tensor.
@@ -158,8 +170,9 @@ DirectPlan plan_norm(const DirectProblem& problem, DirectMode mode, const Limits
 
 // The most that two ranks say to each other is unknown: all blocks, whole chunks.
 DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
-  if (mode == DirectMode::ll)
+  if (mode == DirectMode::ll) {
     return {DirectProtocol::ll, G::most_line_blocks(problem.size), G::kLines};
+  }
   if (mode == DirectMode::always || mode == DirectMode::push) {
     return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
   }

@@ -35,9 +35,7 @@ struct DirectProblem {
   size_t row_bytes = 0;  // an all_reduce with an RMSNorm behind it: of a row; else 0
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
-  // All ranks' GPUs have bulk copies.
-  bool has_bulk = false;
-  int most_bulk_blocks = 0;  // fewer than it would take; 0: as it likes
+  int most_bulk_blocks = 0;  // 0: the GPUs have no bulk copies
   // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.
   bool has_windows = false;
 };
@@ -47,6 +45,8 @@ struct DirectPlan {
   DirectProtocol protocol = DirectProtocol::none;
   int blocks = 0;
   uint32_t chunk = 0;
+  // An all_reduce as a slice of the message for each rank, which adds it up. Chunks are of slices.
+  bool has_slices = false;
   // An RMSNorm in the same kernel: so many blocks, a cluster, have a row, a chunk each. 0: none is.
   int row_blocks = 0;
   // The kernel begins with the ranks telling each other where their tensors lie. If all are in one

@@ -183,7 +183,7 @@ TEST(Direct, AnOperationsHintIsTaken) {
 
 DirectPlan bulk_plan(Primitive primitive, int size, size_t bytes, DirectMode mode) {
   auto problem = problem_of(primitive, size, bytes);
-  problem.has_bulk = true;
+  problem.most_bulk_blocks = 66;
   return plan_direct(problem, mode);
 }
 
@@ -223,11 +223,9 @@ TEST(Direct, BulkCopiesTakeWhatIsLarge) {
 
 TEST(Direct, BulkCopiesTakeNoMoreBlocksThanTheyMay) {
   auto problem = problem_of(Primitive::all_gather, 2, 64 * kMi);
-  problem.has_bulk = true;
-  for (const int most : {0, 1, 24, 1000}) {
+  for (const int most : {1, 24, 64, 1000}) {
     problem.most_bulk_blocks = most;
-    const int expected = most == 0 ? 64 : std::min(most, 64);
-    EXPECT_EQ(plan_direct(problem, DirectMode::automatic).blocks, expected);
+    EXPECT_EQ(plan_direct(problem, DirectMode::automatic).blocks, std::min(most, 64));
   }
 }
 
@@ -241,8 +239,8 @@ TEST(Direct, PlansOfBulkCopiesFitTheMemory) {
         ASSERT_LE(plan.blocks, G::most_bulk_blocks(size));
         ASSERT_GE(plan.chunk, 1U);
         ASSERT_LE(plan.chunk * G::kVectorBytes, G::bulk_bytes(size));
-        const bool has_slices = primitive == Primitive::all_reduce && size > 2;
-        const size_t part = has_slices ? (bytes + size - 1) / size : bytes;
+        ASSERT_EQ(plan.has_slices, primitive == Primitive::all_reduce && size > 2);
+        const size_t part = plan.has_slices ? (bytes + size - 1) / size : bytes;
         const size_t vectors = (part + G::kVectorBytes - 1) / G::kVectorBytes;
         const size_t chunks = (vectors + plan.chunk - 1) / plan.chunk;
         ASSERT_LE(static_cast<size_t>(plan.blocks), chunks + plan.blocks / 2 + 1);

@@ -19,8 +19,8 @@
 // of twice as many rounds are enough. What two shots send of a round are sums of what was sent to
 // their owner, who has emptied the slot before: there as many slots as rounds ahead would do.
 //
-// A flag stands behind a fence, which takes as long as what is on its way to other GPUs. So those
-// who copy leave flags to a warp that copies nothing. For .cu files.
+// A flag stands behind a fence, which takes long while copies are on their way. So those who copy
+// leave flags to a warp that copies nothing. For .cu files.
 #include <algorithm>
 #include <cstring>
 

@@ -244,13 +244,6 @@ unsigned int threads_of(uint32_t chunk) {
   return std::min<uint32_t>((chunk + kWarp - 1) / kWarp * kWarp, DirectGeometry::kThreads);
 }
 
-// An all_reduce as slices, each added up by its owner.
-bool is_sliced(const Call& call, const DirectPlan& plan, int size) {
-  if (plan.protocol == DirectProtocol::two_shot) return true;
-  return plan.protocol == DirectProtocol::bulk && call.primitive == Primitive::all_reduce &&
-         size > 2;
-}
-
 // In a reduction, and in an operation of slices, all ranks talk alike.
 void set_chunks(DirectParams& params, const Call& call, bool has_slices, size_t unit) {
   if (has_slices) {
@@ -327,6 +320,7 @@ void DirectCollectives::ask_device() {
   const c10::cuda::CUDAGuard device(context_.device);
   const cuda::RelaxedCapture relaxed;
   cuda::check(cuda::has_hopper_code(&has_hopper_code_), "direct collectives: loading kernels");
+  if (!has_hopper_code_) return;
   const auto* properties = at::cuda::getDeviceProperties(context_.device.index());
   const int half = std::max(properties->multiProcessorCount / 2, 1);
   const int asked_for = most_ctas(context_.options.hints);
@@ -357,7 +351,6 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   auto problem = problem_of(call, context_.size);
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
-  problem->has_bulk = has_hopper_code_;
   problem->most_bulk_blocks = most_bulk_blocks_;
   problem->has_windows = has_windows_;
   const DirectPlan plan = plan_direct(*problem, call.direct);
@@ -479,10 +472,9 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
     params.op = reduction.op;
     if (has_lines) unit = line_data(reduction.type);
   }
-  const bool has_slices = is_sliced(call, plan, params.size);
   std::optional<AlignedParts> aligned;
   if (plan.protocol == DirectProtocol::bulk) aligned.emplace(params, stream);
-  set_chunks(params, call, has_slices, unit);
+  set_chunks(params, call, plan.has_slices, unit);
 
   cudaError_t status = cudaSuccess;
   if (plan.row_blocks > 0) {
@@ -505,8 +497,8 @@ void DirectCollectives::launch(const Call& call, const DirectPlan& plan, bool is
     if (!is_reduction(call.primitive)) {
       status = launch_bulk_copy(params, launch);
     } else {
-      status = has_slices ? launch_bulk_two_shot(reduction.type, params, launch)
-                          : launch_bulk_reduce(reduction.type, params, launch);
+      status = plan.has_slices ? launch_bulk_two_shot(reduction.type, params, launch)
+                               : launch_bulk_reduce(reduction.type, params, launch);
     }
   } else if (!is_reduction(call.primitive)) {
     status = has_lines ? launch_line_copy(params, launch) : launch_push_copy(params, launch);

@@ -87,7 +87,7 @@ class DirectCollectives {
   State state_ = State::untried;
   Fault fault_;                   // why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters, bulk copies
-  int most_bulk_blocks_ = 0;      // a block has an SM: half of them, or fewer by the hint maxCTAs
+  int most_bulk_blocks_ = 0;      // DirectProblem's: a block has an SM, of half of them at most
   std::shared_ptr<Memory> memory_;
   bool has_windows_ = false;  // or has had, or tried to have
   std::vector<Window> windows_;
