@@ -20,7 +20,7 @@ from torch_overlap.bench.ranks import Ranks
 HINT = "direct_collectives"
 # Behind the name: from and into memory that all ranks have mapped and that the communicator knows, as peers have it.
 REGISTERED = " registered"
-WAYS = ("auto", "plain", "off", "always", "ll", "push", "two_shot", "bulk", "zero_copy")
+WAYS = ("auto", "plain", "off", "always", "ll", "ll128", "push", "two_shot", "bulk", "zero_copy")
 
 # Inputs, outputs, and what makes the inputs anew.
 _Buffers = tuple[Tensor, Tensor, Callable[[], object] | None]

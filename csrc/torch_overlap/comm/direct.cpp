@@ -15,15 +15,18 @@ constexpr size_t kKi = 1024;
 constexpr size_t kMi = 1024 * kKi;
 
 // Up to how many bytes (DirectProblem::bytes) each protocol is taken, and bulk copies from how many
-// on; 0: never. The row of two ranks: where the protocols cross on H100s in a graph
-// (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
-// below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
-// NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
-// block on nearly every SM, which products beside it would miss. Of broadcast nothing is measured:
-// its rows are about those of all_gather.
+// on; 0: never. Lines of 128 bytes come before all others, where links carry them; bulk copies take
+// fewer SMs, and what both do as quickly. The row of two ranks: where the protocols cross on H100s
+// in a graph (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on
+// H200s; of more: below where prototypes did. NCCL has what is larger. Of four ranks push alone is
+// quicker than NCCL for four times as much yet
+// (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a block on nearly every SM, which
+// products beside it would miss. Of broadcast nothing is measured: its rows are about those of
+// all_gather.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
+  size_t ll128;    // where it can be done
   size_t ll;
   size_t push;
   size_t two_shot;
@@ -33,21 +36,21 @@ struct Limits {
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
-    {Primitive::all_reduce, 4, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
-    {Primitive::all_reduce, 8, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
-    {Primitive::all_gather, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_gather, 4, 128 * kKi, 4 * kMi, 0, 0},
-    {Primitive::all_gather, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::reduce_scatter, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::reduce_scatter, 4, 256 * kKi, 4 * kMi, 0, 0},
-    {Primitive::reduce_scatter, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::all_to_all, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_to_all, 4, 256 * kKi, 4 * kMi, 0, 0},
-    {Primitive::all_to_all, 8, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::broadcast, 2, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::broadcast, 4, 128 * kKi, 512 * kKi, 0, 0},
-    {Primitive::broadcast, 8, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::all_reduce, 2, 16 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
+    {Primitive::all_reduce, 4, 0, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
+    {Primitive::all_reduce, 8, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
+    {Primitive::all_gather, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_gather, 4, 0, 128 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_gather, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::reduce_scatter, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::reduce_scatter, 4, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::all_to_all, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_to_all, 4, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_to_all, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::broadcast, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::broadcast, 4, 0, 128 * kKi, 512 * kKi, 0, 0},
+    {Primitive::broadcast, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
 };
 
 const Limits* limits_of(Primitive primitive, int size) {
@@ -81,6 +84,24 @@ DirectPlan plan_lines(const DirectProblem& problem) {
   const size_t lines = divide_up(problem.bytes, problem.line_data);
   return share_out(DirectProtocol::ll, lines, kUnitsOfBlock,
                    blocks_for(lines, G::kLines, G::most_line_blocks(problem.size)), G::kLines);
+}
+
+// A unit for each warp. Two where that makes it one round, between which and the next blocks would
+// meet; else rounds that are alike.
+DirectPlan plan_ll128(const DirectProblem& problem) {
+  if (!problem.has_ll128) return {};
+  constexpr size_t kUnitsOfBlock = 4;
+  constexpr size_t kWarps = G::kWideUnits / 2;
+  const size_t units = divide_up(problem.bytes, G::kWideUnitData);
+  const int most = G::most_wide_blocks(problem.size);
+  if (units <= kBlocksAlone * kWarps) {
+    return share_out(DirectProtocol::ll128, units, kUnitsOfBlock, std::min(most, kBlocksAlone),
+                     kWarps);
+  }
+  const size_t of_block = divide_up(units, most);
+  const size_t rounds = of_block <= G::kWideUnits ? 1 : divide_up(of_block, kWarps);
+  return share_out(DirectProtocol::ll128, units, kUnitsOfBlock, most,
+                   static_cast<int>(divide_up(of_block, rounds)));
 }
 
 DirectPlan plan_push(const DirectProblem& problem) {
@@ -173,13 +194,16 @@ DirectPlan plan_unequal(const DirectProblem& problem, DirectMode mode) {
   if (mode == DirectMode::ll) {
     return {DirectProtocol::ll, G::most_line_blocks(problem.size), G::kLines};
   }
+  if (mode == DirectMode::ll128 && problem.has_ll128) {
+    return {DirectProtocol::ll128, G::most_wide_blocks(problem.size), G::kWideUnits};
+  }
   if (mode == DirectMode::always || mode == DirectMode::push) {
     return {DirectProtocol::push, most_push_blocks(problem.size), G::kVectors};
   }
   return {};
 }
 
-constexpr std::string_view kModeNames[] = {"off",  "auto",     "always", "ll",
+constexpr std::string_view kModeNames[] = {"off",  "auto",     "always", "ll",       "ll128",
                                            "push", "two_shot", "bulk",   "zero_copy"};
 
 }  // namespace
@@ -189,9 +213,10 @@ std::string_view to_string(DirectMode mode) { return kModeNames[static_cast<size
 DirectMode parse_direct_mode(std::string_view text, std::string_view what) {
   const std::string name = to_lower(text);
   const auto* const found = std::find(std::begin(kModeNames), std::end(kModeNames), name);
-  TORCH_OVERLAP_CHECK(found != std::end(kModeNames), kValue, what,
-                      ": expected off, auto, always, ll, push, two_shot, bulk or zero_copy, got '",
-                      text, "'");
+  TORCH_OVERLAP_CHECK(
+      found != std::end(kModeNames), kValue, what,
+      ": expected off, auto, always, ll, ll128, push, two_shot, bulk or zero_copy, got '", text,
+      "'");
   return static_cast<DirectMode>(found - std::begin(kModeNames));
 }
 
@@ -201,6 +226,8 @@ std::string_view to_string(DirectProtocol protocol) {
       return "nccl";
     case DirectProtocol::ll:
       return "direct_ll";
+    case DirectProtocol::ll128:
+      return "direct_ll128";
     case DirectProtocol::push:
       return "direct_push";
     case DirectProtocol::two_shot:
@@ -237,6 +264,8 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
       return {};
     case DirectMode::ll:
       return plan_lines(problem);
+    case DirectMode::ll128:
+      return plan_ll128(problem);
     case DirectMode::push:
       return plan_push(problem);
     case DirectMode::two_shot:
@@ -248,6 +277,9 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
     case DirectMode::automatic:
     case DirectMode::always:
       break;
+  }
+  if (problem.bytes <= limits->ll128) {
+    if (const auto plan = plan_ll128(problem)) return plan;
   }
   // The limit is for lines of 12 bytes: with 8 there are as many for less.
   if (problem.bytes * 12 <= limits->ll * problem.line_data) return plan_lines(problem);

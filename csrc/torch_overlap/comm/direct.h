@@ -18,6 +18,7 @@ namespace torch_overlap {
 enum class DirectProtocol : uint8_t {
   none,      // NCCL does it
   ll,        // lines of 12 bytes that carry their own epoch
+  ll128,     // lines of 120 bytes that do, of a warp
   push,      // 16-byte stores, then a flag for each block
   two_shot,  // all_reduce as push of slices to their owners, and of their sums to all
   bulk,      // chunks by bulk copies; an all_reduce of more than two ranks by two shots
@@ -36,11 +37,14 @@ struct DirectProblem {
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
   int most_bulk_blocks = 0;  // 0: the GPUs have no bulk copies
+  // A store of 128 bytes by a warp gets to every other rank, and is seen there, as a whole.
+  bool has_ll128 = false;
   // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.
   bool has_windows = false;
 };
 
-// `chunk` units of data (lines, or vectors of 16 bytes) are one block's part of one round.
+// `chunk` units of data (lines of 12 bytes, four lines of 120, or vectors of 16 bytes) are one
+// block's part of one round.
 struct DirectPlan {
   DirectProtocol protocol = DirectProtocol::none;
   int blocks = 0;

@@ -16,9 +16,16 @@ struct DirectGeometry {
   static constexpr int most_line_blocks(int size) { return size <= 2 ? 256 : 128; }
   static constexpr int kLineBytes = 16;    // 12 of data, or one element of 8 bytes
   static constexpr int kLines = kThreads;  // of a block in a round, from each rank: one a thread
+  // Lines of 128 bytes, four of which, a unit, a warp stores by one instruction.
+  static constexpr int kWideLineBytes = 128;
+  static constexpr int kWideLineData = 120;
+  static constexpr int kWideUnitBytes = 4 * kWideLineBytes;
+  static constexpr int kWideUnitData = 4 * kWideLineData;
+  static constexpr int kWideUnits = 16;  // of a block in a round, from each rank: two a warp
+  static constexpr int most_wide_blocks(int size) { return size <= 2 ? 192 : 128; }
   static constexpr int kVectorBytes = 16;  // a store of push
   static constexpr int kVectors = 512;     // of a block in a round, from each rank
-  static constexpr int kLineSlots = 2;     // rounds of lines
+  static constexpr int kLineSlots = 2;     // rounds of lines, of either kind
   static constexpr int kVectorSlots = 4;   // rounds of push
   static constexpr int kFlagBytes = 128;   // the flags of one source: a line of the cache
   // Kernels that push, of two ranks, up to four, and up to eight: as much memory for each.

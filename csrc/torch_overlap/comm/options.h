@@ -21,12 +21,22 @@ inline constexpr Milliseconds kLongestTimeout = std::chrono::hours(365 * 24);
 
 // Who does a collective on NCCL: our kernels never, where they are the faster (see direct.h), or
 // wherever they can; for tests and measurements also by one protocol wherever it can.
-enum class DirectMode : uint8_t { off, automatic, always, ll, push, two_shot, bulk, zero_copy };
+enum class DirectMode : uint8_t {
+  off,
+  automatic,
+  always,
+  ll,
+  ll128,
+  push,
+  two_shot,
+  bulk,
+  zero_copy
+};
 
 // What every operation takes. timeout 0: the communicator's own.
 // Hints of an operation: `is_high_priority_stream` (also spelled
 // `torchcomm::ncclx::high_priority_stream`): true runs this async operation on the communicator's
-// high-priority stream. `direct_collectives`: off, auto, always, ll, push, two_shot, bulk or
+// high-priority stream. `direct_collectives`: off, auto, always, ll, ll128, push, two_shot, bulk or
 // zero_copy, over the communicator's hint of that name; equal on all ranks. A hint that is not
 // known is named in one warning and ignored.
 struct OpOptions {

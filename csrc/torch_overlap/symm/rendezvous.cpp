@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <algorithm>
 
 #include <chrono>
 #include <map>
@@ -281,6 +282,9 @@ class Rendezvous {
       if (!obstacles_[rank].empty()) pads[rank] = memory->pointers_[rank] = nullptr;
     }
     memory->signals_ = SignalPad(me_, std::move(pads));
+    sees_all_ = std::all_of(cards_.begin(), cards_.end(), [&](const Card& card) {
+      return allocator_->sees(memory->device_, card.offers[0].device);
+    });
     std::set<std::string> devices;
     for (const auto& card : cards_) {
       const std::string& device = card.offers.at(0).device;
@@ -309,6 +313,7 @@ class Rendezvous {
     std::vector<std::string> mine = obstacles_;
     mine.push_back(request_.partial ? "partial" : "");
     mine.push_back(request_.whole_because);
+    mine.push_back(sees_all_ ? "" : "blind");
     mine.push_back(failed_pair_);
     std::vector<std::vector<std::string>> all;
     for (const auto& verdict : bootstrap_.all_gather(pack(mine))) {
@@ -317,6 +322,8 @@ class Rendezvous {
                           "expected a rank's verdict on ", size_, " ranks, got ", all.back().size(),
                           " fields; do all ranks run the same version?");
     }
+    memory.has_known_links_ = std::all_of(
+        all.begin(), all.end(), [&](const auto& verdict) { return verdict[size_ + 2].empty(); });
     for (int rank = 0; rank < size_; ++rank) {
       for (int peer = 0; peer < size_; ++peer) {
         const std::string& why = all[rank][peer];
@@ -366,6 +373,7 @@ class Rendezvous {
   std::optional<DescriptorExchange> exchange_;
   std::vector<Card> cards_;             // by rank
   std::vector<std::string> obstacles_;  // by rank; empty: none
+  bool sees_all_ = false;               // the devices of all ranks, and the links to them
   std::string failed_pair_;             // of which mapping should have worked; empty: none
 };
 

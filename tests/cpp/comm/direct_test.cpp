@@ -168,8 +168,8 @@ TEST(Direct, ModesHaveNames) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kValue);
     EXPECT_STREQ(error.what(),
-                 "hint direct_collectives: expected off, auto, always, ll, push, "
-                 "two_shot, bulk or zero_copy, got 'maybe'");
+                 "hint direct_collectives: expected off, auto, always, ll, ll128, "
+                 "push, two_shot, bulk or zero_copy, got 'maybe'");
   }
 }
 
@@ -177,6 +177,86 @@ TEST(Direct, AnOperationsHintIsTaken) {
   EXPECT_FALSE(op_hints({}).direct);
   EXPECT_EQ(op_hints({{"direct_collectives", "off"}}).direct, DirectMode::off);
   EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
+}
+
+// --- Lines of 128 bytes --------------------------------------------------------------------------
+
+DirectPlan ll128_plan(Primitive primitive, int size, size_t bytes, DirectMode mode) {
+  auto problem = problem_of(primitive, size, bytes);
+  problem.has_ll128 = true;
+  return plan_direct(problem, mode);
+}
+
+TEST(Direct, WideLinesWantLinksThatCarryThem) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (const size_t bytes : {size_t{1}, kMi, 256 * kMi}) {
+        EXPECT_FALSE(plan_direct(problem_of(primitive, size, bytes), DirectMode::ll128));
+        const DirectPlan plan = ll128_plan(primitive, size, bytes, DirectMode::ll128);
+        EXPECT_EQ(plan.protocol, DirectProtocol::ll128);
+        EXPECT_EQ(to_string(plan), "direct_ll128");
+      }
+    }
+  }
+}
+
+// Every plan fits the memory of a channel, and its rounds cover the message.
+TEST(Direct, PlansOfWideLinesFitTheMemory) {
+  for (const Primitive primitive : kDirect) {
+    for (int size = 2; size <= G::kMostRanks; ++size) {
+      for (size_t bytes = 1; bytes < 64 * kMi; bytes += 1 + bytes / 3) {
+        const DirectPlan plan = ll128_plan(primitive, size, bytes, DirectMode::ll128);
+        ASSERT_GE(plan.blocks, 1);
+        ASSERT_LE(plan.blocks, G::most_wide_blocks(size));
+        ASSERT_GE(plan.chunk, 1U);
+        ASSERT_LE(plan.chunk, static_cast<uint32_t>(G::kWideUnits));
+        const size_t units = (bytes + G::kWideUnitData - 1) / G::kWideUnitData;
+        const size_t chunks = (units + plan.chunk - 1) / plan.chunk;
+        ASSERT_LE(static_cast<size_t>(plan.blocks), chunks + plan.blocks / 2 + 1);
+      }
+    }
+  }
+}
+
+TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
+  for (const Primitive primitive : kDirect) {
+    const size_t most = primitive == Primitive::all_reduce ? 16 * kMi : 8 * kMi;
+    for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
+      for (const size_t bytes : {size_t{1}, kMi + 1, most}) {
+        EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);
+      }
+      EXPECT_NE(ll128_plan(primitive, 2, most + 1, mode).protocol, DirectProtocol::ll128);
+      EXPECT_EQ(ll128_plan(primitive, 4, 1, mode).protocol, DirectProtocol::ll);
+    }
+  }
+}
+
+// What fits into one round is not cut into two, and rounds are alike.
+TEST(Direct, WideLinesHaveFewRoundsAndEvenOnes) {
+  const auto rounds_of = [](size_t units) {
+    const auto plan =
+        ll128_plan(Primitive::all_gather, 2, units * G::kWideUnitData, DirectMode::ll128);
+    const size_t of_round = size_t{plan.chunk} * plan.blocks;
+    EXPECT_LE(of_round * ((units + of_round - 1) / of_round) - units, 2U * plan.blocks);
+    return (units + of_round - 1) / of_round;
+  };
+  const size_t all = G::most_wide_blocks(2);
+  EXPECT_EQ(rounds_of(1), 1U);
+  EXPECT_EQ(rounds_of(128 * 8 + 1), 1U);
+  EXPECT_EQ(rounds_of(all * 16), 1U);
+  EXPECT_EQ(rounds_of(all * 16 + 1), 3U);
+  EXPECT_EQ(rounds_of(all * 80), 10U);
+}
+
+TEST(Direct, WideLinesOfSplitsThatOnlyPairsKnowTakeAllThereIs) {
+  DirectProblem problem = problem_of(Primitive::all_to_all, 4, 0);
+  problem.is_uniform = false;
+  EXPECT_FALSE(plan_direct(problem, DirectMode::ll128));
+  problem.has_ll128 = true;
+  const DirectPlan plan = plan_direct(problem, DirectMode::ll128);
+  EXPECT_EQ(plan.protocol, DirectProtocol::ll128);
+  EXPECT_EQ(plan.blocks, G::most_wide_blocks(4));
+  EXPECT_EQ(plan.chunk, static_cast<uint32_t>(G::kWideUnits));
 }
 
 // --- Bulk copies ---------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch_overlap as to
 from torch_overlap import InvalidValueError, ReduceOp
 from torch_overlap.testing import run_ranks
 
-MODES = ["off", "auto", "always", "ll", "push", "two_shot", "bulk", "zero_copy"]
-BAD = "direct_collectives: expected off, auto, always, ll, push, two_shot, bulk or zero_copy, got 'fast'"
+MODES = ["off", "auto", "always", "ll", "ll128", "push", "two_shot", "bulk", "zero_copy"]
+BAD = "direct_collectives: expected off, auto, always, ll, ll128, push, two_shot, bulk or zero_copy, got 'fast'"
 
 
 def run_modes(comm: to.TorchComm) -> None:

@@ -13,10 +13,28 @@ COMPLEX = [torch.complex64, torch.complex128]  # sums of pairs
 # What is only moved, whatever it is.
 OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
-MODES = ["auto", "ll", "push", "two_shot"]
+MODES = ["auto", "ll", "ll128", "push", "two_shot"]
 KI = 1024
-# Around what changes: a line, a block's threads, a block's chunk, the limits of the protocols for any group size.
-EDGES = [12, 16, 6 * KI, 12 * KI, 64 * KI, 128 * KI, 256 * KI, 384 * KI, 512 * KI, 1024 * KI, 2048 * KI, 4096 * KI]
+# Around what changes: a line of either kind, a unit of four, a block's threads, a block's chunk, the limits of the
+# protocols for any group size.
+EDGES = [
+    12,
+    16,
+    120,
+    240,
+    480,
+    7680,
+    6 * KI,
+    12 * KI,
+    64 * KI,
+    128 * KI,
+    256 * KI,
+    384 * KI,
+    512 * KI,
+    1024 * KI,
+    2048 * KI,
+    4096 * KI,
+]
 
 
 def edges(element, most=4096 * KI):
@@ -81,8 +99,15 @@ def draw_bytes(comm, seed, dtype, count):
 WAYS = [("all_reduce", "two_shot")] + [
     (name, mode)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
-    for mode in ("ll", "push")
+    for mode in ("ll", "ll128", "push")
+    if (name, mode) != ("rms_norm", "ll128")
 ] + [(name, "bulk") for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]  # fmt: skip
+
+
+def small_way(comm):
+    """As the recorder names what "auto" takes for small messages."""
+    has_ll128 = comm.get_size() == 2 and torch.cuda.get_device_capability()[0] >= 9
+    return "direct_ll128" if has_ll128 else "direct_ll"
 
 
 def call_of(comm, name):
@@ -125,20 +150,25 @@ def algorithms(action):
 class Poison:
     """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
 
-    Lines and vectors count rounds together, and have two slots and four. An operation of one round is the fifth here,
-    and finds in its slot what came as NaN, by either way."""
+    Lines of both kinds and vectors count rounds together, and have two slots, two and four. An operation of one round
+    finds in its slot what came as NaN, by any way: of each there are as many rounds as slots, one after the other."""
 
     def __init__(self, comm):
         self.comm = comm
         size = comm.get_size()
         blocks = 256 if size == 2 else 128 if size <= 4 else 64
-        sizes = {"ll": (256 if size == 2 else 128) * 256 * 12, "push": blocks * 512 * 16}  # of one round of every block
-        self.nans = {mode: torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for mode, n in sizes.items()}
+        lines = 256 if size == 2 else 128  # blocks
+        # Of one round of every block, with as many rounds as there are slots.
+        sizes = {"ll": (lines * 256 * 12, 2), "ll128": (lines * 16 * 480, 2), "push": (blocks * 512 * 16, 4)}
+        self.nans = {
+            mode: torch.full((n * rounds,), 0xFF, dtype=torch.uint8, device="cuda")
+            for mode, (n, rounds) in sizes.items()
+        }
 
     def __call__(self):
-        for mode in ("ll", "push") * 2:
-            out = torch.empty(self.comm.get_size() * self.nans[mode].numel(), dtype=torch.uint8, device="cuda")
-            self.comm.all_gather_single(out, self.nans[mode], async_op=False, hints={"direct_collectives": mode})
+        for mode, nans in self.nans.items():
+            out = torch.empty(self.comm.get_size() * nans.numel(), dtype=torch.uint8, device="cuda")
+            self.comm.all_gather_single(out, nans, async_op=False, hints={"direct_collectives": mode})
 
 
 class Step:
@@ -180,7 +210,7 @@ class Step:
         every = [self.of(r) for r in range(self.size)]
         mine = every[self.rank]
         parts = [one.view(self.size, count) for one in every]
-        for hints in (None, {"direct_collectives": "two_shot"}):
+        for hints in (None, {"direct_collectives": "ll128"}, {"direct_collectives": "two_shot"}):
             self.before()
             x = mine[:count].clone()
             comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints=hints)

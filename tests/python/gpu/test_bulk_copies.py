@@ -197,12 +197,31 @@ def test_a_norm_comes_behind(bulk, seed):
     assert (out.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
+def test_what_stands_in_for_parts_that_are_not_aligned_is_small(bulk, seed):
+    """However large they are: pieces of 128 MiB, on ranks whose parts are aligned, too."""
+    rank, size, most = bulk.get_rank(), bulk.get_size(), 128 * MIB
+    count = (2 * most + 48 * KI) // 2
+    whole = torch.empty(count + 8, dtype=torch.bfloat16, device="cuda")
+    x = whole[rank % 2 : rank % 2 + count]
+    parts = [(torch.arange(count, device="cuda") * (r + 3) % 251).to(torch.bfloat16) for r in range(size)]
+    x.copy_(parts[rank])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    bulk.all_reduce(x, ReduceOp.SUM, async_op=False)
+    assert torch.cuda.max_memory_allocated() - before <= most + 2 * MIB
+    check_reduced(x, ReduceOp.SUM, parts)
+    gathered = torch.empty(size, count, dtype=torch.bfloat16, device="cuda")
+    bulk.all_gather_single(gathered, whole[1 - rank % 2 :][:count].copy_(parts[rank]), async_op=False)
+    assert torch.equal(gathered, torch.stack(parts))
+
+
 # --- Which way ---------------------------------------------------------------------------------------------------
 
 
 def test_large_whole_vectors_go_by_bulk_copies(comm, bulk):
-    large = torch.ones(4 * MIB, device="cuda")
-    odd = torch.ones(4 * MIB + 1, device="cuda")
+    large = torch.ones(8 * MIB, device="cuda")
+    odd = torch.ones(8 * MIB + 1, device="cuda")
 
     def calls(on, hints):
         for x in (large, large[1:-3], odd):
@@ -244,7 +263,7 @@ def test_protocols_take_turns(bulk, seed, dtype):
     rank, choose = bulk.get_rank(), random.Random(seed)
     inputs = {n: draw_all(bulk, seed + n, dtype, n) for n in (16, 4000, 100_000, 2_000_000)}
     for _ in range(150):
-        mode = choose.choice(["bulk", "bulk", "push", "ll", "two_shot", "always"])
+        mode = choose.choice(["bulk", "bulk", "push", "ll", "ll128", "two_shot", "always"])
         parts = inputs[choose.choice(list(inputs))]
         x = parts[rank].clone()
         bulk.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"direct_collectives": mode})

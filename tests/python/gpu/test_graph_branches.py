@@ -224,8 +224,9 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 # Of these all blocks wait for other ranks, and they may have all SMs.
 WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel", "fused_sum_kernel")
 NARROW = ("begin_kernel", "await_kernel")
-COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "push_copy_kernel", "push_reduce_kernel",
-               "push_norm_kernel", "two_shot_kernel", "bulk_kernel", "zero_copy", "nccl")  # fmt: skip
+COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "ll128_copy_kernel", "ll128_reduce_kernel",
+               "push_copy_kernel", "push_reduce_kernel", "push_norm_kernel", "two_shot_kernel", "bulk_kernel",
+               "zero_copy", "nccl")  # fmt: skip
 # What must be found, with sequence parallelism and without.
 WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:4], WIDE[3:4]), "ring": (NARROW, NARROW),
         "bulk": (NARROW, ()), "chunked": ((), ()), "auto": ((), ())}  # fmt: skip

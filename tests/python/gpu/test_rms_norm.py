@@ -13,7 +13,7 @@ from torch_overlap import ops
 
 pytestmark = pytest.mark.gpu(2)
 EPS = 1e-5
-MODES = ["auto", "ll", "push", "two_shot", "off"]
+MODES = ["auto", "ll", "ll128", "push", "two_shot", "off"]
 # Rows and their length: one block, clusters, rounds, whole and broken lines and vectors, too long for a cluster.
 SHAPES = [(1, 8), (3, 127), (5, 1000), (16, 2048), (300, 1024), (7, 5120), (16, 8192), (64, 8192), (3, 12288),
           (2, 20000), (1, 40000), (130, 4104), (33, 7168), (700, 8192)]  # fmt: skip

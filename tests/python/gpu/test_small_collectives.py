@@ -20,6 +20,7 @@ from small_cases import (
     draw_bytes,
     edges,
     reduced,
+    small_way,
 )
 
 import torch_overlap as to
@@ -64,14 +65,14 @@ def test_every_reduction(comm, seed, op, dtype, mode):
         whole = draw_all(comm, seed + count + 1, dtype, count * size)
         out = torch.full((count,), 77, dtype=dtype, device="cuda")
         comm.reduce_scatter_single(out, whole[rank], op, async_op=False, hints=hints)
-        check_reduced(out, op, [part.view(size, count)[rank] for part in whole], mode in ("ll", "push"))
+        check_reduced(out, op, [part.view(size, count)[rank] for part in whole], mode in ("ll", "ll128", "push"))
 
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
 def test_sums_of_complex_numbers(comm, seed, dtype):
     rank, size = comm.get_rank(), comm.get_size()
     real = dtype.to_real()
-    for mode in ("ll", "push", "two_shot"):
+    for mode in ("ll", "ll128", "push", "two_shot"):
         for count in (1, 13, 3001, 70_001):
             parts = draw_all(comm, seed + count, real, 2 * count * size)
             mine = torch.view_as_complex(parts[rank].clone().view(-1, 2))
@@ -89,7 +90,7 @@ def test_sums_of_complex_numbers(comm, seed, dtype):
 def test_data_movement_of_every_dtype(comm, seed, dtype):
     """Random bytes, compared as bytes."""
     rank, size = comm.get_rank(), comm.get_size()
-    for mode in ("ll", "push"):
+    for mode in ("ll", "ll128", "push"):
         options = {"async_op": False, "hints": {"direct_collectives": mode}}
         for count in (1, 13, 3001, 70_001):
             every = draw_bytes(comm, seed + count, dtype, count * size)
@@ -113,7 +114,7 @@ def test_data_movement_of_every_dtype(comm, seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_data_movement_of_every_size_and_alignment(comm, seed, dtype, offset):
     rank, size = comm.get_rank(), comm.get_size()
-    for mode in ("auto", "ll", "push"):
+    for mode in ("auto", "ll", "ll128", "push"):
         hints = {"direct_collectives": mode}
         for count in edges(dtype.itemsize, most=1024 * KI):
             parts = draw_all(comm, seed + count, dtype, count)
@@ -165,7 +166,7 @@ def test_lists_and_in_place(always, seed):
         assert torch.equal(into, torch.cat([one.view(size, count)[rank] for one in inputs]))
 
 
-@pytest.mark.parametrize("mode", ["always", "ll"])
+@pytest.mark.parametrize("mode", ["always", "ll", "ll128"])
 def test_unequal_parts(comm, seed, mode):
     """Empty ones too: a rank and its peer need not have anything for each other."""
     rank, size = comm.get_rank(), comm.get_size()
@@ -262,8 +263,8 @@ def test_the_recorder_names_the_way(comm, always, make_comm):
     is_pair, has_bulk = comm.get_size() == 2, torch.cuda.get_device_capability()[0] >= 9
     by_itself = "direct_bulk" if is_pair and has_bulk else "nccl"
     asked_for = "direct_bulk" if has_bulk else "direct_push" if is_pair else "direct_two_shot"
-    assert algorithms(calls) == ["direct_ll", by_itself, "direct_ll", asked_for, "nccl", "nccl", "nccl", "direct_ll",
-                                 "direct_ll", "nccl", "nccl"]  # fmt: skip
+    few = small_way(comm)
+    assert algorithms(calls) == [few, by_itself, few, asked_for, "nccl", "nccl", "nccl", few, few, "nccl", "nccl"]
 
 
 def test_switched_off_all_is_left_to_nccl(nccl_comm):
@@ -288,7 +289,8 @@ def test_a_bad_mode_is_an_error(comm):
     x = torch.ones(4, device="cuda")
     with pytest.raises(
         to.InvalidValueError,
-        match="hint direct_collectives: expected off, auto, always, ll, push, two_shot, bulk or zero_copy, got 'fast'",
+        match="hint direct_collectives: expected off, auto, always, ll, ll128, push, two_shot, bulk or zero_copy, got "
+        "'fast'",
     ):
         comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "fast"})
 

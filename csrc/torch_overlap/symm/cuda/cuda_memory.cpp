@@ -149,6 +149,13 @@ class CudaAllocator final : public SymmetricAllocator {
     return {};  // or hidden from this process (CUDA_VISIBLE_DEVICES): then mapping it tells
   }
 
+  bool sees(c10::Device device, const std::string& theirs) override {
+    for (c10::DeviceIndex peer = 0; peer < c10::cuda::device_count(); ++peer) {
+      if (uuid_of(peer) == theirs) return true;
+    }
+    return false;
+  }
+
   // Threads with a device each: access is granted to a mapping, so each makes its own.
   bool shares_pointers() const override { return false; }
 

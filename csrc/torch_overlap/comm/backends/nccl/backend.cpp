@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/backends/nccl/direct_call.h"
 #include "torch_overlap/comm/backends/nccl/primitives.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/plain_dispatch.h"

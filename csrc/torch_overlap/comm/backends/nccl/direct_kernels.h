@@ -21,7 +21,8 @@ namespace torch_overlap::cuda {
 //            for push (of two shots: of slices, and of sums), in the next two of the first line for
 //            bulk copies (parts, sums)
 //   places   of each block, slot and source: a line that says where a rank's tensor lies
-//   lines    of each block, slot and source
+//   lines    of each block, slot and source: of 16 bytes
+//   wide     the same, of 128
 //   vectors  the same, for push
 //   bulk     the same, for bulk copies: parts, and of more than two ranks sums
 struct DirectLayout {
@@ -38,8 +39,13 @@ struct DirectLayout {
 
   static constexpr size_t lines_of_one_rank() { return size_t{G::kLines} * G::kLineBytes; }
   static constexpr size_t vectors_of_one_rank() { return size_t{G::kVectors} * G::kVectorBytes; }
-  static constexpr size_t vectors(int size) {
+  static constexpr size_t wide_of_one_rank() { return size_t{G::kWideUnits} * G::kWideUnitBytes; }
+  static constexpr size_t wide(int size) {
     return kLines + size_t(G::most_line_blocks(size)) * G::kLineSlots * size * lines_of_one_rank();
+  }
+  static constexpr size_t vectors(int size) {
+    return wide(size) +
+           size_t(G::most_wide_blocks(size)) * G::kLineSlots * size * wide_of_one_rank();
   }
   static constexpr size_t bulk(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
@@ -64,6 +70,7 @@ struct DirectParams {
   uint32_t chunks[DirectGeometry::kMostRanks];  // of the longer of the two; 0: nothing is said
   uint32_t most_chunks;                         // of all peers
   uint32_t chunk;                               // units: see DirectPlan
+  uint64_t wide_at;                             // DirectLayout::wide(size)
   uint64_t vectors_at;                          // DirectLayout::vectors(size)
   uint64_t bulk_at;                             // DirectLayout::bulk(size, most_blocks)
   bool one_source;                              // all of `send` are the same
@@ -104,10 +111,13 @@ struct NormParams {
 
 // send[r] to rank r, recv[r] from rank r, own part included where the two differ.
 cudaError_t launch_line_copy(const DirectParams& params, const DirectLaunch& launch);
+cudaError_t launch_ll128_copy(const DirectParams& params, const DirectLaunch& launch);
 cudaError_t launch_push_copy(const DirectParams& params, const DirectLaunch& launch);
 // recv[0] becomes the reduction of what the ranks send here, in the order of ranks.
 cudaError_t launch_line_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch);
+cudaError_t launch_ll128_reduce(DirectType type, const DirectParams& params,
+                                const DirectLaunch& launch);
 cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch);
 // send[0] of all ranks, reduced, to recv[0] of all: slice r by rank r.
@@ -149,6 +159,7 @@ cudaError_t has_hopper_code(bool* has);
 // Loads the code of all kernels onto the current device: a load later may wait for a kernel that
 // waits for this rank.
 cudaError_t load_line_kernels();
+cudaError_t load_ll128_kernels();
 cudaError_t load_push_kernels();
 cudaError_t load_two_shot_kernels();
 cudaError_t load_zero_copy_kernels();

@@ -1,0 +1,149 @@
+#pragma once
+
+// Exchanges by lines of 128 bytes (after NCCL's protocol LL128): 120 of data, and the epoch of
+// their round in the last word. Eight threads of a warp store a line by one instruction, and load
+// it by one. Links carry such a store as a whole, and the cache of the owner takes and gives 128
+// bytes at once, so that a load that sees the epoch has the data too. That is what GPUs behind
+// NVLink do (DirectProblem::has_ll128), and no promise of the memory model's. For .cu files.
+#include "torch_overlap/comm/backends/nccl/direct_line_device.h"
+
+namespace torch_overlap::cuda::ll128 {
+
+constexpr unsigned int kAll = ~0U;
+constexpr int kLanesOfLine = G::kWideLineBytes / G::kVectorBytes;
+constexpr uint32_t kMostWarps = G::kThreads / kWarp;
+static_assert(kWarp / kLanesOfLine * G::kWideLineBytes == G::kWideUnitBytes);
+// Room for two communicators' kernels of most_wide_blocks(), as kBlocksOfSm has it for others: with
+// registers for four blocks on an SM, sums of two ranks are spilled.
+template <typename Case>
+inline constexpr int kWideBlocksOfSm = Case::kMostRanks == 2 ? 3 : 2;
+
+__device__ __forceinline__ int lane_of_warp() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ __forceinline__ uint32_t warp_of_block() { return threadIdx.x / kWarp; }
+
+// What this lane carries of a unit, four lines: 16 bytes, or 8 beside the epoch. The data of every
+// other line begin with the short piece, so that all others are aligned in a unit as vectors are.
+struct Lane {
+  uint32_t line_at;  // in the unit, as what follows
+  uint32_t at;
+  bool is_short;
+};
+
+__device__ __forceinline__ Lane this_lane() {
+  const int line = lane_of_warp() / kLanesOfLine;
+  const int place = lane_of_warp() % kLanesOfLine;
+  const bool is_short = place == kLanesOfLine - 1;
+  const int in_line = line % 2 == 0 ? place * G::kVectorBytes
+                      : is_short    ? 0
+                                    : place * G::kVectorBytes + G::kVectorBytes / 2;
+  const auto line_at = static_cast<uint32_t>(line * G::kWideLineData);
+  return {line_at, line_at + in_line, is_short};
+}
+
+// A unit of a message.
+struct UnitPart {
+  uint64_t begin;
+  uint32_t bytes;  // that there are
+
+  __device__ __forceinline__ bool has_line(const Lane& lane) const { return lane.line_at < bytes; }
+  __device__ __forceinline__ bool has_data(const Lane& lane) const { return lane.at < bytes; }
+};
+
+// Unit `unit` of a chunk, of a message of `bytes`.
+__device__ __forceinline__ UnitPart part_of(const DirectParams& p, uint32_t chunk, uint32_t unit,
+                                            uint64_t bytes) {
+  const uint64_t begin = (static_cast<uint64_t>(chunk) * p.chunk + unit) * G::kWideUnitData;
+  const uint64_t left = begin < bytes ? bytes - begin : 0;
+  return {begin, static_cast<uint32_t>(min(left, uint64_t{G::kWideUnitData}))};
+}
+
+// This lane's piece of a part of `message`; zeros where it has none.
+template <typename Case>
+__device__ __forceinline__ Words<4> load_piece(const char* message, const UnitPart& part,
+                                               const Lane& lane) {
+  Words<4> out{};
+  if (!part.has_data(lane)) return out;
+  const char* const from = message + part.begin + lane.at;
+  if (!lane.is_short) return load_words<Case, 4>(from, part.bytes - lane.at);
+  if constexpr (Case::kIsWhole) {
+    const uint2 both = *reinterpret_cast<const uint2*>(from);
+    out.at[0] = both.x;
+    out.at[1] = both.y;
+  } else {
+    const auto both = load_any<2>(from, part.bytes - lane.at);
+    out.at[0] = both.at[0];
+    out.at[1] = both.at[1];
+  }
+  return out;
+}
+
+template <typename Case>
+__device__ __forceinline__ void store_piece(char* message, const UnitPart& part, const Lane& lane,
+                                            const Words<4>& words) {
+  if (!part.has_data(lane)) return;
+  char* const to = message + part.begin + lane.at;
+  if (!lane.is_short) return store_words<Case>(to, words, part.bytes - lane.at);
+  if constexpr (Case::kIsWhole) {
+    *reinterpret_cast<uint2*>(to) = uint2{words.at[0], words.at[1]};
+  } else {
+    store_any<2>(to, {{words.at[0], words.at[1]}}, part.bytes - lane.at);
+  }
+}
+
+// Where unit `unit` of a chunk lies that `source` writes to `owner`.
+template <typename Case>
+__device__ __forceinline__ char* unit_of(const DirectParams& p, int owner, int source,
+                                         uint32_t epoch, uint32_t unit) {
+  const size_t slot =
+      (size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots) * size_of<Case>(p);
+  return p.base[owner] + p.wide_at + (slot + source) * DirectLayout::wide_of_one_rank() +
+         unit * G::kWideUnitBytes;
+}
+
+// Of a whole warp, as all that follows: where this lane's line is due it is so for the whole line.
+__device__ __forceinline__ void store_wide(char* unit, const Words<4>& words, const Lane& lane,
+                                           uint32_t epoch, bool is_due) {
+  __syncwarp();
+  if (!is_due) return;
+  store_line(unit + lane_of_warp() * G::kVectorBytes,
+             uint4{words.at[0], words.at[1], words.at[2], lane.is_short ? epoch : words.at[3]});
+}
+__device__ __forceinline__ uint4 load_wide(const char* unit, bool is_due) {
+  __syncwarp();
+  uint4 line{};
+  if (is_due) line = load_line(static_cast<const void*>(unit + lane_of_warp() * G::kVectorBytes));
+  return line;
+}
+
+// Of lines of which the bits of their last lanes are set in `missing`: returns when they are there.
+// True, for all lanes, if one never came. Each is waited for by another of the first lanes, who
+// look after the host, too.
+static __device__ __noinline__ bool wait_for_lines(const DirectParams& p, const char* unit,
+                                                   int source, uint32_t epoch, uint32_t missing) {
+  bool failed = false;
+  const int line = lane_of_warp();
+  if (line < kWarp / kLanesOfLine && (missing >> (line * kLanesOfLine + kLanesOfLine - 1) & 1)) {
+    const char* const end = unit + (line + 1) * G::kWideLineBytes;
+    failed = !wait_long(p, reinterpret_cast<const uint32_t*>(end) - 1, source, epoch, 1);
+  }
+  return __any_sync(kAll, failed) != 0;
+}
+
+// `line`, which has been loaded, becomes what `epoch` has brought. True, for all lanes, if it never
+// did.
+__device__ __forceinline__ bool await_wide(const DirectParams& p, uint4& line, const char* unit,
+                                           int source, const Lane& lane, uint32_t epoch,
+                                           bool is_due) {
+  for (int looks = 1;; ++looks) {
+    const uint32_t missing = __ballot_sync(kAll, is_due && lane.is_short && line.w != epoch);
+    if (missing == 0) return false;
+    if (looks % kLooks == 0 && wait_for_lines(p, unit, source, epoch, missing)) return true;
+    line = load_wide(unit, is_due);
+  }
+}
+
+__device__ __forceinline__ Words<4> words_of(const uint4& line) {
+  return {{line.x, line.y, line.z, line.w}};
+}
+
+}  // namespace torch_overlap::cuda::ll128
