@@ -15,17 +15,18 @@ constexpr size_t kKi = 1024;
 constexpr size_t kMi = 1024 * kKi;
 
 // Up to how many bytes (DirectProblem::bytes) each protocol is taken, and bulk copies from how many
-// on; 0: never. Lines of 128 bytes come before all others, where links carry them; bulk copies take
-// fewer SMs, and what both do as quickly. The row of two ranks: where the protocols cross on H100s
-// in a graph (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on
-// H200s; of more: below where prototypes did. NCCL has what is larger. Of four ranks push alone is
-// quicker than NCCL for four times as much yet
-// (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a block on nearly every SM, which
-// products beside it would miss. Of broadcast nothing is measured: its rows are about those of
-// all_gather.
+// on; 0: never. Lines of 128 bytes, where links carry them, come before all others but for the few
+// bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
+// The row of two ranks: where the protocols cross on H100s in a graph
+// (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
+// below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
+// NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
+// block on nearly every SM, which products beside it would miss. Of broadcast nothing is measured:
+// its rows are about those of all_gather.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
+  size_t few;      // by lines, whatever links carry
   size_t ll128;    // where it can be done
   size_t ll;
   size_t push;
@@ -36,21 +37,21 @@ struct Limits {
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 16 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
-    {Primitive::all_reduce, 4, 0, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
-    {Primitive::all_reduce, 8, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
-    {Primitive::all_gather, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_gather, 4, 0, 128 * kKi, 4 * kMi, 0, 0},
-    {Primitive::all_gather, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::reduce_scatter, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::reduce_scatter, 4, 0, 256 * kKi, 4 * kMi, 0, 0},
-    {Primitive::reduce_scatter, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::all_to_all, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_to_all, 4, 0, 256 * kKi, 4 * kMi, 0, 0},
-    {Primitive::all_to_all, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::broadcast, 2, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::broadcast, 4, 0, 128 * kKi, 512 * kKi, 0, 0},
-    {Primitive::broadcast, 8, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::all_reduce, 2, 0, 16 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
+    {Primitive::all_reduce, 4, 0, 0, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
+    {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
+    {Primitive::all_gather, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_gather, 4, 0, 0, 128 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_gather, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::reduce_scatter, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::reduce_scatter, 4, 0, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::all_to_all, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_to_all, 4, 0, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_to_all, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
+    {Primitive::broadcast, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::broadcast, 4, 0, 0, 128 * kKi, 512 * kKi, 0, 0},
+    {Primitive::broadcast, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
 };
 
 const Limits* limits_of(Primitive primitive, int size) {
@@ -278,7 +279,7 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
     case DirectMode::always:
       break;
   }
-  if (problem.bytes <= limits->ll128) {
+  if (problem.bytes > limits->few && problem.bytes <= limits->ll128) {
     if (const auto plan = plan_ll128(problem)) return plan;
   }
   // The limit is for lines of 12 bytes: with 8 there are as many for less.

@@ -222,9 +222,13 @@ TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
   for (const Primitive primitive : kDirect) {
     const size_t most = primitive == Primitive::all_reduce ? 16 * kMi : 8 * kMi;
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
-      for (const size_t bytes : {size_t{1}, kMi + 1, most}) {
+      for (const size_t bytes : {4 * kKi + 1, kMi + 1, most}) {
         EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);
       }
+      const bool adds =
+          primitive == Primitive::all_reduce || primitive == Primitive::reduce_scatter;
+      EXPECT_EQ(ll128_plan(primitive, 2, 4 * kKi, mode).protocol,
+                adds ? DirectProtocol::ll128 : DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 2, most + 1, mode).protocol, DirectProtocol::ll128);
       EXPECT_EQ(ll128_plan(primitive, 4, 1, mode).protocol, DirectProtocol::ll);
     }

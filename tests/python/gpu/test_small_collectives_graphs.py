@@ -76,30 +76,41 @@ def test_ten_thousand_replays(always, count):
 
 
 @pytest.mark.slow
-def test_no_line_is_ever_torn(always, seed):
-    """The 12 bytes of a line are written and read as one: each holds one random pattern, three times."""
-    rank, size, lines = always.get_rank(), always.get_size(), 16 * KI
+@pytest.mark.parametrize(
+    ("mode", "words", "lines"), [("ll", 3, 16 * KI), ("ll128", 30, 1000), ("ll128", 30, 16 * KI), ("ll128", 30, 70_000)]
+)
+def test_no_line_is_ever_torn(comm, nccl_comm, seed, mode, words, lines):
+    """The data of a line are written and read as one: each holds one random pattern, again and again. Beside it NCCL
+    keeps the links busy."""
+    if mode == "ll128" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("NCCL does it")
+    rank, size = comm.get_rank(), comm.get_size()
     patterns = torch.zeros(size, lines, dtype=torch.int32, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     step = torch.zeros((), dtype=torch.int64, device="cuda")
     index = torch.arange(lines, device="cuda")
+    hints = {"direct_collectives": mode}
 
     def once():
         step.add_(1)
         for r in range(size):
             patterns[r] = ((index + lines * r) * 2654435761 + step * 40503).to(torch.int32)
-        mine = patterns[rank].repeat_interleave(3)
-        out = torch.empty(size * mine.numel(), dtype=torch.int32, device="cuda")
-        always.all_gather_single(out, mine, async_op=False)
-        wrong.add_((out.view(size, lines, 3) != patterns.unsqueeze(2)).sum())
+        mine = patterns[rank].repeat_interleave(words)
+        out = torch.full((size * mine.numel(),), -1, dtype=torch.int32, device="cuda")
+        comm.all_gather_single(out, mine, async_op=False, hints=hints)
+        wrong.add_((out.view(size, lines, words) != patterns.unsqueeze(2)).sum())
 
-    once()
+    assert algorithms(once) == [f"direct_{mode}"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         once()
+    beside = torch.ones(size, 16 << 20, dtype=torch.uint8, device="cuda")
     for i in range(5000):
         graph.replay()
+        if i % 20 == 0:
+            work = nccl_comm.all_gather_single(beside.view(-1), beside[rank], async_op=True)
         if i % 1000 == 999:
+            work.wait()
             torch.cuda.synchronize()
     assert wrong.item() == 0
 

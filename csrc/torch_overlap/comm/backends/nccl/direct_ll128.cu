@@ -13,32 +13,66 @@ __device__ __forceinline__ void for_units(const DirectParams& p, const Act& act)
   for (uint32_t unit = warp_of_block(); unit < p.chunk; unit += kMostWarps) act(unit);
 }
 
+// What a warp sends, unit by unit. The first piece of what goes to the next rank, often of all that
+// goes out, is loaded while the block still asks whether it may send.
+template <typename Case>
+class Sender {
+ public:
+  __device__ __forceinline__ Sender(const DirectParams& p, const Lane& lane)
+      : p_(p), lane_(lane), next_(rank_after<Case>(p, 1)) {
+    piece_ = load(next_, part(blockIdx.x, warp_of_block(), next_));
+  }
+
+  // Of a unit that follows the one before.
+  __device__ __forceinline__ void begin_unit(uint32_t chunk, uint32_t unit) {
+    if (!is_first_) piece_ = load(next_, part(chunk, unit, next_));
+    is_first_ = false;
+  }
+  // To a peer, in the round that makes the epoch `epoch`. is_due(part): see store_wide().
+  template <typename IsDue>
+  __device__ __forceinline__ void send(int peer, uint32_t chunk, uint32_t unit, uint32_t epoch,
+                                       const IsDue& is_due) const {
+    const UnitPart of_peer = part(chunk, unit, peer);
+    const bool is_loaded = Case::kMostRanks == 2 || p_.one_source || peer == next_;
+    const auto words = is_loaded ? piece_ : load(peer, of_peer);
+    store_wide(unit_of<Case>(p_, peer, p_.rank, epoch, unit), words, lane_, epoch, is_due(of_peer));
+  }
+  // What has gone to the next rank.
+  __device__ __forceinline__ const Words<4>& piece() const { return piece_; }
+
+ private:
+  __device__ __forceinline__ UnitPart part(uint32_t chunk, uint32_t unit, int peer) const {
+    return part_of(p_, chunk, unit, p_.send_bytes[peer]);
+  }
+  __device__ __forceinline__ Words<4> load(int peer, const UnitPart& part) const {
+    return load_piece<Case>(p_.send[peer], part, lane_);
+  }
+
+  const DirectParams& p_;
+  const Lane& lane_;
+  const int next_;
+  Words<4> piece_;
+  bool is_first_ = true;
+};
+
 template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
     ll128_reduce_kernel(const __grid_constant__ DirectParams p) {
   const LineState state = begin_lines<Case>(p);
   const uint64_t bytes = p.send_bytes[0];
   const Lane lane = this_lane();
-  const auto load_own = [&](const UnitPart& part) {
-    return load_piece<Case>(p.send[p.rank], part, lane);
-  };
-  // Of the unit that was sent last. A warp that has more of a chunk loads them again to add them.
-  const bool has_more = p.chunk > kMostWarps;
-  Words<4> own = load_own(part_of(p, blockIdx.x, warp_of_block(), bytes));
-  bool is_first = true;
+  Sender<Case> sender(p, lane);
+  // What was sent is what is added, too; a warp that has sent more since loads it again.
+  const bool has_own = p.one_source && p.chunk <= kMostWarps;
 
   const auto send = [&](uint32_t chunk, uint32_t round) {
     for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      const UnitPart part = part_of(p, chunk, unit, bytes);
-      if (!is_first) own = load_own(part);
-      is_first = false;
+      sender.begin_unit(chunk, unit);
 #pragma unroll
       for (int peer = 0; peer < Case::kMostRanks; ++peer) {
         if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        const auto data = p.one_source ? own : load_piece<Case>(p.send[peer], part, lane);
-        store_wide(unit_of<Case>(p, peer, p.rank, epoch, unit), data, lane, epoch,
-                   part.has_line(lane));
+        sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
+                    [&](const UnitPart& part) { return part.has_line(lane); });
       }
     });
   };
@@ -56,7 +90,7 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
         const uint32_t epoch = state.epoch[source] + 1 + round;
         seen[source] = load_wide(unit_from(source, epoch), part.has_line(lane));
       }
-      if (has_more) own = load_own(part);
+      const auto own = has_own ? sender.piece() : load_piece<Case>(p.send[p.rank], part, lane);
       Accumulator<Case, T, 4> sum;
 #pragma unroll
       for (int source = 0; source < Case::kMostRanks; ++source) {
@@ -92,25 +126,16 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const auto is_due = [&](const UnitPart& part, uint32_t unit) {
     return part.has_line(lane) || (unit == 0 && lane.line_at == 0);
   };
-  const auto load_own = [&](uint32_t chunk, uint32_t unit) {
-    return load_piece<Case>(p.send[p.rank], part_of(p, chunk, unit, p.send_bytes[p.rank]), lane);
-  };
-  Words<4> own{};  // for all
-  if (p.one_source) own = load_own(blockIdx.x, warp_of_block());
-  bool is_first = true;
+  Sender<Case> sender(p, lane);
 
   const auto send = [&](uint32_t chunk, uint32_t round) {
     for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      if (p.one_source && !is_first) own = load_own(chunk, unit);
-      is_first = false;
+      sender.begin_unit(chunk, unit);
 #pragma unroll
       for (int peer = 0; peer < Case::kMostRanks; ++peer) {
         if (peer >= size_of<Case>(p) || peer == p.rank || chunk >= p.chunks[peer]) continue;
-        const UnitPart part = part_of(p, chunk, unit, p.send_bytes[peer]);
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        const auto data = p.one_source ? own : load_piece<Case>(p.send[peer], part, lane);
-        store_wide(unit_of<Case>(p, peer, p.rank, epoch, unit), data, lane, epoch,
-                   is_due(part, unit));
+        sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
+                    [&](const UnitPart& part) { return is_due(part, unit); });
       }
     });
   };
