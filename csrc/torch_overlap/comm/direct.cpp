@@ -87,22 +87,33 @@ DirectPlan plan_lines(const DirectProblem& problem) {
                    blocks_for(lines, G::kLines, G::most_line_blocks(problem.size)), G::kLines);
 }
 
+// Two shots send less, and wait once more: for the time in which a link takes about so many bytes.
+bool pays_in_wide_slices(const DirectProblem& problem) {
+  constexpr size_t kBytesOfWait = 600 * kKi;
+  if (problem.primitive != Primitive::all_reduce || problem.size <= 2) return false;
+  const size_t others = problem.size - 1;
+  const size_t in_two_shots = 2 * others * divide_up(problem.bytes, problem.size);
+  return others * problem.bytes > in_two_shots + kBytesOfWait;
+}
+
 // A unit for each warp. Two where that makes it one round, between which and the next blocks would
 // meet; else rounds that are alike.
 DirectPlan plan_ll128(const DirectProblem& problem) {
   if (!problem.has_ll128) return {};
   constexpr size_t kUnitsOfBlock = 4;
   constexpr size_t kWarps = G::kWideUnits / 2;
-  const size_t units = divide_up(problem.bytes, G::kWideUnitData);
-  const int most = G::most_wide_blocks(problem.size);
-  if (units <= kBlocksAlone * kWarps) {
-    return share_out(DirectProtocol::ll128, units, kUnitsOfBlock, std::min(most, kBlocksAlone),
-                     kWarps);
-  }
+  const bool has_slices = pays_in_wide_slices(problem);
+  const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
+  const size_t units = divide_up(part, G::kWideUnitData);
+  const bool is_small = units <= kBlocksAlone * kWarps;
+  const int most = is_small ? std::min(G::most_wide_blocks(problem.size), kBlocksAlone)
+                            : G::most_wide_blocks(problem.size);
   const size_t of_block = divide_up(units, most);
   const size_t rounds = of_block <= G::kWideUnits ? 1 : divide_up(of_block, kWarps);
-  return share_out(DirectProtocol::ll128, units, kUnitsOfBlock, most,
-                   static_cast<int>(divide_up(of_block, rounds)));
+  DirectPlan plan = share_out(DirectProtocol::ll128, units, kUnitsOfBlock, most,
+                              static_cast<int>(divide_up(of_block, rounds)));
+  plan.has_slices = has_slices;
+  return plan;
 }
 
 DirectPlan plan_push(const DirectProblem& problem) {

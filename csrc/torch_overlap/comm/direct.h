@@ -49,7 +49,8 @@ struct DirectPlan {
   DirectProtocol protocol = DirectProtocol::none;
   int blocks = 0;
   uint32_t chunk = 0;
-  // An all_reduce as a slice of the message for each rank, which adds it up. Chunks are of slices.
+  // An all_reduce as a slice of the message for each rank, which adds it up and sends it to all.
+  // Chunks are of slices.
   bool has_slices = false;
   // An RMSNorm in the same kernel: so many blocks, a cluster, have a row, a chunk each. 0: none is.
   int row_blocks = 0;

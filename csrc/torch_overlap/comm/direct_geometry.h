@@ -22,7 +22,12 @@ struct DirectGeometry {
   static constexpr int kWideUnitBytes = 4 * kWideLineBytes;
   static constexpr int kWideUnitData = 4 * kWideLineData;
   static constexpr int kWideUnits = 16;  // of a block in a round, from each rank: two a warp
-  static constexpr int most_wide_blocks(int size) { return size <= 2 ? 192 : 128; }
+  static constexpr int most_wide_blocks(int size) {
+    if (size <= 2) return 192;
+    return size <= 4 ? 128 : 64;
+  }
+  // Of parts; of more than two ranks also of sums, in an all_reduce by two shots.
+  static constexpr int wide_kinds(int size) { return size <= 2 ? 1 : 2; }
   static constexpr int kVectorBytes = 16;  // a store of push
   static constexpr int kVectors = 512;     // of a block in a round, from each rank
   static constexpr int kLineSlots = 2;     // rounds of lines, of either kind

@@ -210,12 +210,27 @@ TEST(Direct, PlansOfWideLinesFitTheMemory) {
         ASSERT_LE(plan.blocks, G::most_wide_blocks(size));
         ASSERT_GE(plan.chunk, 1U);
         ASSERT_LE(plan.chunk, static_cast<uint32_t>(G::kWideUnits));
-        const size_t units = (bytes + G::kWideUnitData - 1) / G::kWideUnitData;
+        const size_t part = plan.has_slices ? (bytes + size - 1) / size : bytes;
+        const size_t units = (part + G::kWideUnitData - 1) / G::kWideUnitData;
         const size_t chunks = (units + plan.chunk - 1) / plan.chunk;
         ASSERT_LE(static_cast<size_t>(plan.blocks), chunks + plan.blocks / 2 + 1);
       }
     }
   }
+}
+
+TEST(Direct, WideLinesOfManyRanksAddUpSlicesWhereThatSendsLess) {
+  const auto has_slices = [](Primitive primitive, int size, size_t bytes) {
+    return ll128_plan(primitive, size, bytes, DirectMode::ll128).has_slices;
+  };
+  for (int size = 3; size <= G::kMostRanks; ++size) {
+    EXPECT_FALSE(has_slices(Primitive::all_reduce, size, 64 * kKi));
+    EXPECT_TRUE(has_slices(Primitive::all_reduce, size, kMi));
+    EXPECT_FALSE(has_slices(Primitive::reduce_scatter, size, 64 * kMi));
+  }
+  EXPECT_FALSE(has_slices(Primitive::all_reduce, 4, 384 * kKi));
+  EXPECT_TRUE(has_slices(Primitive::all_reduce, 4, 416 * kKi));
+  EXPECT_FALSE(has_slices(Primitive::all_reduce, 2, 64 * kMi));
 }
 
 TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {

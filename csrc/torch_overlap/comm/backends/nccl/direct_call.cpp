@@ -150,6 +150,22 @@ size_t unit_of(const DirectPlan& plan, const std::optional<DirectReduction>& red
   }
 }
 
+// An all_reduce as a slice for each rank, of whole units but for the last ones.
+void cut_into_slices(DirectParams& params, size_t unit) {
+  const size_t bytes = params.send_bytes[0];
+  const size_t even = (bytes + params.size - 1) / params.size;
+  const size_t most = (even + unit - 1) / unit * unit;
+  const char* const from = params.send[0];
+  char* const to = params.recv[0];
+  for (int r = 0; r < params.size; ++r) {
+    const size_t begin = std::min(r * most, bytes);
+    params.send[r] = from + begin;
+    params.recv[r] = to + begin;
+    params.send_bytes[r] = params.recv_bytes[r] = std::min(most, bytes - begin);
+  }
+  params.one_source = false;
+}
+
 // In a reduction, and in an operation of slices, all ranks talk alike.
 void set_chunks(DirectParams& params, const Call& call, bool has_slices, size_t unit) {
   if (has_slices) {
@@ -208,7 +224,8 @@ cudaError_t launch_reduce(Primitive primitive, DirectType type, const DirectPlan
     case DirectProtocol::ll:
       return launch_line_reduce(type, params, launch);
     case DirectProtocol::ll128:
-      return launch_ll128_reduce(type, params, launch);
+      return plan.has_slices ? launch_ll128_two_shot(type, params, launch)
+                             : launch_ll128_reduce(type, params, launch);
     case DirectProtocol::two_shot:
       return launch_two_shot(type, params, launch);
     case DirectProtocol::bulk:
@@ -340,7 +357,10 @@ void launch_plan(const Call& call, const DirectPlan& plan, const DirectParams& a
   }
   const auto launch_part = [&](DirectParams params) {
     if (reduction) params.op = reduction->op;
-    set_chunks(params, call, plan.has_slices, unit_of(plan, reduction));
+    const size_t unit = unit_of(plan, reduction);
+    const bool is_cut = plan.has_slices && plan.protocol == DirectProtocol::ll128;
+    if (is_cut) cut_into_slices(params, unit);
+    set_chunks(params, call, plan.has_slices && !is_cut, unit);
     cudaError_t status = cudaSuccess;
     if (plan.row_blocks > 0) {
       status = launch_norm_kernel(call, plan, params, reduction->type, launch);

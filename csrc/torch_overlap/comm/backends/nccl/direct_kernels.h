@@ -22,7 +22,7 @@ namespace torch_overlap::cuda {
 //            bulk copies (parts, sums)
 //   places   of each block, slot and source: a line that says where a rank's tensor lies
 //   lines    of each block, slot and source: of 16 bytes
-//   wide     the same, of 128
+//   wide     the same, of 128: parts, and of more than two ranks sums
 //   vectors  the same, for push
 //   bulk     the same, for bulk copies: parts, and of more than two ranks sums
 struct DirectLayout {
@@ -44,8 +44,8 @@ struct DirectLayout {
     return kLines + size_t(G::most_line_blocks(size)) * G::kLineSlots * size * lines_of_one_rank();
   }
   static constexpr size_t vectors(int size) {
-    return wide(size) +
-           size_t(G::most_wide_blocks(size)) * G::kLineSlots * size * wide_of_one_rank();
+    return wide(size) + size_t(G::most_wide_blocks(size)) * G::kLineSlots * G::wide_kinds(size) *
+                            size * wide_of_one_rank();
   }
   static constexpr size_t bulk(int size, int most_blocks) {
     return vectors(size) + size_t{G::kVectorSlots} * most_blocks * size * vectors_of_one_rank();
@@ -120,6 +120,9 @@ cudaError_t launch_ll128_reduce(DirectType type, const DirectParams& params,
                                 const DirectLaunch& launch);
 cudaError_t launch_push_reduce(DirectType type, const DirectParams& params,
                                const DirectLaunch& launch);
+// send[r] of all ranks, reduced by rank r, to recv[r] of all. Of more than two ranks.
+cudaError_t launch_ll128_two_shot(DirectType type, const DirectParams& params,
+                                  const DirectLaunch& launch);
 // send[0] of all ranks, reduced, to recv[0] of all: slice r by rank r.
 cudaError_t launch_two_shot(DirectType type, const DirectParams& params,
                             const DirectLaunch& launch);

@@ -90,13 +90,16 @@ __device__ __forceinline__ void store_piece(char* message, const UnitPart& part,
   }
 }
 
+enum class Kind : int { parts, sums };
+
 // Where unit `unit` of a chunk lies that `source` writes to `owner`.
 template <typename Case>
 __device__ __forceinline__ char* unit_of(const DirectParams& p, int owner, int source,
-                                         uint32_t epoch, uint32_t unit) {
-  const size_t slot =
-      (size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots) * size_of<Case>(p);
-  return p.base[owner] + p.wide_at + (slot + source) * DirectLayout::wide_of_one_rank() +
+                                         uint32_t epoch, uint32_t unit, Kind kind = Kind::parts) {
+  const int size = size_of<Case>(p);
+  const size_t slot = size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots;
+  const size_t of_kind = slot * G::wide_kinds(size) + static_cast<int>(kind);
+  return p.base[owner] + p.wide_at + (of_kind * size + source) * DirectLayout::wide_of_one_rank() +
          unit * G::kWideUnitBytes;
 }
 
@@ -144,6 +147,126 @@ __device__ __forceinline__ bool await_wide(const DirectParams& p, uint4& line, c
 
 __device__ __forceinline__ Words<4> words_of(const uint4& line) {
   return {{line.x, line.y, line.z, line.w}};
+}
+
+// Calls act(unit) for the units of a chunk that are this warp's.
+template <typename Act>
+__device__ __forceinline__ void for_units(const DirectParams& p, const Act& act) {
+#pragma unroll 1
+  for (uint32_t unit = warp_of_block(); unit < p.chunk; unit += kMostWarps) act(unit);
+}
+
+// What a warp sends, unit by unit. The first piece of what goes to the next rank, often of all that
+// goes out, is loaded while the block still asks whether it may send.
+template <typename Case>
+class Sender {
+ public:
+  __device__ __forceinline__ Sender(const DirectParams& p, const Lane& lane)
+      : p_(p), lane_(lane), next_(rank_after<Case>(p, 1)) {
+    piece_ = load(next_, part(blockIdx.x, warp_of_block(), next_));
+  }
+
+  // Of a unit that follows the one before.
+  __device__ __forceinline__ void begin_unit(uint32_t chunk, uint32_t unit) {
+    if (!is_first_) piece_ = load(next_, part(chunk, unit, next_));
+    is_first_ = false;
+  }
+  // To a peer, in the round that makes the epoch `epoch`. is_due(part): see store_wide().
+  template <typename IsDue>
+  __device__ __forceinline__ void send(int peer, uint32_t chunk, uint32_t unit, uint32_t epoch,
+                                       const IsDue& is_due) const {
+    const UnitPart of_peer = part(chunk, unit, peer);
+    const bool is_loaded = Case::kMostRanks == 2 || p_.one_source || peer == next_;
+    const auto words = is_loaded ? piece_ : load(peer, of_peer);
+    store_wide(unit_of<Case>(p_, peer, p_.rank, epoch, unit), words, lane_, epoch, is_due(of_peer));
+  }
+  // What has gone to the next rank.
+  __device__ __forceinline__ const Words<4>& piece() const { return piece_; }
+
+ private:
+  __device__ __forceinline__ UnitPart part(uint32_t chunk, uint32_t unit, int peer) const {
+    return part_of(p_, chunk, unit, p_.send_bytes[peer]);
+  }
+  __device__ __forceinline__ Words<4> load(int peer, const UnitPart& part) const {
+    return load_piece<Case>(p_.send[peer], part, lane_);
+  }
+
+  const DirectParams& p_;
+  const Lane& lane_;
+  const int next_;
+  Words<4> piece_;
+  bool is_first_ = true;
+};
+
+// The line of a pair of ranks that tells of the round itself, where neither need have anything for
+// the other.
+__device__ __forceinline__ bool is_due(const UnitPart& part, uint32_t unit, const Lane& lane) {
+  return part.has_line(lane) || (unit == 0 && lane.line_at == 0);
+}
+
+// What all ranks have for this one's unit, in the order of ranks: own(), and what comes.
+template <typename T, typename Case, typename GetOwn>
+__device__ __forceinline__ Words<4> reduce_unit(const DirectParams& p, const LineState& state,
+                                                const Lane& lane, uint32_t round, uint32_t unit,
+                                                bool is_due, const GetOwn& own, bool& failed) {
+  const auto from = [&](int source, uint32_t epoch) __attribute__((always_inline)) {
+    return unit_of<Case>(p, p.rank, source, epoch, unit);
+  };
+  uint4 seen[Case::kMostRanks];
+#pragma unroll
+  for (int source = 0; source < Case::kMostRanks; ++source) {
+    if (source >= size_of<Case>(p) || source == p.rank) continue;
+    seen[source] = load_wide(from(source, state.epoch[source] + 1 + round), is_due);
+  }
+  const Words<4> mine = own();
+  Accumulator<Case, T, 4> sum;
+#pragma unroll
+  for (int source = 0; source < Case::kMostRanks; ++source) {
+    if (source >= size_of<Case>(p)) continue;
+    Words<4> words = mine;
+    if (source != p.rank) {
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      failed =
+          await_wide(p, seen[source], from(source, epoch), source, lane, epoch, is_due) || failed;
+      words = words_of(seen[source]);
+    }
+    if (source == 0) {
+      sum.start(words);
+    } else {
+      sum.add(p.op, words);
+    }
+  }
+  return sum.result(p.op, size_of<Case>(p));
+}
+
+// What the others have for this rank, to where it goes; between the first look and the waits
+// meanwhile().
+template <typename Case, typename Meanwhile>
+__device__ __forceinline__ void receive_unit(const DirectParams& p, const LineState& state,
+                                             const Lane& lane, uint32_t chunk, uint32_t round,
+                                             uint32_t unit, Kind kind, const Meanwhile& meanwhile,
+                                             bool& failed) {
+  uint4 seen[Case::kMostRanks];
+  // act(source, epoch, part, its unit, its line)
+  const auto for_sources = [&](const auto& act) __attribute__((always_inline)) {
+#pragma unroll
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (source >= size_of<Case>(p) || source == p.rank || chunk >= p.chunks[source]) continue;
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      act(source, epoch, part_of(p, chunk, unit, p.recv_bytes[source]),
+          unit_of<Case>(p, p.rank, source, epoch, unit, kind), seen[source]);
+    }
+  };
+  for_sources(
+      [&](int, uint32_t, const UnitPart& part, const char* from, uint4& line)
+          __attribute__((always_inline)) { line = load_wide(from, is_due(part, unit, lane)); });
+  meanwhile();
+  for_sources([&](int source, uint32_t epoch, const UnitPart& part, const char* from, uint4& line)
+                  __attribute__((always_inline)) {
+                    const bool due = is_due(part, unit, lane);
+                    failed = await_wide(p, line, from, source, lane, epoch, due) || failed;
+                    store_piece<Case>(p.recv[source], part, lane, words_of(line));
+                  });
 }
 
 }  // namespace torch_overlap::cuda::ll128
