@@ -105,13 +105,15 @@ DirectPlan plan_ll128(const DirectProblem& problem) {
   const bool has_slices = pays_in_wide_slices(problem);
   const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
   const size_t units = divide_up(part, G::kWideUnitData);
-  const bool is_small = units <= kBlocksAlone * kWarps;
-  const int most = is_small ? std::min(G::most_wide_blocks(problem.size), kBlocksAlone)
-                            : G::most_wide_blocks(problem.size);
-  const size_t of_block = divide_up(units, most);
-  const size_t rounds = of_block <= G::kWideUnits ? 1 : divide_up(of_block, kWarps);
-  DirectPlan plan = share_out(DirectProtocol::ll128, units, kUnitsOfBlock, most,
-                              static_cast<int>(divide_up(of_block, rounds)));
+  int blocks = std::min(G::most_wide_blocks(problem.size), kBlocksAlone);
+  size_t of_block = kWarps;
+  if (units > blocks * kWarps) {
+    blocks = G::most_wide_blocks(problem.size);
+    of_block = divide_up(units, blocks);
+    if (of_block > G::kWideUnits) of_block = divide_up(of_block, divide_up(of_block, kWarps));
+  }
+  DirectPlan plan =
+      share_out(DirectProtocol::ll128, units, kUnitsOfBlock, blocks, static_cast<int>(of_block));
   plan.has_slices = has_slices;
   return plan;
 }
