@@ -18,7 +18,7 @@ constexpr size_t kMi = 1024 * kKi;
 // on; 0: never. Lines of 128 bytes, where links carry them, come before all others but for the few
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
-// (benchmarks/results/bench_collective_ways-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
+// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
 // below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
 // NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
 // block on nearly every SM, which products beside it would miss. Of broadcast nothing is measured:
