@@ -100,8 +100,8 @@ bool pays_in_wide_slices(const DirectProblem& problem) {
 // meet; else rounds that are alike.
 DirectPlan plan_ll128(const DirectProblem& problem) {
   if (!problem.has_ll128) return {};
-  constexpr size_t kUnitsOfBlock = 4;
-  constexpr size_t kWarps = G::kWideUnits / 2;
+  constexpr size_t kWideUnitsOfBlock = 4;
+  constexpr size_t kWarps = G::kThreads / 32;
   const bool has_slices = pays_in_wide_slices(problem);
   const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
   const size_t units = divide_up(part, G::kWideUnitData);
@@ -112,8 +112,8 @@ DirectPlan plan_ll128(const DirectProblem& problem) {
     of_block = divide_up(units, blocks);
     if (of_block > G::kWideUnits) of_block = divide_up(of_block, divide_up(of_block, kWarps));
   }
-  DirectPlan plan =
-      share_out(DirectProtocol::ll128, units, kUnitsOfBlock, blocks, static_cast<int>(of_block));
+  DirectPlan plan = share_out(DirectProtocol::ll128, units, kWideUnitsOfBlock, blocks,
+                              static_cast<int>(of_block));
   plan.has_slices = has_slices;
   return plan;
 }
@@ -292,6 +292,10 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
     case DirectMode::always:
       break;
   }
+  const bool is_bulk = limits->bulk > 0 && problem.bytes >= limits->bulk;
+  if (is_bulk && problem.has_few_blocks) {
+    if (const auto plan = plan_bulk(problem)) return plan;
+  }
   if (problem.bytes > limits->few && problem.bytes <= limits->ll128) {
     if (const auto plan = plan_ll128(problem)) return plan;
   }
@@ -303,7 +307,7 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }
-  if (limits->bulk > 0 && problem.bytes >= limits->bulk) {
+  if (is_bulk) {
     if (const auto plan = plan_bulk(problem)) return plan;
   }
   if (problem.bytes <= limits->push) return plan_push(problem);

@@ -37,6 +37,9 @@ struct DirectProblem {
   // Every rank knows `bytes`. Else, as with splits, `bytes` says nothing and may be anything.
   bool is_uniform = true;
   int most_bulk_blocks = 0;  // 0: the GPUs have no bulk copies
+  // These are few because the communicator was told to leave SMs to others: then bulk copies come
+  // before what takes more.
+  bool has_few_blocks = false;
   // A store of 128 bytes by a warp gets to every other rank, and is seen there, as a whole.
   bool has_ll128 = false;
   // The communicator has, or has had, a window: the call's tensors may lie in it, on all ranks.

@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
-#include <algorithm>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -282,9 +282,13 @@ class Rendezvous {
       if (!obstacles_[rank].empty()) pads[rank] = memory->pointers_[rank] = nullptr;
     }
     memory->signals_ = SignalPad(me_, std::move(pads));
-    sees_all_ = std::all_of(cards_.begin(), cards_.end(), [&](const Card& card) {
-      return allocator_->sees(memory->device_, card.offers[0].device);
-    });
+    try {
+      sees_all_ = std::all_of(cards_.begin(), cards_.end(), [&](const Card& card) {
+        return allocator_->sees(memory->device_, card.offers[0].device);
+      });
+    } catch (...) {  // the others are told that it does not
+      sees_all_ = false;
+    }
     std::set<std::string> devices;
     for (const auto& card : cards_) {
       const std::string& device = card.offers.at(0).device;

@@ -79,8 +79,8 @@ class TORCH_OVERLAP_API SymmetricMemory : public std::enable_shared_from_this<Sy
   // Whether some of the ranks have the same device: what one of them copies to another takes its
   // SMs then, not a link. The same on all ranks.
   bool shares_devices() const { return shares_devices_; }
-  // Whether every rank sees the links to all others: to all memory that it writes, by NVLink. False
-  // where devices are hidden (CUDA_VISIBLE_DEVICES). The same on all ranks.
+  // Whether every rank sees what lies between it and all others: NVLink, or that they share a
+  // device. False where devices are hidden (CUDA_VISIBLE_DEVICES). The same on all ranks.
   bool has_known_links() const { return has_known_links_; }
   // How to write to what cannot be reached. Null where nothing is missing, or nobody set it.
   RemoteAccess* remote() const { return remote_.get(); }

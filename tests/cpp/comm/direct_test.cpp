@@ -250,6 +250,21 @@ TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
   }
 }
 
+TEST(Direct, WideLinesLeaveLargeMessagesToBulkCopiesThatAreToTakeFewBlocks) {
+  for (const Primitive primitive : kDirect) {
+    auto problem = problem_of(primitive, 2, 4 * kMi);
+    problem.has_ll128 = true;
+    problem.most_bulk_blocks = 8;
+    EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll128);
+    problem.has_few_blocks = true;
+    const DirectPlan plan = plan_direct(problem, DirectMode::automatic);
+    EXPECT_EQ(plan.protocol, DirectProtocol::bulk);
+    EXPECT_LE(plan.blocks, 8);
+    problem.bytes = kMi;
+    EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll128);
+  }
+}
+
 // What fits into one round is not cut into two, and rounds are alike.
 TEST(Direct, WideLinesHaveFewRoundsAndEvenOnes) {
   const auto rounds_of = [](size_t units) {

@@ -150,25 +150,29 @@ def algorithms(action):
 class Poison:
     """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
 
-    Lines of both kinds and vectors count rounds together, and have two slots, two and four. An operation of one round
-    finds in its slot what came as NaN, by any way: of each there are as many rounds as slots, one after the other."""
+    Lines of both kinds and vectors count rounds together, and have two slots, two and four: gathers of one round of
+    all blocks fill one after the other. An operation of one round then finds what came as NaN, by any way. So do sums
+    of lines of 128 bytes, by two all-reduces in as many shots."""
 
     def __init__(self, comm):
         self.comm = comm
         size = comm.get_size()
-        blocks = 256 if size == 2 else 128 if size <= 4 else 64
         lines = 256 if size == 2 else 128  # blocks
-        # Of one round of every block, with as many rounds as there are slots.
-        sizes = {"ll": (lines * 256 * 12, 2), "ll128": (lines * 16 * 480, 2), "push": (blocks * 512 * 16, 4)}
-        self.nans = {
-            mode: torch.full((n * rounds,), 0xFF, dtype=torch.uint8, device="cuda")
-            for mode, (n, rounds) in sizes.items()
-        }
+        wide = 192 if size == 2 else 128 if size <= 4 else 64
+        vectors = 256 if size == 2 else 128 if size <= 4 else 64
+        self.rounds = {"ll": (lines * 256 * 12, 2), "ll128": (wide * 16 * 480, 2), "push": (vectors * 512 * 16, 4)}
+        self.nans = torch.full((size * wide * 16 * 480,), 0xFF, dtype=torch.uint8, device="cuda")
+        self.out = torch.empty(size * self.nans.numel(), dtype=torch.uint8, device="cuda")
 
     def __call__(self):
-        for mode, nans in self.nans.items():
-            out = torch.empty(self.comm.get_size() * nans.numel(), dtype=torch.uint8, device="cuda")
-            self.comm.all_gather_single(out, nans, async_op=False, hints={"direct_collectives": mode})
+        size = self.comm.get_size()
+        for mode, (count, rounds) in self.rounds.items():
+            options = {"async_op": False, "hints": {"direct_collectives": mode}}
+            for _ in range(rounds):
+                self.comm.all_gather_single(self.out[: size * count], self.nans[:count], **options)
+        sums = self.nans.view(torch.float32)
+        for _ in range(2):
+            self.comm.all_reduce(sums, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "ll128"})
 
 
 class Step:

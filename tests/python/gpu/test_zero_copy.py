@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from small_cases import FLOATS, INTEGERS, KI, OPS, OTHERS, algorithms, check_reduced, draw_all, draw_bytes
+from small_cases import FLOATS, INTEGERS, KI, OPS, OTHERS, algorithms, check_reduced, draw_all, draw_bytes, small_way
 
 import torch_overlap as to
 from torch_overlap import ReduceOp
@@ -235,8 +235,8 @@ def test_the_recorder_names_the_way(make_comm, comm):
             on.all_gather_single(out[: 1001 * comm.get_size()], x[:1001], async_op=False)
             on.all_gather_single(out[: 1024 * comm.get_size()], x[:1024], async_op=False)
 
-    large = "direct_ll" if comm.get_size() <= 2 else "direct_two_shot" if comm.get_size() <= 4 else "nccl"
-    medium = "direct_ll" if comm.get_size() <= 2 else "direct_push" if comm.get_size() <= 4 else "nccl"
+    large = small_way(comm) if comm.get_size() <= 2 else "direct_two_shot" if comm.get_size() <= 4 else "nccl"
+    medium = small_way(comm) if comm.get_size() <= 2 else "direct_push" if comm.get_size() <= 4 else "nccl"
     assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "direct_ll", "direct_ll"]
     windows = [on.new_window(t) for on in (zero, auto) for t in (x, out)]
     name = "direct_zero_copy"

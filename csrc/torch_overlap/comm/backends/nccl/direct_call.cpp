@@ -150,11 +150,15 @@ size_t unit_of(const DirectPlan& plan, const std::optional<DirectReduction>& red
   }
 }
 
-// An all_reduce as a slice for each rank, of whole units but for the last ones.
+// Of an all_reduce, for each rank: whole units but for the last slices.
+size_t bytes_of_slice(const DirectParams& params, size_t unit) {
+  const size_t even = (params.send_bytes[0] + params.size - 1) / params.size;
+  return (even + unit - 1) / unit * unit;
+}
+
 void cut_into_slices(DirectParams& params, size_t unit) {
   const size_t bytes = params.send_bytes[0];
-  const size_t even = (bytes + params.size - 1) / params.size;
-  const size_t most = (even + unit - 1) / unit * unit;
+  const size_t most = bytes_of_slice(params, unit);
   const char* const from = params.send[0];
   char* const to = params.recv[0];
   for (int r = 0; r < params.size; ++r) {
@@ -168,10 +172,7 @@ void cut_into_slices(DirectParams& params, size_t unit) {
 
 // In a reduction, and in an operation of slices, all ranks talk alike.
 void set_chunks(DirectParams& params, const Call& call, bool has_slices, size_t unit) {
-  if (has_slices) {
-    const size_t even = (params.send_bytes[0] + params.size - 1) / params.size;
-    params.send_bytes[1] = (even + unit - 1) / unit * unit;
-  }
+  if (has_slices) params.send_bytes[1] = bytes_of_slice(params, unit);
   const size_t alike = has_slices ? params.send_bytes[1] : params.send_bytes[0];
   for (int r = 0; r < params.size; ++r) {
     if (r == params.rank) continue;

@@ -81,11 +81,11 @@ void DirectCollectives::ask_device() {
   const cuda::RelaxedCapture relaxed;
   cuda::check(cuda::has_hopper_code(&has_hopper_code_), "direct collectives: loading kernels");
   if (!has_hopper_code_) return;
-  has_ll128_ = true;
   const auto* properties = at::cuda::getDeviceProperties(context_.device.index());
   const int half = std::max(properties->multiProcessorCount / 2, 1);
   const int asked_for = most_ctas(context_.options.hints);
-  most_bulk_blocks_ = asked_for > 0 ? std::min(asked_for, half) : half;
+  has_few_blocks_ = asked_for > 0 && asked_for < half;
+  most_bulk_blocks_ = has_few_blocks_ ? asked_for : half;
 }
 
 void DirectCollectives::load() {
@@ -115,13 +115,17 @@ DirectPlan DirectCollectives::plan(const Call& call, bool is_capturing) {
   auto problem = direct_problem(call, context_.size);
   if (!problem) return {};
   if (!has_hopper_code_) problem->row_bytes = 0;  // no clusters
-  problem->most_bulk_blocks = most_bulk_blocks_;
   problem->has_windows = has_windows_;
-  problem->has_ll128 = has_ll128_;
-  const DirectPlan plan = plan_direct(*problem, call.direct);
-  if (!plan || state_ == State::ready) return plan;
-  if (state_ == State::untried && !is_capturing) prepare();
-  if (state_ != State::ready) return {};
+  if (state_ == State::untried) {
+    // As if this rank could do all that one may: so all come to prepare(), where they tell.
+    problem->most_bulk_blocks = std::max(most_bulk_blocks_, 1);
+    problem->has_ll128 = true;
+    if (is_capturing || !plan_direct(*problem, call.direct)) return {};
+    prepare();
+    if (state_ != State::ready) return {};
+  }
+  problem->most_bulk_blocks = most_bulk_blocks_;
+  problem->has_few_blocks = has_few_blocks_;
   problem->has_ll128 = has_ll128_;
   return plan_direct(*problem, call.direct);
 }
@@ -131,13 +135,14 @@ void DirectCollectives::prepare() {
   auto memory = std::make_shared<Memory>();
   memory->runtime = runtime_;
   memory->channel_bytes = DirectLayout::bytes(context_.size, most_push_blocks(context_.size));
-  SymmetricMemory::Request request{.op = kDirectHint,
-                                   .name = concat("direct collectives of '", context_.name, "'"),
-                                   .tensor = {},
-                                   .digest = concat("channels of ", memory->channel_bytes,
-                                                    " bytes, clusters: ", has_hopper_code_,
-                                                    ", most blocks: ", most_bulk_blocks_),
-                                   .fault = fault_};
+  SymmetricMemory::Request request{
+      .op = kDirectHint,
+      .name = concat("direct collectives of '", context_.name, "'"),
+      .tensor = {},
+      .digest =
+          concat("channels of ", memory->channel_bytes, " bytes, clusters: ", has_hopper_code_,
+                 ", most blocks: ", most_bulk_blocks_, ", of a hint: ", has_few_blocks_),
+      .fault = fault_};
   try {
     if (!fault_) load();
     request.tensor = symmetric_empty({static_cast<int64_t>(kChannels * memory->channel_bytes)},
@@ -158,7 +163,7 @@ void DirectCollectives::prepare() {
     return;
   }
   memory->control = runtime_->waits().control(memory->symmetric->id(), request.name, {});
-  has_ll128_ = has_ll128_ && memory->symmetric->has_known_links();
+  has_ll128_ = has_hopper_code_ && memory->symmetric->has_known_links();
   memory_ = std::move(memory);
   state_ = State::ready;
 }

@@ -88,7 +88,8 @@ class DirectCollectives {
   Fault fault_;                   // why this rank cannot take part
   bool has_hopper_code_ = false;  // dependent launches, clusters, bulk copies
   int most_bulk_blocks_ = 0;      // DirectProblem's: a block has an SM, of half of them at most
-  bool has_ll128_ = false;        // DirectProblem's; until the ranks have met: maybe
+  bool has_few_blocks_ = false;   // because of a hint
+  bool has_ll128_ = false;        // DirectProblem's, once the ranks have met
   std::shared_ptr<Memory> memory_;
   bool has_windows_ = false;  // or has had, or tried to have
   std::vector<Window> windows_;

@@ -62,7 +62,8 @@ enum class DirectType : uint32_t { i32, i64, f16, bf16, f32, f64 };
 struct DirectParams {
   char* base[DirectGeometry::kMostRanks];  // of the channel on each rank, as this process sees it
   // What goes to each rank, and where what comes from each goes: bytes. In a reduction every part
-  // has `bytes[0]` bytes, send[rank] is this rank's own contribution, and recv[0] the result.
+  // has `bytes[0]` bytes, send[rank] is this rank's own contribution, and recv[0] the result; but
+  // in two shots by lines they are slices, of which the last ones may be shorter.
   const char* send[DirectGeometry::kMostRanks];
   char* recv[DirectGeometry::kMostRanks];
   uint64_t send_bytes[DirectGeometry::kMostRanks];

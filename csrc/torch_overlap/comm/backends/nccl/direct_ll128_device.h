@@ -4,7 +4,8 @@
 // their round in the last word. Eight threads of a warp store a line by one instruction, and load
 // it by one. Links carry such a store as a whole, and the cache of the owner takes and gives 128
 // bytes at once, so that a load that sees the epoch has the data too. That is what GPUs behind
-// NVLink do (DirectProblem::has_ll128), and no promise of the memory model's. For .cu files.
+// NVLink do, and one GPU's own memory (DirectProblem::has_ll128), and no promise of the memory
+// model's. For .cu files.
 #include "torch_overlap/comm/backends/nccl/direct_line_device.h"
 
 namespace torch_overlap::cuda::ll128 {
@@ -13,8 +14,8 @@ constexpr unsigned int kAll = ~0U;
 constexpr int kLanesOfLine = G::kWideLineBytes / G::kVectorBytes;
 constexpr uint32_t kMostWarps = G::kThreads / kWarp;
 static_assert(kWarp / kLanesOfLine * G::kWideLineBytes == G::kWideUnitBytes);
-// Room for two communicators' kernels of most_wide_blocks(), as kBlocksOfSm has it for others: with
-// registers for four blocks on an SM, sums of two ranks are spilled.
+// Room for two communicators' kernels of most_wide_blocks() on 128 SMs, as kBlocksOfSm has it for
+// others on fewer: with registers for four blocks on an SM, sums of two ranks are spilled.
 template <typename Case>
 inline constexpr int kWideBlocksOfSm = Case::kMostRanks == 2 ? 3 : 2;
 
@@ -119,8 +120,8 @@ __device__ __forceinline__ uint4 load_wide(const char* unit, bool is_due) {
 }
 
 // Of lines of which the bits of their last lanes are set in `missing`: returns when they are there.
-// True, for all lanes, if one never came. Each is waited for by another of the first lanes, who
-// look after the host, too.
+// True, for all lanes, if one never came. Each is waited for by another of the first lanes, of
+// which two look at the host's word often (wait_long).
 static __device__ __noinline__ bool wait_for_lines(const DirectParams& p, const char* unit,
                                                    int source, uint32_t epoch, uint32_t missing) {
   bool failed = false;
