@@ -17,15 +17,9 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const bool has_own = p.one_source && p.chunk <= kMostWarps;
 
   const auto send = [&](uint32_t chunk, uint32_t round) {
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      sender.begin_unit(chunk, unit);
-#pragma unroll
-      for (int peer = 0; peer < Case::kMostRanks; ++peer) {
-        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
-                    [&](const UnitPart& part) { return part.has_line(lane); });
-      }
-    });
+    send_chunk(
+        p, state, sender, chunk, round, [](int) { return true; },
+        [&](const UnitPart& part, uint32_t) { return part.has_line(lane); });
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
     bool failed = false;
@@ -53,15 +47,9 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   Sender<Case> sender(p, lane);
 
   const auto send = [&](uint32_t chunk, uint32_t round) {
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      sender.begin_unit(chunk, unit);
-#pragma unroll
-      for (int peer = 0; peer < Case::kMostRanks; ++peer) {
-        if (peer >= size_of<Case>(p) || peer == p.rank || chunk >= p.chunks[peer]) continue;
-        sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
-                    [&](const UnitPart& part) { return is_due(part, unit, lane); });
-      }
-    });
+    send_chunk(
+        p, state, sender, chunk, round, [&](int peer) { return chunk < p.chunks[peer]; },
+        [&](const UnitPart& part, uint32_t unit) { return is_due(part, unit, lane); });
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
     bool failed = false;
@@ -89,15 +77,9 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   Sender<Case> sender(p, lane);
 
   const auto send = [&](uint32_t chunk, uint32_t round) {
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      sender.begin_unit(chunk, unit);
-#pragma unroll
-      for (int peer = 0; peer < Case::kMostRanks; ++peer) {
-        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
-                    [&](const UnitPart& part) { return is_due(part, unit, lane); });
-      }
-    });
+    send_chunk(
+        p, state, sender, chunk, round, [](int) { return true; },
+        [&](const UnitPart& part, uint32_t unit) { return is_due(part, unit, lane); });
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
     bool failed = false;

@@ -199,6 +199,23 @@ class Sender {
   bool is_first_ = true;
 };
 
+// A chunk to the peers that take part in it: takes_part(peer). is_due(part, unit): see
+// store_wide().
+template <typename Case, typename TakesPart, typename IsDue>
+__device__ __forceinline__ void send_chunk(const DirectParams& p, const LineState& state,
+                                           Sender<Case>& sender, uint32_t chunk, uint32_t round,
+                                           const TakesPart& takes_part, const IsDue& is_due) {
+  for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
+    sender.begin_unit(chunk, unit);
+#pragma unroll
+    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
+      if (peer >= size_of<Case>(p) || peer == p.rank || !takes_part(peer)) continue;
+      sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
+                  [&](const UnitPart& part) { return is_due(part, unit); });
+    }
+  });
+}
+
 // The line of a pair of ranks that tells of the round itself, where neither need have anything for
 // the other.
 __device__ __forceinline__ bool is_due(const UnitPart& part, uint32_t unit, const Lane& lane) {
