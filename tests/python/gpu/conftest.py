@@ -6,6 +6,7 @@ Plain pytest runs test_torchrun.py alone, which starts that. A test with gpu(n) 
 are fewer ranks.
 """
 
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -59,6 +60,8 @@ def make_comm():
         return made[-1]
 
     yield make
+    # A graph that one rank still has, and another has not, would have the one wait for the other's NCCL.
+    gc.collect()
     for comm in made:
         if not comm.is_finalized() and not comm.is_aborted():
             comm.finalize()
