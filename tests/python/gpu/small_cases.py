@@ -96,7 +96,7 @@ def draw_bytes(comm, seed, dtype, count):
 
 
 # Operations that move data, or add it up, with every protocol that they have.
-WAYS = [("all_reduce", "two_shot")] + [
+WAYS = [("all_reduce", "two_shot"), ("large_all_reduce", "ll128")] + [
     (name, mode)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "rms_norm")
     for mode in ("ll", "ll128", "push")
@@ -115,9 +115,11 @@ def call_of(comm, name):
     rank, size = comm.get_rank(), comm.get_size()
     x, whole, other = (torch.ones(n, device="cuda") for n in (1000, 1000 * size, 1000 * size))
     rows, counts = x.view(10, 100), [10 * (rank + r) for r in range(size)]
+    large = torch.ones(300_000, device="cuda")  # of more than two ranks by two shots
     unequal = whole[: sum(counts)], other[: sum(counts)], counts, counts
     return {
         "all_reduce": lambda: comm.all_reduce(x, ReduceOp.SUM, async_op=False),
+        "large_all_reduce": lambda: comm.all_reduce(large, ReduceOp.SUM, async_op=False),
         "all_gather": lambda: comm.all_gather_single(whole, x, async_op=False),
         "reduce_scatter": lambda: comm.reduce_scatter_single(x, whole, ReduceOp.SUM, async_op=False),
         "all_to_all": lambda: comm.all_to_all_single(whole, other, async_op=False),

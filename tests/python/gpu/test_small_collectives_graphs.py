@@ -172,7 +172,20 @@ def test_a_missing_rank_is_named(lonely, name, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*WAYS[::3], ("all_to_all", "ll128"), ("reduce_scatter", "ll128"), ("rms_norm", "ll")]
+    ("name", "mode"),
+    [
+        ("all_reduce", "two_shot"),
+        ("large_all_reduce", "ll128"),
+        ("all_gather", "ll128"),
+        ("all_gather", "bulk"),
+        ("reduce_scatter", "push"),
+        ("all_to_all", "push"),
+        ("all_to_all", "ll128"),
+        ("all_to_all_v", "ll"),
+        ("broadcast", "ll128"),
+        ("rms_norm", "ll"),
+        ("rms_norm", "push"),
+    ],
 )
 def test_a_replay_that_nobody_watches_ends_too(comm, lonely, name, mode):
     silent, call = lonely("replay", name, mode)
