@@ -142,7 +142,7 @@ TOOL ?= memcheck
 SANITIZED_WINDOWS = values_of_every_size or ring_a_hundred_times or everyone_writes or others_as_tensors or of_a_pool
 SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same_bits or rounded_once \
   or (every_reduction and two_shot and bfloat16) or (no_place_in_the_window and plain) or few_blocks_do_it \
-  or protocols_take_turns
+  or protocols_take_turns or unequal_parts or (every_reduction and ll128 and bfloat16)
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
   or (RowGather and 257 and 4x4) or test_double or (no_rows and ring) or (any_alignment and off-4) or (watched_graphs and sync) \
   or operands_at_any_offset or same_bits_everywhere

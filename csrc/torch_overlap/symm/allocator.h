@@ -43,9 +43,9 @@ class TORCH_OVERLAP_API SymmetricAllocator {
   // Why `device` cannot reach memory of the device that another rank's Export describes; empty if
   // it can.
   virtual std::string obstacle(c10::Device device, const std::string& theirs) { return {}; }
-  // Whether that device is `device`, or obstacle() saw the link to it: what is hidden from this
-  // process can be mapped as well, over whatever it may be.
-  virtual bool sees(c10::Device device, const std::string& theirs) { return false; }
+  // Whether this process sees that device, and so obstacle() the link to it: what is hidden can be
+  // mapped as well, over whatever it may be.
+  virtual bool sees(const std::string& theirs) { return false; }
   // Whether threads of one process use each other's pointers as they are.
   virtual bool shares_pointers() const = 0;
 

@@ -284,7 +284,7 @@ class Rendezvous {
     memory->signals_ = SignalPad(me_, std::move(pads));
     try {
       sees_all_ = std::all_of(cards_.begin(), cards_.end(), [&](const Card& card) {
-        return allocator_->sees(memory->device_, card.offers[0].device);
+        return allocator_->sees(card.offers[0].device);
       });
     } catch (...) {  // the others are told that it does not
       sees_all_ = false;

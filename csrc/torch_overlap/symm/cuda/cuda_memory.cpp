@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/common/capture.h"
@@ -46,6 +47,14 @@ struct Range {
 std::string uuid_of(c10::DeviceIndex device) {
   const auto& uuid = at::cuda::getDeviceProperties(device)->uuid;
   return std::string(uuid.bytes, sizeof(uuid.bytes));
+}
+
+// Empty where it is hidden from this process (CUDA_VISIBLE_DEVICES).
+std::optional<c10::DeviceIndex> device_of(const std::string& uuid) {
+  for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
+    if (uuid_of(device) == uuid) return device;
+  }
+  return std::nullopt;
 }
 
 class CudaAllocator final : public SymmetricAllocator {
@@ -129,32 +138,26 @@ class CudaAllocator final : public SymmetricAllocator {
 
   std::string obstacle(c10::Device device, const std::string& theirs) override {
     const int me = device.index();
-    for (c10::DeviceIndex peer = 0; peer < c10::cuda::device_count(); ++peer) {
-      if (peer == me || uuid_of(peer) != theirs) continue;
-      int can = 0;
-      cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");
-      if (can == 0) {
-        return concat("cuda:", me, " cannot access cuda:", peer,
-                      " (no peer access between the two; nvidia-smi topo -p2p r shows it)");
-      }
-      int atomics = 0;
-      cuda::check(
-          cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, me, peer),
-          "cudaDeviceGetP2PAttribute");
-      if (atomics == 0) {
-        return concat("cuda:", me, " has no atomic operations on the memory of cuda:", peer,
-                      " (the link between the two is not NVLink), which signals need");
-      }
+    const auto seen = device_of(theirs);
+    if (!seen || *seen == me) return {};  // of one that is hidden, mapping it tells
+    const int peer = *seen;
+    int can = 0;
+    cuda::check(cudaDeviceCanAccessPeer(&can, me, peer), "cudaDeviceCanAccessPeer");
+    if (can == 0) {
+      return concat("cuda:", me, " cannot access cuda:", peer,
+                    " (no peer access between the two; nvidia-smi topo -p2p r shows it)");
     }
-    return {};  // or hidden from this process (CUDA_VISIBLE_DEVICES): then mapping it tells
+    int atomics = 0;
+    cuda::check(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, me, peer),
+                "cudaDeviceGetP2PAttribute");
+    if (atomics == 0) {
+      return concat("cuda:", me, " has no atomic operations on the memory of cuda:", peer,
+                    " (the link between the two is not NVLink), which signals need");
+    }
+    return {};
   }
 
-  bool sees(c10::Device device, const std::string& theirs) override {
-    for (c10::DeviceIndex peer = 0; peer < c10::cuda::device_count(); ++peer) {
-      if (uuid_of(peer) == theirs) return true;
-    }
-    return false;
-  }
+  bool sees(const std::string& theirs) override { return device_of(theirs).has_value(); }
 
   // Threads with a device each: access is granted to a mapping, so each makes its own.
   bool shares_pointers() const override { return false; }

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const auto send = [&](uint32_t chunk, uint32_t round) {
     send_chunk(
         p, state, sender, chunk, round, [&](int peer) { return chunk < p.chunks[peer]; },
-        [&](const UnitPart& part, uint32_t unit) { return is_due(part, unit, lane); });
+        [&](const UnitPart& part, uint32_t unit) { return is_line_due(part, unit, lane); });
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
     bool failed = false;
@@ -79,24 +79,25 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const auto send = [&](uint32_t chunk, uint32_t round) {
     send_chunk(
         p, state, sender, chunk, round, [](int) { return true; },
-        [&](const UnitPart& part, uint32_t unit) { return is_due(part, unit, lane); });
+        [&](const UnitPart& part, uint32_t unit) { return is_line_due(part, unit, lane); });
   };
   const auto take = [&](uint32_t chunk, uint32_t round) {
     bool failed = false;
     for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
       if (failed) return;
       const UnitPart part = part_of(p, chunk, unit, p.send_bytes[p.rank]);
-      const bool due = is_due(part, unit, lane);
+      const bool is_due = is_line_due(part, unit, lane);
       const auto own = [&]() __attribute__((always_inline)) {
         return load_piece<Case>(p.send[p.rank], part, lane);
       };
-      const auto sum = reduce_unit<T, Case>(p, state, lane, round, unit, due, own, failed);
+      const auto sum = reduce_unit<T, Case>(p, state, lane, round, unit, is_due, own, failed);
       if (failed) return;  // what would be sent is no sum
 #pragma unroll
       for (int peer = 0; peer < Case::kMostRanks; ++peer) {
         if (peer >= size_of<Case>(p) || peer == p.rank) continue;
         const uint32_t epoch = state.epoch[peer] + 1 + round;
-        store_wide(unit_of<Case>(p, peer, p.rank, epoch, unit, Kind::sums), sum, lane, epoch, due);
+        store_wide(unit_of<Case>(p, peer, p.rank, epoch, unit, Kind::sums), sum, lane, epoch,
+                   is_due);
       }
       store_piece<Case>(p.recv[p.rank], part, lane, sum);
     });

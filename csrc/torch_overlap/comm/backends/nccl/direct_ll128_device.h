@@ -218,7 +218,7 @@ __device__ __forceinline__ void send_chunk(const DirectParams& p, const LineStat
 
 // The line of a pair of ranks that tells of the round itself, where neither need have anything for
 // the other.
-__device__ __forceinline__ bool is_due(const UnitPart& part, uint32_t unit, const Lane& lane) {
+__device__ __forceinline__ bool is_line_due(const UnitPart& part, uint32_t unit, const Lane& lane) {
   return part.has_line(lane) || (unit == 0 && lane.line_at == 0);
 }
 
@@ -275,14 +275,15 @@ __device__ __forceinline__ void receive_unit(const DirectParams& p, const LineSt
           unit_of<Case>(p, p.rank, source, epoch, unit, kind), seen[source]);
     }
   };
-  for_sources(
-      [&](int, uint32_t, const UnitPart& part, const char* from, uint4& line)
-          __attribute__((always_inline)) { line = load_wide(from, is_due(part, unit, lane)); });
+  for_sources([&](int, uint32_t, const UnitPart& part, const char* from, uint4& line)
+                  __attribute__((always_inline)) {
+                    line = load_wide(from, is_line_due(part, unit, lane));
+                  });
   meanwhile();
   for_sources([&](int source, uint32_t epoch, const UnitPart& part, const char* from, uint4& line)
                   __attribute__((always_inline)) {
-                    const bool due = is_due(part, unit, lane);
-                    failed = await_wide(p, line, from, source, lane, epoch, due) || failed;
+                    const bool is_due = is_line_due(part, unit, lane);
+                    failed = await_wide(p, line, from, source, lane, epoch, is_due) || failed;
                     store_piece<Case>(p.recv[source], part, lane, words_of(line));
                   });
 }
