@@ -13,7 +13,8 @@ ALL_REDUCED = ("all_reduce", "gemm_ar", "gemm_ar_norm")  # what sends everything
 # "all".
 EXCHANGE_OPS = ("a2a_gemm", "gemm_a2a")
 CLASS_OPS = ("ag_gemm_classes", "gemm_rs_classes", "bulk_ag", "bulk_rs")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+IN_PLACE = ("all_reduce", "broadcast")  # of collectives
 OPS = (*GEMM_OPS, *COLLECTIVES)
 KNOWN_OPS = (*OPS, *EXCHANGE_OPS, *CLASS_OPS)
 FP8 = ("fp8", "fp8_rows")  # one factor for each operand, or for each of its rows
@@ -69,9 +70,11 @@ class Case:
         }.get(self.pattern, (m, n, k // tp))  # fmt: skip
 
     def moved(self, tp: int) -> int:
-        """Bytes that a rank must send, and receive."""
+        """Bytes that a rank must send, and receive; of a broadcast all but the first rank receive them."""
         if self.op == "gemm":
             return 0
+        if self.op == "broadcast":
+            return self.shape[0] if tp > 1 else 0
         if not self.is_gemm:
             whole = self.shape[0]
         else:

@@ -80,7 +80,7 @@ def chosen_cases(what: Sequence[str], shapes: Sequence[str], name: str | None, d
     Raises:
         ValueError: an operation or shape is unknown, or none is left.
     """
-    ops = list(OPS) if list(what) == ["all"] else list(dict.fromkeys(what))
+    ops = list(dict.fromkeys(op for name in what for op in (OPS if name == "all" else (name,))))
     unknown = [op for op in ops if op not in KNOWN_OPS]
     if unknown or not ops:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.bench.cases import FP8, Case
+from torch_overlap.bench.cases import FP8, IN_PLACE, Case
 from torch_overlap.bench.libraries import Arena, Libraries, Library
 from torch_overlap.bench.problem import DTYPES, Call, Problem, add_torch_all_reduces, having
 from torch_overlap.bench.ranks import Ranks
@@ -48,19 +48,19 @@ class Registered:
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """all_reduce in place; the others from one tensor into another. Ours from plain tensors, and from registered ones,
+    """all_reduce and broadcast, of the first rank, in place; the others from one tensor into another. Ours from plain tensors, and from registered ones,
     as the peers that want these have them."""
     problem, comm, tp, op = Problem(case), ranks.comm, ranks.size, case.op
     dtype = torch.uint8 if case.dtype in FP8 else DTYPES[case.dtype]
     count, sets = case.shape[0] // dtype.itemsize, min(case.sets(tp), case.calls(tp))
     inputs = count // tp if op == "all_gather" else count
-    outputs = {"all_gather": count, "reduce_scatter": count // tp, "all_to_all": count, "all_reduce": 0}[op]
+    outputs = {"all_gather": count, "reduce_scatter": count // tp, "all_to_all": count}.get(op, 0)
     fresh = torch.randn(sets, inputs, dtype=torch.float32, device=ranks.device).to(dtype)
 
     def buffers(memory: Any) -> _Buffers:
         x = memory.empty((sets, inputs), dtype).copy_(fresh)
         out = memory.empty((sets, outputs), dtype) if outputs else x
-        return x, out, (lambda: x.copy_(fresh)) if op == "all_reduce" else None
+        return x, out, (lambda: x.copy_(fresh)) if op in IN_PLACE else None
 
     plain = buffers(libraries.plain)
 
@@ -68,6 +68,8 @@ def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[
         x, out = own[0][i % sets], own[1][i % sets]
         if op == "all_reduce":
             comm.all_reduce(x, to.ReduceOp.SUM, async_op=False, hints=hints)
+        elif op == "broadcast":
+            comm.broadcast(x, 0, async_op=False, hints=hints)
         elif op == "all_gather":
             comm.all_gather_single(out, x, async_op=False, hints=hints)
         elif op == "reduce_scatter":
@@ -115,8 +117,8 @@ def way_taken() -> str:
 
 def _library_call(library: Library, op: str, x: Tensor, out: Tensor, sets: int, i: int) -> Tensor:
     source, target = x[i % sets], out[i % sets]
-    if op == "all_reduce":
-        library.all_reduce(source)
+    if op in IN_PLACE:
+        getattr(library, op)(source)
         return source
     getattr(library, op)(target, source)
     return target

@@ -76,12 +76,20 @@ def _all_reduce_us(size: int, tp: int, link: float, flag_us: float) -> float:
     return min(one, two)
 
 
+def _broadcast_us(size: int, tp: int, link: float) -> float:
+    """The quicker of sending everything to everybody, and of sending each a part that goes on to the others."""
+    once = size / link * 1e6
+    return min(FLAG_US + (tp - 1) * once, 2 * FLAG_US + once)
+
+
 def collective_floor_us(case: Case, tp: int, rates: Rates) -> float:
     """Of a collective alone, in a graph."""
     if tp == 1:
         return EMPTY_US
     if case.op == "all_reduce":
         return EMPTY_US + _all_reduce_us(case.shape[0], tp, rates.link, FLAG_US)
+    if case.op == "broadcast":
+        return EMPTY_US + _broadcast_us(case.shape[0], tp, rates.link)
     return EMPTY_US + FLAG_US + case.moved(tp) / rates.link * 1e6
 
 

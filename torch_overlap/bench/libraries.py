@@ -74,6 +74,9 @@ class Library:
     def all_reduce(self, x: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
 
+    def broadcast(self, x: Tensor) -> None:
+        dist.broadcast(x, src=0, group=self.group)
+
     def all_to_all(self, out: Tensor, x: Tensor) -> None:
         dist.all_to_all_single(out, x, group=self.group)
 
@@ -173,12 +176,13 @@ def arena_bytes(case: Case, tp: int) -> int:
 def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
     """NCCL over memory that it knows to be at the same place everywhere; with zero CTAs, its copy engines."""
     options = dist.ProcessGroupNCCL.Options()
-    lacks = {"all_to_all": "NCCL has no kernel for it over symmetric memory"}
+    lacks = dict.fromkeys(("all_to_all", "broadcast"), "NCCL has no kernel for it over symmetric memory")
     if zero_cta:
         nccl: Any = dist.ProcessGroupNCCL
         config: Any = options.config
         config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-        lacks = {name: "NCCL's copy engines do not add" for name in ("all_reduce", "reduce_scatter")}
+        lacks = dict.fromkeys(("all_reduce", "reduce_scatter"), "NCCL's copy engines do not add")
+        lacks["broadcast"] = "NCCL has no copies for it"
     group = dist.new_group(list(range(ranks.size)), backend="nccl", pg_options=options, device_id=ranks.device)
     backend: Any = group._get_backend(ranks.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)

@@ -21,6 +21,7 @@ TITLES = {
     "all_gather": "All-gather",
     "reduce_scatter": "Reduce-scatter",
     "all_to_all": "All-to-all",
+    "broadcast": "Broadcast",
     "ag_gemm_classes": "All-gather, then product, by the overlap classes",
     "gemm_rs_classes": "Product, then reduce-scatter, by the overlap classes",
     "bulk_ag": "Product beside an all-gather",

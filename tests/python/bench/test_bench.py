@@ -149,7 +149,7 @@ def test_operators_and_classes_by_one_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_else(tmp_path: Path) -> None:
-    ops = ("gemm_rs", "gemm_ar", "gemm", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    ops = ("gemm_rs", "gemm_ar", "gemm", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     done = bench(*ops, "--set", "tiny", "--device", "cpu", "--rounds", 1, "--out", tmp_path, "--timeline")
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.iterdir()

@@ -54,6 +54,12 @@ def test_command_lines_that_cannot_be(what: list[str], shapes: list[str], name: 
         chosen_cases(what, shapes, name, None)
 
 
+def test_all_beside_others() -> None:
+    found = chosen_cases(["a2a_gemm", "all", "ag_gemm"], [], None, None)
+    assert list(dict.fromkeys(case.op for case in found)) == ["a2a_gemm", *(op for op in OPS if cases_of(op, "bf16"))]
+    assert len(set(found)) == len(found)
+
+
 def test_every_set_can_be_shared_by_2_4_and_8_ranks() -> None:
     for name in SETS:
         cases = [case for op in KNOWN_OPS for case in cases_of(op, name)]
@@ -104,7 +110,7 @@ def test_what_a_rank_sends() -> None:
     assert Case("gemm_ar", (m, n, k)).moved(tp) == 2 * Case("gemm_rs", (m, n, k)).moved(tp)
     assert Case("gemm", (m, n, k)).moved(tp) == 0
     assert {op: Case(op, (1024,)).moved(tp) for op in COLLECTIVES} == {
-        "all_reduce": 1536, "all_gather": 768, "reduce_scatter": 768, "all_to_all": 768
+        "all_reduce": 1536, "all_gather": 768, "reduce_scatter": 768, "all_to_all": 768, "broadcast": 1024
     }  # fmt: skip
     assert Case("ag_gemm", (m, n, k)).local(tp) == (m, n // 4, k)
     assert Case("gemm_rs", (m, n, k)).local(tp) == (m, n, k // 4)

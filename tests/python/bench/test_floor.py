@@ -43,6 +43,7 @@ COLLECTIVES = [
     ("all_reduce", 1, 2.7), ("all_reduce", 64, 3.2), ("all_reduce", 256, 4.7), ("all_reduce", 1024, 8.3),
     ("all_reduce", 16384, 69.4), ("all_reduce", 131072, 525.8), ("all_gather", 1, 2.7), ("all_gather", 1024, 4.7),
     ("reduce_scatter", 4096, 10.8), ("all_to_all", 131072, 263.5),
+    ("broadcast", 64, 3.2), ("broadcast", 131072, 351.9),
 ]  # fmt: skip
 
 
