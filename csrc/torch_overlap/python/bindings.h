@@ -2,6 +2,18 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+namespace torch_overlap {
+class TorchWork;
+}
+
+// Python knows one class of works: an operation that returns one has no time to look for others.
+template <>
+struct pybind11::polymorphic_type_hook<torch_overlap::TorchWork> {
+  static const void* get(const torch_overlap::TorchWork* work, const std::type_info*& /*type*/) {
+    return work;
+  }
+};
+
 // One function a concept; module.cpp calls them in an order in which every signature finds its
 // types.
 namespace torch_overlap::python {

@@ -28,7 +28,8 @@ def check_scatter(transfers, products, ring):
     for i, transfer in enumerate(transfers):
         assert transfer.begin >= products[i].end, (transfer, products[i])
         assert transfer.issued < products[i + 1].end, (transfer, products[i + 1])
-        if ring and i == 0:
+        # The two products may run side by side, and the second may end first.
+        if ring and i == 0 and products[i].end < products[i + 1].end:
             assert transfer.begin < products[i + 1].end, (transfer, products[i + 1])
         assert not transfer.streams & products[i].streams
 

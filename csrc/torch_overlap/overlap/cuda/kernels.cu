@@ -13,21 +13,17 @@ __global__ void __launch_bounds__(kWarp)
                  __grid_constant__ const WordOfAll gone, const uint32_t* begun, uint32_t rows,
                  WaitControl control) {
   const uint32_t epoch = *words.epoch + 1;
-  const bool tells = !has_failed(control);
-  // What was read and written before is behind.
-  __threadfence_system();
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
-    if (peer == words.rank || !tells) continue;
-    tell_entry(told.at[peer], rows, epoch);
+  bool is_good = !has_failed(control);
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
+    if (peer != words.rank) tell_entry(told.at[peer], rows, epoch);
   }
-  for (int peer = static_cast<int>(threadIdx.x); peer < words.size; peer += kWarp) {
+  for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
     if (peer == words.rank) continue;
-    await_word(words, begun + peer * kWordsInLine, epoch, WaitKind::begin, peer, control);
-    if (has_failed(control)) continue;
-    check_rows(words, load_acquire(begun + peer * kWordsInLine + 1), rows, peer, control);
+    const uint32_t* const word = begun + peer * kWordsInLine;
+    is_good = comes(words, control, word, epoch, WaitKind::begin, peer, kLookAtHostNs) &&
+              check_rows(words, load_relaxed(word + 1), rows, peer, control);
   }
-  __syncwarp();
-  if (!has_failed(control)) {
+  if (__all_sync(~0U, static_cast<int>(is_good)) != 0) {
     if (threadIdx.x == 0) *words.epoch = epoch;
     return;
   }

@@ -29,7 +29,7 @@ inline __device__ bool check_rows(const ChannelWords& words, uint32_t seen, uint
   return false;
 }
 
-// Tells the rows of the operation, then its epoch.
+// Tells the rows of the operation, then its epoch, behind all that was read and written before.
 inline __device__ void tell_entry(uint32_t* word, uint32_t rows, uint32_t epoch) {
   *static_cast<volatile uint32_t*>(word + 1) = rows;
   store_release(word, epoch);
@@ -68,21 +68,30 @@ inline __device__ bool is_alone(const OperationParams& p, const OperationEntry& 
 }
 
 // Of a word that has been looked at for a while.
-inline __noinline__ __device__ bool comes_late(const OperationParams& p, const uint32_t* word,
-                                               uint32_t epoch, WaitKind kind, int peer) {
-  await_word(p.words, word, epoch, kind, peer, p.control, kManyLookAtHostNs);
-  return !has_failed(p.control);
+inline __noinline__ __device__ bool comes_late(const ChannelWords& words,
+                                               const WaitControl& control, const uint32_t* word,
+                                               uint32_t epoch, WaitKind kind, int peer,
+                                               uint64_t look_at_host_ns) {
+  await_word(words, word, epoch, kind, peer, control, look_at_host_ns);
+  return !has_failed(control);
 }
 
 // Waits until the word of a peer has come to the epoch. False: a wait has failed.
-inline __device__ bool comes(const OperationParams& p, const uint32_t* word, uint32_t epoch,
-                             WaitKind kind, int peer) {
+inline __device__ bool comes(const ChannelWords& words, const WaitControl& control,
+                             const uint32_t* word, uint32_t epoch, WaitKind kind, int peer,
+                             uint64_t look_at_host_ns) {
   constexpr int kLooks = 64;  // without naps between
 #pragma unroll 1
   for (int look = 0; look < kLooks; ++look) {
     if (reached(load_acquire(word), epoch)) return true;
   }
-  return comes_late(p, word, epoch, kind, peer);
+  return comes_late(words, control, word, epoch, kind, peer, look_at_host_ns);
+}
+
+// The same in a kernel that is an operation by itself.
+inline __device__ bool comes(const OperationParams& p, const uint32_t* word, uint32_t epoch,
+                             WaitKind kind, int peer) {
+  return comes(p.words, p.control, word, epoch, kind, peer, kManyLookAtHostNs);
 }
 
 // To a peer: this rank has given up.

@@ -280,7 +280,8 @@ void NcclBackend::issue(const std::shared_ptr<CudaWork>& work, c10::cuda::CUDASt
 
 void NcclBackend::run(const CudaWork& work, c10::cuda::CUDAStream stream, bool is_capturing) {
   const Call& call = work.call();
-  const c10::cuda::CUDAStreamGuard on_stream(stream);
+  std::optional<c10::cuda::CUDAStreamGuard> on_stream;  // else it is the current one
+  if (call.async_op) on_stream.emplace(stream);
   const PlainDispatch plain;
   const bool is_capture = is_capturing && handle_->api().maps_in_captures;
   const bool maps = is_capture || !registered_.empty();
