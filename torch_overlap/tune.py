@@ -128,24 +128,19 @@ def _key(entry: Entry) -> str:
     return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"], in_graph)
 
 
-# Whose fused kernel waits for what other ranks' kernels compute.
-_SUMMING = ("matmul_reduce_scatter", "matmul_all_reduce")
-
-
-# Up to so many rows of an all-reduce it leaves some (where it does not, the operator passes an entry over).
-_FEW_ROWS = 128
+# Of an all-reduce, one kernel takes no more rows, and no more if it is to leave others SMs (where it does not, the
+# operator passes an entry over).
+_ONE_KERNEL_ROWS, _FEW_ROWS = 256, 128
 
 
 def _quickest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
     """The simplest of those that are within 1 % of the quickest of `times`.
 
-    "fused" keeps all SMs of a GPU: called eagerly, nothing orders a kernel that does so while it waits for the other
-    ranks' SMs before those of other streams, so it is not taken there. That for a gather waits for copies alone, and
-    that for the all-reduce of few rows leaves SMs.
+    The one kernel for an all-reduce may keep all SMs of a GPU while it waits for those of other ranks: called eagerly,
+    nothing orders it before other streams' kernels that wait, so it is not taken where it does.
     """
-    leaves_some = op.endswith("matmul_all_reduce") and rows <= _FEW_ROWS
-    waits_for_others = {"fused"} if mode == "eager" and op.endswith(_SUMMING) and not leaves_some else set()
-    names = [name for name in _C._algorithms() if name in times and name not in waits_for_others]
+    keeps_all = mode == "eager" and op.endswith("matmul_all_reduce") and _FEW_ROWS < rows <= _ONE_KERNEL_ROWS
+    names = [name for name in _C._algorithms() if name in times and not (keeps_all and name == "fused")]
     least = min(times[name] for name in names)
     return next(name for name in names if times[name] * (1 - _LOSS) <= least)
 

@@ -191,8 +191,7 @@ bool is_for_graphs(const OverlapProblem& problem, const std::shared_ptr<TorchCom
 }
 
 // What was measured for captured calls, or for eager ones, and can be; else by rule. What the other
-// mode was measured for is better than a rule, but for "fused", which only its own entry makes safe
-// to take.
+// mode was measured for is better than a rule.
 Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                   bool in_graph, Need need) {
   std::string why_not;  // what was measured
@@ -200,7 +199,7 @@ Choice choose_for(const OverlapProblem& problem, const std::shared_ptr<TorchComm
   for (const bool mode : {in_graph, !in_graph}) {
     const auto tuned = measured(problem, comm, mode, need);
     const auto known = tuned ? algorithm_of(tuned->algorithm) : std::nullopt;
-    if (!known || (mode != in_graph && *known == Algorithm::fused)) continue;
+    if (!known) continue;
     if (*known == Algorithm::fused && (!is_of_the_kernel(*tuned, problem, *comm) ||
                                        (!in_graph && is_for_graphs(problem, comm)))) {
       continue;

@@ -257,6 +257,7 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
   try {
     channel.keep_for_graph();
     channel.enter();
+    if (call.fills_device) turn_ = channel.device().take_turn(channel.group_->device());
     if (!call.begins_itself) channel.transport_->begin(call.rows);
     session_.lanes.fork(call.as_one);
   } catch (...) {
@@ -275,6 +276,7 @@ OverlapChannel::Operation::~Operation() {
 void OverlapChannel::Operation::finish() {
   try {
     session_.lanes.join();
+    turn_.reset();
     channel_.leave();
   } catch (...) {
     fail();
@@ -285,6 +287,7 @@ void OverlapChannel::Operation::finish() {
 
 void OverlapChannel::Operation::fail() noexcept {
   session_.lanes.cancel();
+  turn_.reset();
   channel_.end_quietly();
   channel_.set_broken(Fault::current().text);
   open_ = false;

@@ -74,6 +74,8 @@ struct OverlapCall {
   bool as_one = false;               // see Lanes::fork()
   // The operation begins by itself, where it first needs the other ranks.
   bool begins_itself = false;
+  // See OverlapDevice::take_turn().
+  bool fills_device = false;
 };
 
 // What the ranks of a group share for overlapped operations: on each rank a piece of memory that
@@ -197,6 +199,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
     std::unique_lock<std::recursive_mutex> lock_;
     std::unique_lock<std::recursive_mutex> lender_lock_;
     Session session_;
+    std::shared_ptr<void> turn_;
     bool open_ = true;
   };
 

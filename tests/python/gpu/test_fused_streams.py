@@ -4,7 +4,9 @@ import random
 
 import pytest
 import torch
-from test_fused import KINDS, AllReduce, capture, replay
+from test_fused import KINDS, AllReduce, Scatter, capture, replay
+
+import torch_overlap as to
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -15,6 +17,10 @@ pytestmark = [
 
 # Few tiles: kernels that wait for other ranks find room side by side.
 SHAPE = (100, 264, 520)
+# Rows of a rank, in and out features, of kernels that leave other groups one SM: tiles that the kernel sends, and pieces
+# that copy engines send.
+WHOLE = {"tiles": (768, 512, 4096), "pieces": (2048, 512, 4096)}
+MILLISECOND = 2_000_000  # of clocks, about
 
 
 def test_channels_at_once(make_comm, seed):
@@ -41,6 +47,71 @@ def test_channels_at_once(make_comm, seed):
                     results[i] = outs
         torch.cuda.synchronize()
         for case, outs in zip(cases, results, strict=True):
+            case.check(outs)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("way", ["auto", "bulk", "push", "off"])
+@pytest.mark.parametrize("shape", WHOLE)
+def test_a_collective_of_another_group_beside_a_reduction(make_comm, seed, shape, way, mode):
+    """On rank 0 the reduction has its SMs before the collective comes, on the others it comes behind it."""
+    name = f"{shape}_{way}_{mode}"
+    own, other = make_comm(f"reduces_{name}"), make_comm(f"beside_{name}")
+    case = Scatter(own, *WHOLE[shape], torch.bfloat16)
+    x = torch.empty(1 << 22, dtype=torch.float32, device="cuda")  # 16 MiB: blocks on all SMs
+    hints = None if way == "auto" else {"direct_collectives": way}
+    torch.cuda.synchronize()
+
+    def reduce_beside():
+        other.all_reduce(x, to.ReduceOp.SUM, False, hints=hints)
+
+    reduce_beside()
+    if mode == "graph":
+        graph, outs = capture(case.run)
+    else:
+        case.run()
+    first = own.get_rank() == 0
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for turn in range(4):
+        case.fill()
+        x.fill_(turn + 1)
+        torch.cuda.synchronize()
+        own.barrier(False)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(1 if first else 3 * MILLISECOND)
+            if mode == "graph":
+                graph.replay()
+            else:
+                outs = case.run()
+        with torch.cuda.stream(streams[1]):
+            torch.cuda._sleep(12 * MILLISECOND if first else 1)
+            reduce_beside()
+        torch.cuda.synchronize()
+        case.check(outs)
+        assert (x == (turn + 1) * own.get_size()).all()
+
+
+def test_reductions_of_two_groups_in_the_order_of_the_calls(make_comm, seed):
+    """Eagerly, on two streams, each of which is late on some rank."""
+    draw = random.Random(seed)  # the same on all ranks
+    cases = [Scatter(make_comm(f"turns_{i}"), *WHOLE[shape], torch.bfloat16)
+             for i, shape in enumerate(["pieces", "tiles", "pieces"])]  # fmt: skip
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for case in cases:
+            case.fill()
+        torch.cuda.synchronize()
+        results = []
+        for i in draw.sample(range(len(cases)), len(cases)):
+            late, ms = draw.randrange(2 * cases[i].comm.get_size()), draw.randrange(1, 4)
+            with torch.cuda.stream(streams[i]):
+                if cases[i].comm.get_rank() == late:
+                    torch.cuda._sleep(ms * MILLISECOND)
+                results.append((cases[i], cases[i].run()))
+        torch.cuda.synchronize()
+        for case, outs in results:
             case.check(outs)
 
 

@@ -10,6 +10,7 @@
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/lanes.h"
 #include "torch_overlap/overlap/cuda/transport.h"
+#include "torch_overlap/overlap/cuda/turns.h"
 
 namespace torch_overlap {
 namespace {
@@ -121,6 +122,10 @@ class CudaOverlapDevice final : public OverlapDevice {
 
   int sm_count(c10::Device device) override {
     return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
+  }
+
+  std::shared_ptr<void> take_turn(c10::Device device) override {
+    return cuda::take_turn(device.index());
   }
 
   uint64_t capture() override {

@@ -39,7 +39,7 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   const int64_t length = rows.length(rank);
   if (length == 0) return;
   const int64_t n = out.size(1);
-  const int sms = sm_count(out.device());
+  const int sms = sms_of_waiting(out.device());
   const Operands operands =
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
@@ -107,7 +107,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
-  const int sms = sm_count(device);
+  const int sms = sms_of_waiting(device);
   const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
   };
