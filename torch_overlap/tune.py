@@ -173,6 +173,7 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
         try:
             with os.fdopen(handle, "w") as file:
                 json.dump({"format": _FORMAT, "entries": list(kept.values())}, file, indent=1)
+                file.write("\n")
             os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:

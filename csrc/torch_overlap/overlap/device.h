@@ -115,9 +115,9 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual std::string name(c10::Device device) = 0;
   // 0 where there is no such thing.
   virtual int sm_count(c10::Device device) = 0;
-  // Before an eager operation on the current stream whose kernel leaves others next to nothing of
-  // the device while it waits for other ranks: it comes behind those before, of any group. Held
-  // until it is issued; null: there is nothing to hold.
+  // Before an operation on the current stream whose kernel leaves others next to nothing of the
+  // device while it waits for other ranks: it comes behind those before, of any group. Held until
+  // it is issued; null: there is nothing to hold.
   virtual std::shared_ptr<void> take_turn(c10::Device device) { return nullptr; }
   // The capture that the current stream is part of; 0: none is.
   virtual uint64_t capture() = 0;

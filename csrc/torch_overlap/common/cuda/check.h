@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <string_view>
+#include <type_traits>
 
 #include "torch_overlap/base/errors.h"
 
@@ -14,6 +15,14 @@ inline void check(cudaError_t status, std::string_view what) {
   (void)cudaGetLastError();  // the error is reported here, not a second time by the next call
   fail(ErrorKind::kRuntime, what, ": expected success from CUDA, got ", cudaGetErrorName(status),
        " (", cudaGetErrorString(status), ")");
+}
+
+// `name` is a function, called where it is needed.
+template <typename Name>
+  requires std::is_invocable_v<Name>
+void check(cudaError_t status, const Name& name) {
+  if (__builtin_expect(status == cudaSuccess, 1)) return;
+  check(status, std::string_view(name()));
 }
 
 }  // namespace torch_overlap::cuda

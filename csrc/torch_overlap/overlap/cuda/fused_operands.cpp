@@ -3,7 +3,6 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "torch_overlap/gemm/sm90/maps.h"
@@ -44,8 +43,6 @@ at::Tensor plain_lhs(const GemmOperand& lhs) {
 int sm_count(c10::Device device) {
   return at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
 }
-
-int sms_of_waiting(c10::Device device) { return std::max(1, sm_count(device) - 1); }
 
 KernelKey key_of(const Operands& operands) {
   return {.lhs = sm90::operand_type(operands.lhs.scalar_type()),

@@ -45,9 +45,6 @@ Operands operands_of(const GemmArgs& args, const at::Tensor& lhs, at::ScalarType
 at::Tensor plain_lhs(const GemmOperand& lhs);
 
 int sm_count(c10::Device device);
-// The same less one, on which kernels of other groups that wait for ranks, too, go on, a block
-// after the other: for a kernel that waits for what other ranks compute, which those may hold up.
-int sms_of_waiting(c10::Device device);
 
 using Find = const KernelInfo* (*)(const KernelKey&);
 

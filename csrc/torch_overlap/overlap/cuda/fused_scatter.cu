@@ -24,9 +24,9 @@
 // For little that goes to one rank, and for ranks that share a GPU: else products of pieces that
 // copy engines send are quicker (fused_sum.cu).
 //
-// A rank computes all tiles of others before any that waits. All blocks run, as there are fewer
-// than SMs, and one goes on to its own tiles only behind those of others: nothing waits in a
-// circle.
+// A rank computes all tiles of others before any that waits. There are fewer blocks than SMs, so
+// all of them run once what other streams have there has ended, which two SMs are left for; and one
+// goes on to its own tiles only behind those of others: nothing waits in a circle.
 namespace torch_overlap::cuda {
 namespace {
 

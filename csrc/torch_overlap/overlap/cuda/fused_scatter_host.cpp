@@ -13,6 +13,38 @@ namespace {
 
 constexpr int kPieceRows = 64;  // of outputs that are loaded, and stored, at a time
 
+// The blocks of a kernel that waits for what other ranks compute. They leave two SMs, on which a
+// cluster of two fits: what other streams have goes on there, one block or cluster after the other.
+// Else a kernel there that waits for ranks, too, might never come to run, and on another rank,
+// where it came first, hold all SMs that the products of this operation need.
+struct BlocksBesideOthers {
+  explicit BlocksBesideOthers(c10::Device device) : sms(sm_count(device)) {}
+
+  // In pairs, so that the two that are left are one.
+  static int cluster_of(const KernelInfo& kernel) { return std::max(kernel.cluster, 2); }
+  int most(const KernelInfo& kernel) const {
+    const int cluster = cluster_of(kernel);
+    return std::max(1, sms / cluster - 1) * cluster;
+  }
+  int64_t of(const KernelInfo& kernel, int64_t units) const {
+    return std::min<int64_t>(units * kernel.cluster, most(kernel));
+  }
+  int64_t waves(const KernelInfo& kernel, int64_t units) const {
+    return ceil_div(units * kernel.cluster, most(kernel));
+  }
+  template <typename Params>
+  using Launch = cudaError_t (*)(const KernelInfo&, const Params&, int, cudaStream_t);
+  template <typename Params>
+  cudaError_t launch(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
+                     cudaStream_t stream) const {
+    const auto blocks = static_cast<int>(of(kernel, units));
+    if (blocks == most(kernel)) kernel.cluster = cluster_of(kernel);
+    return launch(kernel, params, blocks, stream);
+  }
+
+  const int sms;
+};
+
 struct Pace {
   uint32_t between_tiles;
   uint32_t before_own;
@@ -39,13 +71,12 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   const int64_t length = rows.length(rank);
   if (length == 0) return;
   const int64_t n = out.size(1);
-  const int sms = sms_of_waiting(out.device());
+  const BlocksBesideOthers beside(out.device());
   const Operands operands =
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
       find_fused_sum, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
-        const int64_t waves = ceil_div(units_of(found, length, n), sms / found.cluster);
-        return static_cast<double>(waves) * tile.time();
+        return static_cast<double>(beside.waves(found, units_of(found, length, n))) * tile.time();
       });
   FusedSumParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
@@ -70,11 +101,8 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   params.factor = static_cast<float>(problem.factor);
   params.words = transport.words();
   params.control = transport.control();
-  const int64_t most = int64_t{sms} / kernel.cluster;
-  const auto blocks =
-      static_cast<int>(std::min(units_of(kernel, length, n), most) * kernel.cluster);
-  check(launch_fused_sum(kernel, params, blocks,
-                         c10::cuda::getCurrentCUDAStream(out.device().index())),
+  const auto stream = c10::cuda::getCurrentCUDAStream(out.device().index());
+  check(beside.launch(launch_fused_sum, kernel, params, units_of(kernel, length, n), stream),
         "product and sums of a reduce-scatter");
 }
 
@@ -107,14 +135,14 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
-  const int sms = sms_of_waiting(device);
+  const BlocksBesideOthers beside(device);
   const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
   };
   const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
   const KernelInfo& kernel = choose_kernel(
       find_fused_scatter, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
-        return static_cast<double>(ceil_div(units(found), sms)) * tile.time();
+        return static_cast<double>(beside.waves(found, units(found))) * tile.time();
       });
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
@@ -139,14 +167,14 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.factor = static_cast<float>(problem.factor);
   params.words = transport.words();
   params.control = transport.control();
-  const auto blocks = static_cast<int>(std::min<int64_t>(units(kernel), sms));
+  const int64_t blocks = beside.of(kernel, units(kernel));
   const Pace pace = pace_of(ceil_div(params.gemm.k, kernel.depth), kernel, out.element_size(),
                             std::min<int64_t>(blocks, units(kernel) - tiles_of_chunk(kernel)));
   params.pace_ns = pace.between_tiles;
   params.last_pace_ns = pace.before_own;
-  check(
-      launch_fused_scatter(kernel, params, blocks, c10::cuda::getCurrentCUDAStream(device.index())),
-      "fused product and reduce-scatter");
+  const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+  check(beside.launch(launch_fused_scatter, kernel, params, units(kernel), stream),
+        "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }
 

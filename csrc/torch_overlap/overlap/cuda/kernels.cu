@@ -9,9 +9,9 @@ namespace {
 constexpr int kWarp = 32;
 
 __global__ void __launch_bounds__(kWarp)
-    begin_kernel(ChannelWords words, __grid_constant__ const WordOfAll told,
+    begin_kernel(__grid_constant__ const ChannelWords words, __grid_constant__ const WordOfAll told,
                  __grid_constant__ const WordOfAll gone, const uint32_t* begun, uint32_t rows,
-                 WaitControl control) {
+                 __grid_constant__ const WaitControl control) {
   const uint32_t epoch = *words.epoch + 1;
   bool is_good = !has_failed(control);
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {

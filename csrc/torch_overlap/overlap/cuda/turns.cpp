@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
@@ -14,9 +15,13 @@ namespace {
 
 // Of a device. Never destroyed: operations may end with the process.
 struct Turns {
+  struct End {
+    cudaEvent_t event = nullptr;
+    std::optional<unsigned long long> capture;  // that it is of, 0 for none; empty: of nothing yet
+  };
   std::mutex mutex;
-  cudaEvent_t end = nullptr;  // of the last one; null: there was none
-  cudaStream_t stream = nullptr;
+  End eager;
+  End captured;  // of the last capture
 };
 
 Turns& turns_of(c10::DeviceIndex device) {
@@ -29,40 +34,42 @@ Turns& turns_of(c10::DeviceIndex device) {
 class Turn {
  public:
   Turn(Turns& turns, c10::cuda::CUDAStream stream)
-      : turns_(turns), lock_(turns.mutex), stream_(stream) {
+      : lock_(turns.mutex),
+        stream_(stream),
+        capture_(capture_of(stream.stream()).id),
+        end_(capture_ == 0 ? turns.eager : turns.captured) {
     const c10::cuda::CUDAGuard guard(stream.device_index());
-    if (turns.end == nullptr) {
-      check(cudaEventCreateWithFlags(&turns.end, cudaEventDisableTiming),
+    if (end_.event == nullptr) {
+      const RelaxedCapture relaxed;
+      check(cudaEventCreateWithFlags(&end_.event, cudaEventDisableTiming),
             "cudaEventCreateWithFlags");
-    } else if (turns.stream != stream.stream()) {
-      check(cudaStreamWaitEvent(stream.stream(), turns.end), "cudaStreamWaitEvent");
+    }
+    if (end_.capture == capture_) {
+      check(cudaStreamWaitEvent(stream.stream(), end_.event), "cudaStreamWaitEvent");
     }
   }
   ~Turn() {
-    try {
-      const c10::cuda::CUDAGuard guard(stream_.device_index());
-      check(cudaEventRecord(turns_.end, stream_.stream()), "cudaEventRecord");
-      turns_.stream = stream_.stream();
-    } catch (const std::exception& error) {
-      TORCH_WARN("the end of an operation cannot be recorded: ", error.what());
-    }
+    const c10::cuda::CUDAGuard guard(stream_.device_index());
+    const cudaError_t status = cudaEventRecord(end_.event, stream_.stream());
+    end_.capture = capture_;
+    if (status == cudaSuccess) return;
+    (void)cudaGetLastError();
+    TORCH_WARN("the end of an operation cannot be recorded: ", cudaGetErrorString(status));
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
  private:
-  Turns& turns_;
   const std::lock_guard<std::mutex> lock_;
   const c10::cuda::CUDAStream stream_;
+  const unsigned long long capture_;  // 0: none
+  Turns::End& end_;
 };
 
 }  // namespace
 
 std::shared_ptr<void> take_turn(c10::DeviceIndex device) {
-  const auto stream = c10::cuda::getCurrentCUDAStream(device);
-  if (capture_of(stream.stream())) return nullptr;
-  const RelaxedCapture relaxed;  // of another thread
-  return std::make_shared<Turn>(turns_of(device), stream);
+  return std::make_shared<Turn>(turns_of(device), c10::cuda::getCurrentCUDAStream(device));
 }
 
 }  // namespace torch_overlap::cuda

@@ -6,12 +6,14 @@
 
 namespace torch_overlap::cuda {
 
-// Eager operations whose kernels keep nearly all SMs of a device while they wait for what other
-// ranks compute: they take turns, whatever group and stream each is of, in the order of the calls.
-// Two of them at once, in another order on another rank, would wait for each other.
+// Operations whose kernels keep nearly all SMs of a device while they wait for what other ranks
+// compute: they take turns, whatever group and stream each is of, in the order of the calls, which
+// has to be that of the other ranks. Two of them at once, in another order on another rank, would
+// wait for each other. Those of a capture take turns among themselves: in what order replays come,
+// and eager operations beside them, is the caller's business.
 //
-// The current stream comes behind the last of them; from here until what is returned is gone, other
-// threads wait with theirs. Null in a capture: the order of graphs is that of their replays.
+// The current stream comes behind all that was on the stream of the one before, until its end; from
+// here until what is returned is gone, other threads that come here wait.
 std::shared_ptr<void> take_turn(c10::DeviceIndex device);
 
 }  // namespace torch_overlap::cuda

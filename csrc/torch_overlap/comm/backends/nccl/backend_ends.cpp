@@ -199,7 +199,7 @@ std::optional<std::string> NcclBackend::check_head(CudaWork& head, Clock::time_p
       (void)cudaGetLastError();
       return std::nullopt;
     }
-    if (status != cudaSuccess) cuda::check(status, head.call().describe());
+    cuda::check(status, [&] { return head.call().describe(); });
     head.has_started(now);
     return std::nullopt;
   }

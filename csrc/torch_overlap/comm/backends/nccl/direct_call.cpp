@@ -344,15 +344,6 @@ bool is_aligned(const DirectParams& params) {
   return bits % DirectGeometry::kVectorBytes == 0;
 }
 
-namespace {
-
-// A name is made for those that failed alone.
-void check_launch(const Call& call, cudaError_t status) {
-  if (__builtin_expect(status != cudaSuccess, 0)) cuda::check(status, call.describe());
-}
-
-}  // namespace
-
 void launch_plan(const Call& call, const DirectPlan& plan, const DirectParams& all,
                  const DirectWindow& window, bool is_dependent, cudaStream_t stream,
                  bool& has_begun) {
@@ -379,7 +370,7 @@ void launch_plan(const Call& call, const DirectPlan& plan, const DirectParams& a
     } else {
       status = launch_copy(plan, params, window, launch);
     }
-    check_launch(call, status);
+    cuda::check(status, [&] { return call.describe(); });
     has_begun = true;
   };
   if (plan.protocol != DirectProtocol::bulk) return launch_part(all);
@@ -406,7 +397,8 @@ void launch_rms_norm(const Call& call, cudaStream_t stream) {
     return add_rms_norm(call.tensor, norm);
   }
   const auto count = static_cast<uint32_t>(call.tensor.numel() / norm.weight.numel());
-  check_launch(call, cuda::launch_norm(reduction->type, rows, count, params, stream));
+  cuda::check(cuda::launch_norm(reduction->type, rows, count, params, stream),
+              [&] { return call.describe(); });
 }
 
 }  // namespace torch_overlap
