@@ -48,8 +48,8 @@ class Registered:
 
 
 def collective(case: Case, ranks: Ranks, libraries: Libraries, wanted: Sequence[str]) -> Problem:
-    """all_reduce and broadcast, of the first rank, in place; the others from one tensor into another. Ours from plain tensors, and from registered ones,
-    as the peers that want these have them."""
+    """all_reduce and broadcast, of the first rank, in place; the others from one tensor into another. Ours from plain
+    tensors, and from registered ones, as the peers that want these have them."""
     problem, comm, tp, op = Problem(case), ranks.comm, ranks.size, case.op
     dtype = torch.uint8 if case.dtype in FP8 else DTYPES[case.dtype]
     count, sets = case.shape[0] // dtype.itemsize, min(case.sets(tp), case.calls(tp))

@@ -1,9 +1,9 @@
 """Branches of captured graphs: nothing that waits for SMs stands beside a kernel that has nearly all and waits for it.
 
-A fused kernel keeps every SM, or all but two, until all ranks' chunks have come. What brings the chunks may need copy engines alone: a
-copy within a device is a kernel, and so is a fill. A fused reduction waits for the same kernels of the other ranks,
-which have begun when all before them has ended; what runs beside it may need SMs, but nothing that waits for other
-ranks may.
+A fused kernel keeps every SM, or all but two, until all ranks' chunks have come. What brings the chunks may need copy
+engines alone: a copy within a device is a kernel, and so is a fill. A fused reduction waits for the same kernels of the
+other ranks, which have begun when all before them has ended; what runs beside it may need SMs, but nothing that waits
+for other ranks may.
 """
 
 import pytest
