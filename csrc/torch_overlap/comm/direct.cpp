@@ -21,8 +21,8 @@ constexpr size_t kMi = 1024 * kKi;
 // (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
 // below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
 // NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
-// block on nearly every SM, which products beside it would miss. Of broadcast nothing is measured:
-// its rows are about those of all_gather.
+// block on nearly every SM, which products beside it would miss. Of broadcast two ranks alone are
+// measured (bench_broadcast-h100-*.json): its other rows are about those of all_gather.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
