@@ -141,9 +141,11 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
     channel.device().run_fused(session.transport, fused);
   };
-  channel.operate(
-      op, body,
-      {.rows = problem.rows.rows, .begins_itself = fused.pieces > 0, .fills_device = true});
+  // Ranks of one device would wait for each other's turn.
+  channel.operate(op, body,
+                  {.rows = problem.rows.rows,
+                   .begins_itself = fused.pieces > 0,
+                   .fills_device = !channel.shares_devices()});
 }
 
 void run_fused_reduce(std::string_view op, OverlapChannel& channel, const DirectGemm& problem) {
