@@ -1,11 +1,14 @@
-"""Host time of an asynchronous all_reduce of 1 KiB: C++ and Python beside raw NCCL and torch.distributed.
+"""Host time of an eager all_reduce of 1 KiB: C++ and Python beside raw NCCL, torch.distributed and torch's two-shot.
 
     torchrun --nproc_per_node 2 benchmarks/host_overhead.py --out results
 
 A sample is the time that the host spends in 100 calls in a row, divided by 100; then it
 synchronizes. All variants take turns within every round. The C++ variants are the two loops of
 benchmarks/cpp/loops.cpp, called through ctypes once a sample: `raw` is ncclAllReduce on the
-communicator's own ncclComm_t and a stream of its own; `cpp` is TorchComm::all_reduce.
+communicator's own ncclComm_t and a stream of its own; `cpp` is TorchComm::all_reduce. `python` and
+`torch.distributed` are asynchronous. On the current stream: `on the stream` by our own kernels, `on the
+stream, NCCL` by the hint; `torch two-shot` of torch.ops.symm_mem, from memory that ranks share already;
+and, for scale, `one kernel`: a relu_ of torch.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,16 @@ from torch_overlap.bench.result import write_result
 from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 100
+
+
+def two_shot(count: int, device: torch.device) -> Callable[[], object]:
+    """torch's, of float32 in memory of its own. Collective."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    group: Any = dist.group.WORLD
+    shared = symmetric.empty(count, dtype=torch.float32, device=device).zero_()
+    symmetric.rendezvous(shared, group)
+    return lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
 
 
 def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[str, Callable[[], float]]:
@@ -68,10 +82,14 @@ def main() -> None:
     comm = to.new_comm("nccl", torch.device("cuda"), name="overhead")
     dist.init_process_group("nccl", device_id=comm.get_device())
     tensor = torch.zeros(256, device=comm.get_device())
-    op = to.ReduceOp.SUM
+    op, off = to.ReduceOp.SUM, {"direct_collectives": "off"}
     variants: dict[str, Callable[[], float]] = {
         "python": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=True), CALLS),
         "torch.distributed": host_sampler(lambda: dist.all_reduce(tensor, async_op=True), CALLS),
+        "on the stream": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=False), CALLS),
+        "on the stream, NCCL": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=False, hints=off), CALLS),
+        "torch two-shot": host_sampler(two_shot(tensor.numel(), comm.get_device()), CALLS),
+        "one kernel": host_sampler(lambda: torch.relu_(tensor), CALLS),
     }
     if args.loops:
         variants |= cpp_loops(args.loops.resolve(), comm, tensor)
@@ -81,7 +99,7 @@ def main() -> None:
     for name, values in samples.items():
         us, iqr = spread_of(values)
         peers = {other: ratio_of(samples, name, other)[0] for other in samples if other != name}
-        rows.append({"what": f"async all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
+        rows.append({"what": f"all_reduce 1 KiB, {name}", "us": us, "iqr_us": iqr, "ratio_to": peers})
         if comm.get_rank() == 0:
             text = "  ".join(f"{value:.2f}x {other}" for other, value in peers.items())
             print(f"{name:18s} {us:7.2f} us (iqr {iqr:.2f})   {text}", flush=True)
