@@ -141,7 +141,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
     channel.device().run_fused(session.transport, fused);
   };
-  // Ranks of one device would wait for each other's turn.
+  // Ranks that share a device may be threads of this process, and would wait for each other's turn.
   channel.operate(op, body,
                   {.rows = problem.rows.rows,
                    .begins_itself = fused.pieces > 0,

@@ -20,14 +20,16 @@ constexpr int kPieceRows = 64;  // of outputs that are loaded, and stored, at a 
 struct BlocksBesideOthers {
   explicit BlocksBesideOthers(c10::Device device) : sms(sm_count(device)) {}
 
-  // In pairs, so that the two that are left are one.
+  // In pairs, so that the SMs that are left are pairs, too; one of them may have no tile.
   static int cluster_of(const KernelInfo& kernel) { return std::max(kernel.cluster, 2); }
   int most(const KernelInfo& kernel) const {
     const int cluster = cluster_of(kernel);
     return std::max(1, sms / cluster - 1) * cluster;
   }
-  int64_t of(const KernelInfo& kernel, int64_t units) const {
-    return std::min<int64_t>(units * kernel.cluster, most(kernel));
+  int of(const KernelInfo& kernel, int64_t units) const {
+    const int cluster = cluster_of(kernel);
+    const int64_t needed = ceil_div(units * kernel.cluster, cluster) * cluster;
+    return static_cast<int>(std::min<int64_t>(needed, most(kernel)));
   }
   int64_t waves(const KernelInfo& kernel, int64_t units) const {
     return ceil_div(units * kernel.cluster, most(kernel));
@@ -37,8 +39,8 @@ struct BlocksBesideOthers {
   template <typename Params>
   cudaError_t launch(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
                      cudaStream_t stream) const {
-    const auto blocks = static_cast<int>(of(kernel, units));
-    if (blocks == most(kernel)) kernel.cluster = cluster_of(kernel);
+    const int blocks = of(kernel, units);
+    kernel.cluster = cluster_of(kernel);
     return launch(kernel, params, blocks, stream);
   }
 

@@ -49,12 +49,14 @@ class Turn {
     }
   }
   ~Turn() {
-    const c10::cuda::CUDAGuard guard(stream_.device_index());
-    const cudaError_t status = cudaEventRecord(end_.event, stream_.stream());
-    end_.capture = capture_;
-    if (status == cudaSuccess) return;
-    (void)cudaGetLastError();
-    TORCH_WARN("the end of an operation cannot be recorded: ", cudaGetErrorString(status));
+    end_.capture.reset();
+    try {
+      const c10::cuda::CUDAGuard guard(stream_.device_index());
+      check(cudaEventRecord(end_.event, stream_.stream()), "cudaEventRecord");
+      end_.capture = capture_;
+    } catch (const std::exception& error) {  // the device is broken, or the capture
+      TORCH_WARN("the end of an operation is not recorded: ", error.what());
+    }
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
