@@ -14,13 +14,6 @@
 namespace torch_overlap::cuda {
 namespace {
 
-cudaEvent_t make_event() {
-  const RelaxedCapture relaxed;
-  cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  return event;
-}
-
 std::vector<OwnedStream::Priority> priorities_of(const LaneOptions& options) {
   const bool by_default = options.compute_priority == 0 && options.comm_priority == 0;
   std::vector<OwnedStream::Priority> priorities(options.computes, {options.compute_priority});
@@ -50,23 +43,12 @@ CudaLanes::CudaLanes(c10::DeviceIndex device, const LaneOptions& options)
       streams_(device, priorities_of(options)) {
   open_graveyard();
   const c10::cuda::CUDAGuard guard(device);
-  eager_end_.event = make_event();
-  captured_end_.event = make_event();
+  ends_ = std::make_unique<Ends>();
 }
 
-CudaLanes::~CudaLanes() {
-  bury(new Hold(device_, std::move(kept_), eager_end_.event));
-  const RelaxedCapture relaxed;
-  (void)cudaEventDestroy(captured_end_.event);
-}
+CudaLanes::~CudaLanes() { bury(new Hold(device_, std::move(kept_), ends_->eager())); }
 
-void CudaLanes::enter() {
-  const auto caller = c10::cuda::getCurrentCUDAStream(device_).stream();
-  const Capture capture = capture_of(caller);
-  const End& end = capture ? captured_end_ : eager_end_;
-  if (!end.is_recorded || end.capture != capture.id || end.stream == caller) return;
-  check(cudaStreamWaitEvent(caller, end.event), "cudaStreamWaitEvent");
-}
+void CudaLanes::enter() { ends_->put_behind(c10::cuda::getCurrentCUDAStream(device_).stream()); }
 
 void CudaLanes::fork(bool as_one) {
   streams_.fork_at_first_use(c10::cuda::getCurrentCUDAStream(device_));
@@ -111,20 +93,12 @@ void CudaLanes::wait(int lane, std::shared_ptr<WorkPtr> work) {
 
 void CudaLanes::join() { streams_.join(); }
 
-void CudaLanes::leave() {
-  const auto caller = c10::cuda::getCurrentCUDAStream(device_).stream();
-  const Capture capture = capture_of(caller);
-  End& end = capture ? captured_end_ : eager_end_;
-  check(cudaEventRecord(end.event, caller), "cudaEventRecord");
-  end.is_recorded = true;
-  end.stream = caller;
-  end.capture = capture.id;
-}
+void CudaLanes::leave() { ends_->record(c10::cuda::getCurrentCUDAStream(device_).stream()); }
 
 void CudaLanes::drain(std::chrono::milliseconds timeout) noexcept {
   const RelaxedCapture relaxed;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  while (cudaEventQuery(eager_end_.event) == cudaErrorNotReady &&
+  while (cudaEventQuery(ends_->eager()) == cudaErrorNotReady &&
          std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "torch_overlap/common/cuda/side_streams.h"
+#include "torch_overlap/overlap/cuda/ends.h"
 #include "torch_overlap/overlap/lanes.h"
 
 namespace torch_overlap::cuda {
@@ -41,15 +42,7 @@ class CudaLanes final : public Lanes {
   bool as_one_ = false;  // on the caller's stream
   class Hold;
   std::vector<std::shared_ptr<void>> kept_;
-  // The end of the operation before, of eager ones and of those of the last capture.
-  struct End {
-    cudaEvent_t event = nullptr;
-    bool is_recorded = false;
-    cudaStream_t stream = nullptr;
-    unsigned long long capture = 0;
-  };
-  End eager_end_;
-  End captured_end_;
+  std::unique_ptr<Ends> ends_;
 };
 
 }  // namespace torch_overlap::cuda
