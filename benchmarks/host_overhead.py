@@ -17,26 +17,16 @@ import argparse
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torch_overlap as to
+from torch_overlap.bench.libraries import torch_symmetric
 from torch_overlap.bench.result import write_result
 from torch_overlap.bench.timing import host_sampler, interleave, ratio_of, slowest_rank, spread_of
 
 CALLS = 100
-
-
-def two_shot(count: int, device: torch.device) -> Callable[[], object]:
-    """torch's, of float32 in memory of its own. Collective."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    group: Any = dist.group.WORLD
-    shared = symmetric.empty(count, dtype=torch.float32, device=device).zero_()
-    symmetric.rendezvous(shared, group)
-    return lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
 
 
 def cpp_loops(library: Path, comm: to.TorchComm, tensor: torch.Tensor) -> dict[str, Callable[[], float]]:
@@ -82,13 +72,15 @@ def main() -> None:
     comm = to.new_comm("nccl", torch.device("cuda"), name="overhead")
     dist.init_process_group("nccl", device_id=comm.get_device())
     tensor = torch.zeros(256, device=comm.get_device())
+    symmetric = torch_symmetric(comm.get_device(), tensor.nbytes)
+    shared = symmetric.arena.empty(tensor.shape, tensor.dtype).zero_()
     op, off = to.ReduceOp.SUM, {"direct_collectives": "off"}
     variants: dict[str, Callable[[], float]] = {
         "python": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=True), CALLS),
         "torch.distributed": host_sampler(lambda: dist.all_reduce(tensor, async_op=True), CALLS),
         "on the stream": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=False), CALLS),
         "on the stream, NCCL": host_sampler(lambda: comm.all_reduce(tensor, op, async_op=False, hints=off), CALLS),
-        "torch two-shot": host_sampler(two_shot(tensor.numel(), comm.get_device()), CALLS),
+        "torch two-shot": host_sampler(lambda: symmetric.two_shot_all_reduce(shared), CALLS),
         "one kernel": host_sampler(lambda: torch.relu_(tensor), CALLS),
     }
     if args.loops:

@@ -152,7 +152,7 @@ class Libraries:
         openers: dict[str, Callable[[], None]] = {
             "nccl symmetric": lambda: found.others.append(_registered(ranks, room, zero_cta=False)),
             "nccl copy engine": lambda: found.others.append(_registered(ranks, room, zero_cta=True)),
-            "torch": lambda: setattr(found, "torch_symmetric", _torch_symmetric(ranks, room)),
+            "torch": lambda: setattr(found, "torch_symmetric", torch_symmetric(ranks.device, room)),
         }
         for name, opener in openers.items():
             if reason := ranks.attempt(opener):
@@ -193,10 +193,11 @@ def _registered(ranks: Ranks, room: int, zero_cta: bool) -> Library:
     return Library(name, ranks.device, group, Arena(memory), lacks, lambda: backend.deregister_mem_pool(pool))
 
 
-def _torch_symmetric(ranks: Ranks, room: int) -> TorchSymmetric:
+def torch_symmetric(device: torch.device, room: int) -> TorchSymmetric:
+    """Over `room` bytes that the ranks of torch.distributed share. Collective."""
     import torch.distributed._symmetric_memory as symmetric
 
     world: Any = dist.group.WORLD
-    memory = symmetric.empty(room, dtype=torch.uint8, device=ranks.device)
+    memory = symmetric.empty(room, dtype=torch.uint8, device=device)
     symmetric.rendezvous(memory, world)
     return TorchSymmetric(Arena(memory), world.group_name)

@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
+from shared_gpus import SHARES_GPU
 from test_fused import KINDS, AllReduce, Scatter, capture, replay
 
 import torch_overlap as to
-from torch_overlap._gpus import gpu_ranks
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -17,7 +17,7 @@ pytestmark = [
     ),
 ]
 
-separate = pytest.mark.skipif(gpu_ranks() > torch.cuda.device_count(), reason="ranks that share a GPU take no turns")
+separate = pytest.mark.skipif(SHARES_GPU, reason="ranks that share a GPU take no turns")
 # Few tiles: kernels that wait for other ranks find room side by side.
 SHAPE = (100, 264, 520)
 # Rows of a rank, in and out features, of kernels that leave other groups two SMs: tiles that the kernel sends, and

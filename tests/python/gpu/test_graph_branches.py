@@ -11,12 +11,12 @@ import torch
 from graph_branches import beside, held_up, reachable
 from graph_nodes import Copy, Kernel, captured
 from overlap_gpu_cases import KINDS, SMALL
+from shared_gpus import SHARES_GPU
 from soak_cases import IN_ONE_KERNEL, WAITING, cases_of
 
 from torch_overlap import nn as tnn
 from torch_overlap import ops
 from torch_overlap.quantize import ScalingMode as Mode
-from torch_overlap.testing import gpu_ranks
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -24,7 +24,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for sm_90"
     ),
 ]
-separate = pytest.mark.skipif(gpu_ranks() > torch.cuda.device_count(), reason="copies within a GPU need SMs")
+separate = pytest.mark.skipif(SHARES_GPU, reason="copies within a GPU need SMs")
 
 
 def random(*shape):

@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 from op_cases import CASES, OVER_CHANNELS
+from shared_gpus import SHARES_GPU
 from soak_cases import DTYPES, FUSED_DTYPES, WAITING, Replay, cases_of
-
-from torch_overlap.testing import gpu_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -25,7 +24,6 @@ assert set(NAMES) <= {case.name for case in CASES}
 assert {case.name for case in OVER_CHANNELS} <= set(NAMES)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 IS_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
-SHARES_GPU = torch.cuda.is_available() and gpu_ranks() > torch.cuda.device_count()
 
 
 def all_of(dtype):

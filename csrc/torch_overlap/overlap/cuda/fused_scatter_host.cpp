@@ -37,8 +37,8 @@ struct BlocksBesideOthers {
   template <typename Params>
   using Launch = cudaError_t (*)(const KernelInfo&, const Params&, int, cudaStream_t);
   template <typename Params>
-  cudaError_t launch(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
-                     cudaStream_t stream) const {
+  cudaError_t start(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
+                    cudaStream_t stream) const {
     const int blocks = of(kernel, units);
     kernel.cluster = cluster_of(kernel);
     return launch(kernel, params, blocks, stream);
@@ -104,7 +104,7 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   params.words = transport.words();
   params.control = transport.control();
   const auto stream = c10::cuda::getCurrentCUDAStream(out.device().index());
-  check(beside.launch(launch_fused_sum, kernel, params, units_of(kernel, length, n), stream),
+  check(beside.start(launch_fused_sum, kernel, params, units_of(kernel, length, n), stream),
         "product and sums of a reduce-scatter");
 }
 
@@ -175,7 +175,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.pace_ns = pace.between_tiles;
   params.last_pace_ns = pace.before_own;
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
-  check(beside.launch(launch_fused_scatter, kernel, params, units(kernel), stream),
+  check(beside.start(launch_fused_scatter, kernel, params, units(kernel), stream),
         "fused product and reduce-scatter");
   if (!out.is_same(problem.out)) problem.out.copy_(out);
 }

@@ -1,0 +1,7 @@
+"""Whether ranks of the tests may share a GPU."""
+
+import torch
+
+from torch_overlap.testing import gpu_ranks
+
+SHARES_GPU = gpu_ranks() > torch.cuda.device_count()
