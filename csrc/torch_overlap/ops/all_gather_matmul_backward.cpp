@@ -90,6 +90,7 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
   }
   if (algorithm == Algorithm::ring || algorithm == Algorithm::fused) {
     sum.sum.fused = algorithm == Algorithm::fused;
+    sum.sum.ranks_share_k = false;  // each has as many output features as it likes
     ring_multiply_scatter(kAllGatherGradients, comm, sum);
     finish_gather();
     for (const auto& args : weight_products) gemm(kAllGatherGradients, args);

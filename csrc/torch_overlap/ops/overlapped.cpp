@@ -196,6 +196,7 @@ void ring_scatter_gemms(std::string_view op, const std::shared_ptr<TorchComm>& c
                     .scale_inv = {},
                     .factor = sum.mean ? 1.0 / comm->size() : 1.0,
                     .bias = contiguous(sum.bias),
+                    .ranks_share_k = sum.ranks_share_k,
                     .fused = fused,
                     .as_one = is_quick(place.rows, sum.out)});
 }

@@ -55,6 +55,8 @@ struct ScatterSum {
   at::Tensor out;
   // By a fused kernel, where there is one product and nothing to start from, and the device has it.
   bool fused = false;
+  // See ScatterGemm.
+  bool ranks_share_k = true;
   // The ranks' rows are multiples of it.
   int64_t row_unit = 1;
 };

@@ -195,6 +195,36 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
 
+void OverlapChannel::Session::begin(int64_t rows) {
+  const int comm = lanes.comm();
+  lanes.run(comm, "begin", [this, rows] { transport.begin(rows); });
+  begun_ = lanes.mark(comm);
+  is_behind_.assign(lanes.count(), false);
+  is_behind_[comm] = true;
+}
+
+void OverlapChannel::Session::behind_begin(int lane) {
+  if (is_behind_.empty() || is_behind_.at(lane)) return;
+  lanes.after(lane, begun_);
+  is_behind_[lane] = true;
+}
+
+void OverlapChannel::Session::exchange(int lane, const Transport::Move& move) {
+  if (channel.logs_) channel.log_exchange(move);
+  behind_begin(lane);
+  transport.exchange(lanes, lane, move);
+}
+
+void OverlapChannel::Session::arrived(int lane, const std::vector<int>& flags) {
+  if (!flags.empty()) behind_begin(lane);
+  transport.arrived(lanes, lane, flags);
+}
+
+void OverlapChannel::Session::post(int lane, int flag) {
+  behind_begin(lane);
+  transport.post(lanes, lane, flag);
+}
+
 void OverlapChannel::Session::gemm(int lane, CheckedGemm& product) {
   if (channel.logs_) channel.log_gemm(lane, product.args());
   product.take_workspace_part(lane, lanes.computes());
@@ -234,8 +264,8 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
                                      const OverlapCall& call)
     : channel_(channel),
       lock_(channel.mutex_, std::defer_lock),
-      session_{call.lender == nullptr ? *channel.lanes_ : *call.lender->lanes_, *channel.transport_,
-               channel} {
+      session_(call.lender == nullptr ? *channel.lanes_ : *call.lender->lanes_, *channel.transport_,
+               channel) {
   OverlapChannel* const lender = call.lender;
   if (lender != nullptr && lender != &channel) {
     lender_lock_ = std::unique_lock(lender->mutex_, std::defer_lock);
@@ -258,8 +288,10 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
     channel.keep_for_graph();
     channel.enter();
     if (call.fills_device) turn_ = channel.device().take_turn(channel.group_->device());
-    if (!call.begins_itself) channel.transport_->begin(call.rows);
+    const bool is_beside = call.begins_beside && channel.transport_->may_begin_beside();
+    if (!call.begins_itself && !is_beside) channel.transport_->begin(call.rows);
     session_.lanes.fork(call.as_one);
+    if (!call.begins_itself && is_beside) session_.begin(call.rows);
   } catch (...) {
     fail();
     throw;

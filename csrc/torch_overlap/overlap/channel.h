@@ -72,8 +72,13 @@ struct OverlapCall {
   int64_t rows = 0;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
   bool as_one = false;               // see Lanes::fork()
-  // The operation begins by itself, where it first needs the other ranks.
+  // A kernel of the operation waits by itself until the other ranks have begun it.
   bool begins_itself = false;
+  // It begins first on the lane of communication, and others come behind that where they first
+  // exchange, wait or tell, or say so: for what no other rank sees before a product is there, since
+  // the begin may come late beside one that has all SMs. Else all lanes come behind it, where the
+  // transport cannot do so either.
+  bool begins_beside = false;
   // See OverlapDevice::take_turn().
   bool fills_device = false;
 };
@@ -148,23 +153,34 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   // Waits until the device is done with what was issued, at most so long.
   void drain(std::chrono::milliseconds timeout) noexcept override;
 
-  // One operation: between its begin and its end on the caller's stream `body` puts work on the
+  class Operation;
+
+  // One operation: between its fork from the caller's stream and its join `body` puts work on the
   // lanes, which are this channel's, or those of a lender.
-  struct Session {
+  class TORCH_OVERLAP_API Session {
+   public:
+    Session(Lanes& its_lanes, Transport& its_transport, const OverlapChannel& its_channel)
+        : lanes(its_lanes), transport(its_transport), channel(its_channel) {}
     Lanes& lanes;
     Transport& transport;
     const OverlapChannel& channel;
 
-    void exchange(int lane, const Transport::Move& move) {
-      if (channel.logs_) channel.log_exchange(move);
-      transport.exchange(lanes, lane, move);
-    }
+    // The lane comes behind the begin, for what uses the transport by itself; what follows here
+    // does so where it must.
+    void behind_begin(int lane);
+    void exchange(int lane, const Transport::Move& move);
     // Puts a product on the lane. It lives until the lanes are joined.
     void gemm(int lane, CheckedGemm& product);
     // Puts a sum on the lane.
     void sum(int lane, const SumArgs& args);
-    void arrived(int lane, const std::vector<int>& flags) { transport.arrived(lanes, lane, flags); }
-    void post(int lane, int flag) { transport.post(lanes, lane, flag); }
+    void arrived(int lane, const std::vector<int>& flags);
+    void post(int lane, int flag);
+
+   private:
+    friend class Operation;
+    void begin(int64_t rows);
+    Lanes::Mark begun_{};
+    std::vector<bool> is_behind_;  // by lane; empty: all are
   };
   template <typename Body>
   void operate(std::string_view op, const Body& body, const OverlapCall& call = {});

@@ -54,6 +54,8 @@ struct ScatterGemm {
   at::Tensor scale_inv;
   double factor = 1;
   at::Tensor bias;  // [columns], added once
+  // Every rank's product has as many columns of lhs.
+  bool ranks_share_k = true;
   // A kernel sums, and computes the own rows; that, or copies of products of pieces, sends the
   // others. One product without scale_inv, which the device takes.
   bool fused = false;

@@ -86,9 +86,6 @@ void put_sent_pieces(OverlapChannel::Session& session, const ScatterGemm& proble
   const int comm = lanes.comm();
   const int64_t row = row_bytes(problem.partial);
   const int64_t at = problem.at + rank * problem.rows.largest() * row;
-  // Beside the first product, which is not for others to see yet.
-  lanes.run(comm, "begin", [&] { session.transport.begin(problem.rows.rows); });
-  const auto begun = lanes.mark(comm);
   for (size_t i = 0; i < exchanges.size(); ++i) {
     const auto rows = rows_of_rank(problem.partial, problem.rows, exchanges[i].give);
     const auto pieces = fused.pieces_of(exchanges[i].give);
@@ -105,7 +102,7 @@ void put_sent_pieces(OverlapChannel::Session& session, const ScatterGemm& proble
                               .get_flag = flag + exchanges[i].from});
     }
   }
-  lanes.after(0, begun);
+  session.behind_begin(0);
   lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
 }
 
@@ -116,7 +113,8 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
                      .rows = problem.rows,
                      .at = problem.at,
                      .out = problem.out,
-                     .factor = problem.factor};
+                     .factor = problem.factor,
+                     .ranks_share_k = problem.ranks_share_k};
   check_gemm(op, fused.gemm);
   const int rank = channel.group().rank();
   const int size = channel.group().size();
@@ -144,7 +142,8 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   // Ranks that share a device may be threads of this process, and would wait for each other's turn.
   channel.operate(op, body,
                   {.rows = problem.rows.rows,
-                   .begins_itself = fused.pieces > 0,
+                   .begins_itself = fused.pieces == 0,
+                   .begins_beside = true,
                    .fills_device = !channel.shares_devices()});
 }
 

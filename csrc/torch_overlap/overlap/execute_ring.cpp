@@ -178,7 +178,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     session.arrived(lane, flags_of_others(channel.group(), 0));
     if (length > 0) session.sum(lane, sum);
   };
-  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one});
+  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one, .begins_beside = true});
   largest.finish();
 }
 

@@ -53,6 +53,7 @@ struct FusedScatter {
   int64_t at = 0;  // byte of the channel's data: room for size x rows.largest() rows
   at::Tensor out;
   double factor = 1;
+  bool ranks_share_k = true;
   // 0: one kernel computes all, and sends. Else it computes this rank's rows alone; those of every
   // other rank are computed before, and sent beside it, in so many pieces. Flag piece * size + r
   // says that a piece of rank r is here.

@@ -38,6 +38,8 @@ class TORCH_OVERLAP_API Transport {
   // with what the one before left; from here on they write to each other's data. `rows` is the same
   // on all ranks, or the operation fails on all where memory is shared.
   virtual void begin(int64_t rows) = 0;
+  // Whether it may be put on a lane instead, before all that concerns other ranks.
+  virtual bool may_begin_beside() const { return false; }
   // On the caller's stream, after join(); of an operation that ended half way, too.
   virtual void end() {}
   // What the device uses in an operation: it outlives the transport where one may still run, or a

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graph_nodes import nodes_of
+from test_direct import differ, replay_two_at_once
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
@@ -24,8 +25,8 @@ pytestmark = [
 # Rows of a rank, in and out features of a layer. Tiles are 128 or 256 rows and 128 to 256 columns, stages of k 64.
 SHAPES = [(1, 8, 8), (24, 64, 136), (128, 256, 256), (200, 72, 1000), (257, 1096, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
-LARGE = (2048, 264, 2304)  # rows of a reduce-scatter go to their owners as one piece, by copy engines
-PIECES = (4200, 72, 2056)  # as two, of which the second one is the smaller
+LARGE = (2048, 264, 4160)  # rows of a reduce-scatter go to their owners in pieces, by copy engines
+PIECES = (4200, 72, 2056)  # of which the second one is the smaller
 WIDE = (500, 264, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 
 
@@ -174,7 +175,7 @@ def test_a_mean(comm, shape, kind):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize(("rows", "columns"), [(129, 61440), (4200, 2056)])
+@pytest.mark.parametrize(("rows", "columns"), [(129, 65536), (4200, 2056)])
 def test_ranks_with_fewer_rows_in_pieces(comm, op, rows, columns):
     """The last rank's rows end in the middle of a tile; of 129 rows it has the first piece alone."""
     size = comm.get_size()
@@ -389,3 +390,16 @@ def test_a_rank_that_stays_away(comm, make_comm, kind, shape, mode):
         with pytest.raises(to.Error, match=expired(comm, last, "begin")):
             run_until_an_error(case.run)
     graph.reset()
+
+
+def test_rows_of_a_scatter_that_differ(comm, make_comm):
+    other = make_comm("fused_rows", timeout=timedelta(seconds=60))
+    Scatter(other, 128, 264, 520, torch.bfloat16).run()  # makes the memory
+    rows = 64 if other.get_rank() == other.get_size() - 1 else 128
+    differ(Scatter(other, rows, 264, 520, torch.bfloat16))
+
+
+@pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
+def test_two_replays_of_a_scatter_at_once(comm, make_comm, alone):
+    other = make_comm(f"fused_apart_{alone}", timeout=timedelta(seconds=60))
+    replay_two_at_once(comm, Scatter(other, 128, 264, 520, torch.bfloat16), alone)

@@ -20,7 +20,7 @@ TYPES = {"4x4": (E4M3, E4M3), "5x4": (E5M2, E4M3), "4x5": (E4M3, E5M2)}
 # Rows of a rank, in and out features. A stage of k is 128 elements.
 SHAPES = [(1, 16, 8), (24, 64, 136), (128, 256, 256), (200, 144, 1000), (257, 1104, 520), (512, 2048, 1024)]
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
-LARGE = (2048, 272, 2304)
+LARGE = (2048, 272, 4160)
 PIECES = (4200, 144, 2056)  # see test_fused.py
 WIDE = (500, 272, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 FAST_SUMS = 2.0**-10  # of sum |lhs||rhs|: tensor cores keep some 14 bits of partial sums

@@ -7,6 +7,7 @@
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
+#include "torch_overlap/overlap/cuda/fused_operands.h"
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/cuda/lanes.h"
 #include "torch_overlap/overlap/cuda/transport.h"
@@ -91,7 +92,8 @@ class CudaOverlapDevice final : public OverlapDevice {
   int scatter_pieces(const Transport& transport, const FusedScatter& problem,
                      int most) const override {
     const auto& direct = dynamic_cast<const cuda::CudaTransport&>(transport);
-    return direct.uses_copy_engine() ? cuda::scatter_pieces(problem, most) : 0;
+    if (!direct.uses_copy_engine()) return 0;
+    return cuda::scatter_pieces(problem, most, cuda::sm_count(problem.out.device()));
   }
   int64_t reduce_room(const FusedShape& shape) const override { return cuda::reduce_room(shape); }
   bool reduce_pays(const FusedShape& shape, int sms) const override {

@@ -4,6 +4,7 @@
 
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/params.h"
+#include "torch_overlap/overlap/cuda/direct.h"
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
 
@@ -39,19 +40,21 @@ struct FusedScatterParams {
   CUtensorMap out;                    // of the own rows
   void* to[kMostFusedRanks];          // where the tiles of other chunks go, n outputs a row
   CUtensorMap from[kMostFusedRanks];  // where those of the other ranks for the own chunk come
-  int begin[kMostFusedRanks];         // of each chunk, in rows
+  int first[kMostFusedRanks];         // row of each chunk
   int rows[kMostFusedRanks];
   // A word for each tile of a chunk: on the rank that owns the chunk, and of each rank here.
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
+  // Of the operation: this rank's word on each, and that of each here.
+  uint32_t* begin[kMostFusedRanks];
+  const uint32_t* begun[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
   // Between the parts of a tile that one warp stores: where the block's next tile is another
   // rank's, too; and where it is an own one.
   uint32_t pace_ns;
   uint32_t last_pace_ns;
   float factor;  // of the sum, before the bias
-  ChannelWords words;
-  WaitControl control;
+  OperationParams operation;
 };
 
 // In how many pieces the rows of a rank may come.

@@ -30,7 +30,7 @@ TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::Kerne
                                                                const GatherShape& shape, int sms);
 
 // FusedScatter::pieces of such a scatter.
-TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most);
+TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most, int sms);
 
 // OverlapDevice::reduce_room() and reduce_pays().
 TORCH_OVERLAP_API int64_t reduce_room(const FusedShape& shape);

@@ -20,8 +20,10 @@ using sm90::TimedTile;
 // So many rows of tiles are computed before the next columns.
 inline constexpr int kRowGroup = 16;
 
-// What H200s take, for choosing: a stage of a tile of 128 x 256.
+// What H200s take, for choosing: a stage, which is so many bytes of k, of a tile of 128 x 256.
 inline constexpr double kStageNs = 600;
+inline constexpr double kStageBytes = 128;
+inline constexpr double kOutputsOfTile = 128 * 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -1,7 +1,7 @@
 #include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/instance.cuh"
-#include "torch_overlap/overlap/cuda/await.cuh"
 #include "torch_overlap/overlap/cuda/fused.h"
+#include "torch_overlap/overlap/cuda/operation.cuh"
 
 // GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
 // owner, with a word behind each; those of the own rows take the tiles of the others in before they
@@ -21,8 +21,13 @@
 // all blocks end a tile at about the same time, and what fills the links fills the ways within the
 // chip too.
 //
-// For little that goes to one rank, and for ranks that share a GPU: else products of pieces that
-// copy engines send are quicker (fused_sum.cu).
+// For ranks that share a GPU, and where links take less time than the products of the other ranks'
+// rows, or little is sent: else products of pieces that copy engines send are quicker
+// (fused_sum.cu).
+//
+// It is an operation by itself. Block 0 tells the others that this rank has begun; the movers wait
+// for another rank to have before they send it the first tile, with products under way beside them.
+// The last block to end sets the epoch.
 //
 // A rank computes all tiles of others before any that waits. There are fewer blocks than SMs, so
 // all of them run once what other streams have there has ended, which two SMs are left for; and one
@@ -45,13 +50,13 @@ class ScatterUnits {
         at_(static_cast<int>(blockIdx.x)) {}
 
   __device__ __forceinline__ bool next(Unit& unit) {
-    const int size = p_.words.size;
+    const int size = p_.operation.words.size;
     while (at_ < of_chunk_ * size) {
       const int place = at_;
       at_ += static_cast<int>(gridDim.x);
       unit =
           sm90::tile_at(place % of_chunk_, p_.most_row_tiles, columns_, p_.gemm.row_group, depth_);
-      unit.chunk = (p_.words.rank + 1 + place / of_chunk_) % size;
+      unit.chunk = (p_.operation.words.rank + 1 + place / of_chunk_) % size;
       if (unit.row * Config::kRows < p_.rows[unit.chunk]) return true;  // else the chunk is shorter
     }
     return false;
@@ -84,7 +89,7 @@ struct ScatterWork {
     return ScatterUnits<Config>(p);
   }
   __device__ __forceinline__ const CUtensorMap* lhs(const Unit& unit, int& row) {
-    row += p.begin[unit.chunk];
+    row += p.first[unit.chunk];
     return &p.gemm.lhs;
   }
 };
@@ -116,19 +121,20 @@ class Mover {
       : p_(p),
         barriers_(barriers),
         tile_(tile),
-        epoch_(*p.words.epoch),
+        epoch_(*static_cast<const volatile uint32_t*>(p.operation.words.epoch) + 1),
         warp_(warp),
         lane_(static_cast<int>(threadIdx.x) % 32),
         units_(p) {}
 
   __device__ __forceinline__ void run() {
+    if (blockIdx.x == 0 && warp_ == 0) begin();
     Unit unit;
     bool has_unit = units_.next(unit);
     uint32_t fills = 0;
     while (has_unit) {
       Unit following;
       const bool has_following = units_.next(following);
-      const bool own = unit.chunk == p_.words.rank;
+      const bool own = unit.chunk == p_.operation.words.rank;
       if (own && leads()) {
         if (fills > 0) wait_emptied(fills - 1);
         take_others(unit);
@@ -137,8 +143,12 @@ class Mover {
       sm90::barrier_wait(sm90::shared_address(&barriers_.filled), fills & 1);
       __syncwarp();
       if (!own) {
-        const bool sends_next = has_following && following.chunk != p_.words.rank;
-        send(unit, sends_next ? p_.pace_ns : p_.last_pace_ns);
+        const bool sends_next = has_following && following.chunk != p_.operation.words.rank;
+        if (has_begun(unit.chunk)) {
+          send(unit, sends_next ? p_.pace_ns : p_.last_pace_ns);
+        } else if (lane_ == 0) {
+          empty();
+        }
         if (leads()) tell(unit, fills);
       } else if (leads()) {
         store_result(unit);
@@ -149,7 +159,9 @@ class Mover {
       unit = following;
       has_unit = has_following;
     }
-    if (leads()) sm90::stores_done<0>();
+    if (!leads()) return;
+    sm90::stores_done<0>();
+    end();
   }
 
  private:
@@ -162,14 +174,79 @@ class Mover {
     sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), i & 1);
   }
 
+  // Of a warp of block 0: tells the others that this rank has begun. The thread that asks whether
+  // another such kernel runs waits for no rank.
+  __device__ __forceinline__ void begin() const {
+    const OperationParams& operation = p_.operation;
+    if (lane_ == operation.words.rank && atomicExch(operation.busy, 1U) != 0) {
+      fail(WaitKind::apart, 0, 0, 0);
+    }
+    if (is_peer(operation.words, lane_) && !has_failed(operation.control)) {
+      tell_entry(p_.begin[lane_], operation.rows, epoch_);
+    }
+    __syncwarp();  // before one of them ends the operation
+  }
+
+  __device__ __forceinline__ void await_begun(int peer) const {
+    const OperationParams& operation = p_.operation;
+    await_word(operation.words, p_.begun[peer], epoch_, WaitKind::begin, peer, operation.control,
+               kManyLookAtHostNs);
+  }
+
+  // Before the first tile for a rank: it is done with what came for the operation before. It does
+  // not begin another one before it has that tile, so its words stay. False: a wait has failed.
+  __device__ __forceinline__ bool has_begun(int peer) {
+    if (peer == begun_) return true;
+    const OperationParams& operation = p_.operation;
+    bool is_good = true;
+    if (lane_ == 0) {
+      await_begun(peer);
+      is_good = !has_failed(operation.control);
+      const uint32_t rows = load_relaxed(p_.begun[peer] + 1);
+      if (is_good && rows != operation.rows) {
+        fail(WaitKind::rows, peer, operation.rows, rows);
+        is_good = false;
+      }
+    }
+    is_good = __all_sync(~0U, static_cast<int>(is_good)) != 0;
+    __syncwarp();  // what the others store comes behind what the one has seen
+    if (is_good) begun_ = peer;
+    return is_good;
+  }
+
+  // Without a call: beside products of wgmma ptxas finds no registers for it.
+  __device__ __forceinline__ void fail(WaitKind kind, int peer, uint32_t expected,
+                                       uint32_t seen) const {
+    WaitRecord what{};
+    what.kind = kind;
+    what.window = p_.operation.words.id;
+    what.peer = peer;
+    what.expected = expected;
+    give_up(p_.operation.control, what, seen);
+  }
+
+  // Of one thread of the block, which is done: the others have read the epoch, or do not use it.
+  __device__ __forceinline__ void end() const {
+    const OperationParams& operation = p_.operation;
+    const bool is_good = !has_failed(operation.control);
+    for (int peer = 0; peer < operation.words.size && !is_good; ++peer) {
+      if (peer != operation.words.rank) tell_gone(operation, peer);
+    }
+    if (atomicAdd(operation.words.ticket, 1U) + 1 == gridDim.x) {
+      leave_operation(operation, epoch_, is_good);
+    }
+  }
+
   // The tiles of the other ranks for an own one, each when the one before has been read. That of
   // the rank before was computed first, that of the next one last.
   __device__ __forceinline__ void take_others(const Unit& unit) {
     const uint32_t loaded = sm90::shared_address(&barriers_.loaded);
-    for (int i = 1; i < p_.words.size; ++i) {
-      const int peer = (p_.words.rank + p_.words.size - i) % p_.words.size;
-      await_word(p_.words, p_.told[peer] + units_.word(unit), epoch_, WaitKind::chunk, peer,
-                 p_.control, kManyLookAtHostNs);
+    for (int i = 1; i < p_.operation.words.size; ++i) {
+      const int peer =
+          (p_.operation.words.rank + p_.operation.words.size - i) % p_.operation.words.size;
+      if (takes_ < static_cast<uint32_t>(i)) await_begun(peer);  // so that this is what expires
+      await_word(p_.operation.words, p_.told[peer] + units_.word(unit), epoch_, WaitKind::chunk,
+                 peer, p_.operation.control, kManyLookAtHostNs);
       sm90::fence_global_for_copies();
       if (i > 1) sm90::barrier_wait(sm90::shared_address(&barriers_.taken), (takes_ - 1) & 1);
       ++takes_;
@@ -235,7 +312,7 @@ class Mover {
   // The owner of the i-th tile that it is there: behind the stores of all movers.
   __device__ __forceinline__ void tell(const Unit& unit, uint32_t i) {
     wait_emptied(i);
-    if (has_failed(p_.control)) return;  // what this rank would tell need not be true
+    if (has_failed(p_.operation.control)) return;  // what this rank would tell need not be true
     store_release(p_.tell[unit.chunk] + units_.word(unit), epoch_);
   }
 
@@ -247,6 +324,7 @@ class Mover {
   const int lane_;
   ScatterUnits<Config> units_;
   uint32_t takes_ = 0;
+  int begun_ = -1;  // the rank that is known to have begun
 };
 
 // What becomes of a warpgroup's sums: see sm90::Tiles.
@@ -272,9 +350,9 @@ class ScatterOutputs {
 
   __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
     if constexpr (Config::kIsScaled) scale(unit, sums);
-    if (unit.chunk == p_.words.rank) {
+    if (unit.chunk == p_.operation.words.rank) {
 #pragma unroll 1
-      for (int i = 1; i < p_.words.size; ++i) add_next(sums);
+      for (int i = 1; i < p_.operation.words.size; ++i) add_next(sums);
       if (p_.factor != 1.0F) sm90::multiply_by(p_.factor, sums);
       if (!p_.gemm.plain) {
 #pragma unroll
@@ -287,7 +365,7 @@ class ScatterOutputs {
   __device__ __forceinline__ void put(const Unit& unit, const sm90::Rounded& rounded, int piece) {
     if (piece == 0) {
       // What the mover has loaded for an own tile has been read: there is room.
-      const bool has_room = unit.chunk == p_.words.rank && p_.words.size > 1;
+      const bool has_room = unit.chunk == p_.operation.words.rank && p_.operation.words.size > 1;
       if (fills_ > 0 && !has_room) {
         sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), (fills_ - 1) & 1);
       }
@@ -302,7 +380,7 @@ class ScatterOutputs {
     const sm90::Epilogue& e = p_.gemm.epilogue;
     if (e.scaled_by_row) {
       const int first = unit.row * Config::kRows + row_;
-      sm90::scale_by_row(p_.gemm, sums, e.lhs_scale + p_.begin[unit.chunk] + first,
+      sm90::scale_by_row(p_.gemm, sums, e.lhs_scale + p_.first[unit.chunk] + first,
                          p_.rows[unit.chunk] - first, unit.column * Config::kColumns + column_);
     } else {
       sm90::multiply_by(scale_, sums);

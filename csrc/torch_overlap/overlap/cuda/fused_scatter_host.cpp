@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "torch_overlap/common/cuda/check.h"
+#include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
 #include "torch_overlap/overlap/cuda/fused_operands.h"
@@ -47,6 +49,9 @@ struct BlocksBesideOthers {
   const int sms;
 };
 
+// What links take of SMs that all store to them.
+constexpr double kLinkBytesPerNs = 350;
+
 struct Pace {
   uint32_t between_tiles;
   uint32_t before_own;
@@ -57,7 +62,6 @@ struct Pace {
 // it takes, which is not known: kStageNs is what H200s take at the best.
 Pace pace_of(int64_t stages, const KernelInfo& kernel, int64_t element, int64_t senders) {
   constexpr double kPart = 0.9;
-  constexpr double kLinkBytesPerNs = 350;
   const double parts = static_cast<double>(kernel.rows) * kernel.columns / (kPacedRows * 64);
   const double tile =
       static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
@@ -110,16 +114,24 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
 
 }  // namespace
 
-int scatter_pieces(const FusedScatter& problem, int most) {
-  // Of what goes to one rank. Less is sent as quickly by the kernel, which begins with the first
-  // tiles.
-  constexpr int64_t kLeastBytes = int64_t{8} << 20;
+int scatter_pieces(const FusedScatter& problem, int most, int sms) {
+  // Of what a rank sends. Less takes less time by the kernel, which begins with the first tiles.
+  constexpr int64_t kLeastBytes = int64_t{16} << 20;
   // Of a piece, so that its product keeps all SMs busy.
   constexpr int64_t kLeastOutputs = int64_t{120} * 128 * 256;
   // More were not quicker: smaller products are slower ones.
   constexpr int64_t kPieces = 2;
   const int64_t outputs = problem.rows.largest() * problem.out.size(1);
-  if (problem.rows.size == 1 || outputs * problem.out.element_size() < kLeastBytes) return 0;
+  const int64_t sent = outputs * (problem.rows.size - 1);
+  const int64_t bytes = sent * static_cast<int64_t>(problem.out.element_size());
+  const auto k = static_cast<double>(gemm_shape(problem.gemm).k);
+  const double element = problem.gemm.rhs.data.element_size();
+  const double product =
+      static_cast<double>(sent) / kOutputsOfTile * k * element / kStageBytes * kStageNs / sms;
+  // The stores of the kernel have the time of the products of other ranks' rows.
+  const bool are_hidden =
+      problem.ranks_share_k && static_cast<double>(bytes) / kLinkBytesPerNs < product;
+  if (bytes < kLeastBytes || are_hidden) return 0;
   return static_cast<int>(std::clamp<int64_t>(outputs / kLeastOutputs, 1,
                                               std::min<int64_t>({kPieces, kMostPieces, most})));
 }
@@ -150,12 +162,15 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
+  const WordOfAll begin_of_all = transport.begun_of_all();
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t length = rows.length(chunk);
-    params.begin[chunk] = static_cast<int>(rows.begin(chunk));
+    params.first[chunk] = static_cast<int>(rows.begin(chunk));
     params.rows[chunk] = static_cast<int>(length);
     params.tell[chunk] = transport.tile_word(chunk, rank);
     params.told[chunk] = transport.tile_word(rank, chunk);
+    params.begin[chunk] = begin_of_all.at[chunk];
+    params.begun[chunk] = transport.begun_by(chunk);
     if (chunk == rank) {
       params.out = rows_map(out, kPieceRows);
       continue;
@@ -167,8 +182,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.factor = static_cast<float>(problem.factor);
-  params.words = transport.words();
-  params.control = transport.control();
+  params.operation = operation_of(transport, rows.rows);
   const int64_t blocks = beside.of(kernel, units(kernel));
   const Pace pace = pace_of(ceil_div(params.gemm.k, kernel.depth), kernel, out.element_size(),
                             std::min<int64_t>(blocks, units(kernel) - tiles_of_chunk(kernel)));

@@ -27,6 +27,7 @@ class CudaTransport final : public Transport {
   bool is_direct() const override { return true; }
   void check() const override;
   void begin(int64_t rows) override;
+  bool may_begin_beside() const override { return true; }
   std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
   void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;

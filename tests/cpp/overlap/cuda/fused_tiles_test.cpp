@@ -74,26 +74,47 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
   }
 }
 
-FusedScatter scatter_of(int size, int64_t rows, int64_t n) {
+FusedScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n, int64_t k) {
   const RowShare share{rows, size};
-  return {.gemm = {}, .rows = share, .out = at::empty({share.largest(), n}, at::kBFloat16)};
+  const auto like = [](at::ScalarType type) { return at::TensorOptions(at::kMeta).dtype(type); };
+  return {.gemm = {.lhs = {.data = at::empty({rows, k}, like(dtype))},
+                   .rhs = {.data = at::empty({n, k}, like(dtype)), .transposed = true}},
+          .rows = share,
+          .out = at::empty({share.largest(), n}, like(at::kBFloat16))};
 }
 
-// Rows of all ranks.
-TEST(FusedScatterPieces, ArePlannedByWhatGoesToOneRank) {
+// Rows of all ranks; k of one.
+TEST(FusedScatterPieces, ArePlannedByWhatLinksTakeBesideTheProducts) {
+  constexpr auto bf16 = at::kBFloat16;
+  constexpr auto e4m3 = at::kFloat8_e4m3fn;
   const struct {
+    at::ScalarType dtype;
     int size;
-    int64_t rows, n;
+    int64_t rows, n, k;
     int pieces;
   } cases[] = {
-      {2, 2046, 4096, 0}, {2, 2048, 4096, 1},   {2, 4096, 4096, 2}, {2, 8192, 8192, 2},
-      {4, 4092, 4096, 0}, {4, 8192, 4096, 2},   {8, 8192, 8192, 2}, {8, 2048, 4096, 0},
-      {1, 8192, 8192, 0}, {2, 2, 8'000'000, 2},
+      {bf16, 2, 8192, 8192, 4096, 0}, {bf16, 2, 8192, 8192, 2048, 2},
+      {bf16, 2, 8192, 4096, 7168, 0}, {bf16, 4, 8192, 8192, 2048, 2},
+      {bf16, 4, 8192, 8192, 7168, 0}, {e4m3, 2, 8192, 8192, 4096, 2},
+      {e4m3, 2, 8192, 4096, 7168, 0}, {e4m3, 2, 2048, 4096, 2048, 0},  // as quick by the kernel
+      {bf16, 2, 4094, 4096, 64, 0},   {bf16, 2, 4096, 4096, 64, 2},
+      {bf16, 4, 2048, 5462, 64, 1},   {bf16, 4, 2048, 5461, 64, 0},
+      {bf16, 1, 8192, 8192, 64, 0},   {bf16, 2, 2, 10'000'000, 64, 2},
   };
-  for (const auto& [size, rows, n, pieces] : cases) {
-    SCOPED_TRACE(::testing::Message() << size << " ranks, " << rows << " x " << n);
-    EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 4), pieces);
-    EXPECT_EQ(scatter_pieces(scatter_of(size, rows, n), 1), std::min(pieces, 1));
+  for (const auto& [dtype, size, rows, n, k, pieces] : cases) {
+    SCOPED_TRACE(::testing::Message() << size << " ranks, " << rows << " x " << n << " x " << k);
+    const auto problem = scatter_of(dtype, size, rows, n, k);
+    EXPECT_EQ(scatter_pieces(problem, 4, kSms), pieces);
+    EXPECT_EQ(scatter_pieces(problem, 1, kSms), std::min(pieces, 1));
+  }
+}
+
+// By what all ranks know alike.
+TEST(FusedScatterPieces, DoNotDependOnKWhereRanksMayDifferInIt) {
+  for (const int64_t k : {64, 2688, 28672}) {
+    auto problem = scatter_of(at::kBFloat16, 2, 8192, 8192, k);
+    problem.ranks_share_k = false;
+    EXPECT_EQ(scatter_pieces(problem, 4, kSms), 2) << k;
   }
 }
 
