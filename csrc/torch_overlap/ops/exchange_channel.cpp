@@ -84,7 +84,8 @@ class ChannelColumnExchange final : public ColumnExchange {
       : ColumnExchange(*comm, into),
         channel_(
             operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
-        operation_(op, *channel_, {.rows = into[0].size(0), .begins_beside = true}) {
+        operation_(op, *channel_,
+                   {.rows = into[0].size(0), .begins_beside = channel_->is_captured()}) {
     operation_.put([&](const OverlapChannel::Session&) {
       int64_t at = 0;
       for (const auto& result : results_) {

@@ -216,7 +216,7 @@ void OverlapChannel::Session::exchange(int lane, const Transport::Move& move) {
 }
 
 void OverlapChannel::Session::arrived(int lane, const std::vector<int>& flags) {
-  if (!flags.empty()) behind_begin(lane);
+  behind_begin(lane);
   transport.arrived(lanes, lane, flags);
 }
 

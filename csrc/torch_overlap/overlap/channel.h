@@ -125,6 +125,8 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   const std::string& obstacle() const { return obstacle_; }
   // See SymmetricMemory.
   bool shares_devices() const;
+  // Whether the caller's stream is in a capture: lanes are branches of a graph, and cost nothing.
+  bool is_captured() const { return device_->capture() != 0; }
 
   // What reads or writes the data outside of an operation does so while this lives: it comes behind
   // the operation before, and the next one behind it, also on other streams. Operations may lie

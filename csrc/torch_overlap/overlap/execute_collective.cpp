@@ -181,7 +181,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     }
     put_end_of_reads(channel, session, comm, count * size);
   };
-  channel.operate(op, body, {.rows = problem.rows.rows, .begins_beside = true});
+  channel.operate(op, body, {.rows = problem.rows.rows, .begins_beside = channel.is_captured()});
   largest.finish();
   return count;
 }

@@ -157,8 +157,8 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
       const int chunk = schedule.steps[i].first;
       lane = static_cast<int>(i) % lanes.computes();
       // In this order also where lanes are branches of a graph: a product comes behind the one
-      // before the last. Of the first two the second begins a moment later, behind a wait for
-      // nothing; that is not sure, but usual, and makes graphs quicker.
+      // before the last. Of the first two the second begins a moment later, behind the begin and a
+      // wait for nothing; that is not sure, but usual, and makes graphs quicker.
       if (i == 1 && lanes.computes() > 1 && lanes.are_captured()) session.arrived(lane, {});
       if (i > 1 && lanes.computes() > 2) lanes.after(lane, computed[i - 2]);
       for (CheckedGemm& product : products[i]) session.gemm(lane, product);
@@ -178,7 +178,9 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     session.arrived(lane, flags_of_others(channel.group(), 0));
     if (length > 0) session.sum(lane, sum);
   };
-  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one, .begins_beside = true});
+  channel.operate(
+      op, body,
+      {.rows = rows.rows, .as_one = problem.as_one, .begins_beside = channel.is_captured()});
   largest.finish();
 }
 
