@@ -26,7 +26,15 @@ from torch_overlap.mesh.autograd import AUTOGRAD
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
-from torch_overlap.mesh.products import GatherProduct, PendingProduct, gather_product, is_product, local_sizes
+from torch_overlap.mesh.products import (
+    GatherProduct,
+    PendingProduct,
+    Uneven,
+    gather_product,
+    is_product,
+    local_sizes,
+    uneven_parts,
+)
 from torch_overlap.mesh.program import Program, Ref
 from torch_overlap.mesh.rules import rule_of
 from torch_overlap.mesh.sharded import Sharded, maker_of
@@ -65,6 +73,7 @@ class Executed:
     gathers: GatherProduct | None = None
     is_pending_product: bool = False
     sizes: tuple[int, int, int] = (0, 0, 0)  # of a product: rows, columns and inner size of the local one
+    uneven: Uneven = ()  # of a product's weight
 
     def __post_init__(self) -> None:
         self.traced_name = name_it(self)
@@ -388,6 +397,7 @@ def _plan(
     made = Executed(call_, found, strategy, plans, list(zip(numbers, needed, strict=True)), local, outputs)
     if is_product(call_):
         made.sizes = local_sizes(needed[0], needed[1], call_)
-        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0], made.sizes)
+        made.uneven = uneven_parts(needed[1])
+        made.gathers = gather_product(call_, plans[0], inputs[0], needed[0], made.sizes, made.uneven)
         made.is_pending_product = bool(set(outputs[0].layout.partial) - set(inputs[0].layout.partial))
     return made

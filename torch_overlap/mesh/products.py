@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ _ops = torch.ops.torch_overlap
 ALGORITHMS = ("auto", "plain", "fused")
 _NAMES = ("linear", "matmul", "mm")
 _INSIDE_VMAP = "it runs inside vmap"
+Uneven = Sequence[tuple[Sequence[str], str]]  # see uneven_parts()
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def _step(plan: Plan, *kinds: str) -> Step | None:
     return next((step for step in plan.steps if step.kind in kinds), None)
 
 
-def _refusal(plan: Plan, step: Step, spec: Spec, cut: Layout) -> str | None:
+def _refusal(plan: Plan, step: Step, spec: Spec, cut: Layout, uneven: Uneven) -> str | None:
     """Why a product cannot hide this step of the plan; None: it can. `cut`: where the parts are that it gathers, or
-    scatters; of a value like `spec`."""
+    scatters; of a value like `spec`. `uneven`: of the weight."""
     if len(plan.steps) > 1:
         return f"its value moves in several steps: {', '.join(s.kind for s in plan.steps)}"
     if step.kind != "all_reduce" and step.dim == len(spec.shape) - 1:
@@ -149,7 +150,25 @@ def _refusal(plan: Plan, step: Step, spec: Spec, cut: Layout) -> str | None:
     if step.kind != "all_reduce" and spec.shape[step.dim] % ranks_of(cut.mesh, cut.dims[step.dim]):
         parts = ranks_of(cut.mesh, cut.dims[step.dim])
         return f"dimension {step.dim} of size {spec.shape[step.dim]} is not cut into {parts} parts of one size"
-    return None
+    # Ranks of which one has another shape than the others might take different ways.
+    axes = _names(step.axes)
+    return next((why for names, why in uneven if axes & set(names)), None)
+
+
+def uneven_parts(weight: Spec) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """The axes along which parts of a weight differ in size, and how."""
+    found = []
+    for dim, axes in enumerate(weight.layout.dims):
+        parts = ranks_of(weight.layout.mesh, axes)
+        if weight.shape[dim] % parts:
+            why = f"dimension {dim} of the weight of size {weight.shape[dim]} is not cut into {parts} parts of one size"
+            found.append((tuple(sorted(_names(axes))), why))
+    return tuple(found)
+
+
+def _names(axes: Iterable[str]) -> set[str]:
+    """Of axes, or parts of axes."""
+    return {axis.split(":")[0] for axis in axes}
 
 
 def _in_order(step: Step, mesh: Any) -> bool:
@@ -179,12 +198,19 @@ class GatherProduct(Named):
     """A product whose first operand has to be gathered along a dimension that is not multiplied."""
 
     def __init__(
-        self, call: Call, plan: Plan, step: Step, source: Spec, target: Spec, sizes: tuple[int, int, int]
+        self,
+        call: Call,
+        plan: Plan,
+        step: Step,
+        source: Spec,
+        target: Spec,
+        sizes: tuple[int, int, int],
+        uneven: Uneven,
     ) -> None:
         super().__init__()
         self._call, self._plan, self._step, self._sizes = call, plan, step, sizes
         self._source, self._target, self._dim = source, target, step.dim
-        self._refusal = _refusal(plan, step, source, source.layout)
+        self._refusal = _refusal(plan, step, source, source.layout, uneven)
         if self._refusal is None and _invariant_axes(step):
             self._refusal = "what it gathers is invariant, and so is the gradient"
 
@@ -243,11 +269,11 @@ class _Gathered(torch.autograd.Function):
 
 
 def gather_product(
-    call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int]
+    call: Call, plan: Plan, spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: Uneven
 ) -> GatherProduct | None:
     """The form of a call that gathers its first operand, which moves by `plan`; None where nothing is gathered."""
     step = _step(plan, "all_gather")
-    return None if step is None else GatherProduct(call, plan, step, spec, target, sizes)
+    return None if step is None else GatherProduct(call, plan, step, spec, target, sizes, uneven)
 
 
 def _invariant_axes(step: Step) -> set[str]:
@@ -259,7 +285,7 @@ def _invariant_axes(step: Step) -> set[str]:
 
 
 def _ending(
-    spec: Spec, target: Spec, sizes: tuple[int, int, int], algorithm: str, is_mapped: bool
+    spec: Spec, target: Spec, sizes: tuple[int, int, int], uneven: Uneven, algorithm: str, is_mapped: bool
 ) -> tuple[str, tuple[str, int], int] | None:
     """The fused operator that a pending product ends with: its kind, the communicator's name and size, a dimension.
 
@@ -272,7 +298,7 @@ def _ending(
     comm = spec.mesh.group_comm(step.axes)
     if comm is None:
         return None
-    refusal = _INSIDE_VMAP if is_mapped else _refusal(plan, step, spec, target.layout)
+    refusal = _INSIDE_VMAP if is_mapped else _refusal(plan, step, spec, target.layout, uneven)
     kind, op, invariant = "scatter", "matmul_reduce_scatter", _invariant_axes(step)
     if step.kind == "all_reduce":
         kind, op = "sum" if invariant else "total", "matmul_all_reduce"
@@ -313,7 +339,7 @@ class PendingProduct:
     def ended(self, spec: Spec, target: Spec) -> Tensor | None:
         """The local tensor under `target`, where that is one fused operator."""
         is_mapped = any(map(is_batchedtensor, self._operands))
-        how = asked(_ending, spec, target, self._step.sizes, _algorithm(), is_mapped)
+        how = asked(_ending, spec, target, self._step.sizes, self._step.uneven, _algorithm(), is_mapped)
         if how is None:
             return None
         kind, group, dim = how

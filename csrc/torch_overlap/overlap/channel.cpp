@@ -183,6 +183,11 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   return channel;
 }
 
+bool OverlapChannel::is_captured() const {
+  const c10::DeviceGuard guard(group_->device());
+  return device_->capture() != 0;
+}
+
 bool OverlapChannel::shares_devices() const { return memory_ && memory_->shares_devices(); }
 
 at::Tensor OverlapChannel::data(int64_t at, c10::IntArrayRef sizes, at::ScalarType dtype) const {

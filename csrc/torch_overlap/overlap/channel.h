@@ -76,8 +76,8 @@ struct OverlapCall {
   bool begins_itself = false;
   // It begins first on the lane of communication, and others come behind that where they first
   // exchange, wait or tell, or say so: for what no other rank sees before a product is there, since
-  // the begin may come late beside one that has all SMs. Else all lanes come behind it, where the
-  // transport cannot do so either.
+  // the begin may come late beside one that has all SMs. Otherwise, and where the transport cannot,
+  // all lanes come behind it.
   bool begins_beside = false;
   // See OverlapDevice::take_turn().
   bool fills_device = false;
@@ -126,7 +126,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
   // See SymmetricMemory.
   bool shares_devices() const;
   // Whether the caller's stream is in a capture: lanes are branches of a graph, and cost nothing.
-  bool is_captured() const { return device_->capture() != 0; }
+  bool is_captured() const;
 
   // What reads or writes the data outside of an operation does so while this lives: it comes behind
   // the operation before, and the next one behind it, also on other streams. Operations may lie

@@ -99,7 +99,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual int64_t reduce_room(const FusedShape& shape) const { return 0; }
   // Whether it is to be taken where nothing was measured, by ranks that have so many SMs at least.
   virtual bool reduce_pays(const FusedShape& shape, int sms) const { return false; }
-  // On the current stream, within an operation; that of a FusedReduce nobody has begun.
+  // On the current stream, within an operation; that of a FusedReduce, and of a FusedScatter
+  // without pieces, nobody has begun.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
   virtual void run_fused(Transport& transport, const FusedReduce& problem);

@@ -150,6 +150,30 @@ def test_beside_other_fused_reductions_nothing_waits_for_ranks(comm, case):
     nothing_waits_in(found)
 
 
+@separate
+@pytest.mark.parametrize("algorithm", ["ring", "fused"])
+def test_a_reduction_begins_beside_its_first_product(comm, algorithm):
+    """What concerns other ranks comes behind the begin."""
+    size, own = comm.get_size(), torch.cuda.current_device()
+    x, w = random(4200 * size, 256), random(2056, 256)
+
+    def issue():
+        return ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
+
+    issue()
+    nodes, edges = captured(issue)
+    (begin,) = [i for i, n in enumerate(nodes) if named([n], "begin_kernel")]
+    behind = reachable(begin, edges)
+    others = {
+        i
+        for i, n in enumerate(nodes)
+        if named([n], "await", "fused_sum_kernel") or (isinstance(n, Copy) and n.to_device != own)
+    }
+    assert others
+    assert others <= behind, [nodes[i] for i in others - behind]
+    assert [n for i, n in enumerate(nodes) if isinstance(n, Kernel) and i not in behind and i != begin]
+
+
 def waiting_kernels(issue):
     issue()
     nodes, _ = captured(issue)

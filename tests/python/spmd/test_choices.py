@@ -96,6 +96,12 @@ REFUSED = {
     "columns": ((8, 12), (12, 4), "[],[x]", "[x],[]", "[],[x]", "matmul_reduce_scatter", "it scatters columns"),
     "uneven sums": ((7, 12), (12, 4), "[],[x]", "[x],[]", "[x],[]", "matmul_reduce_scatter",
                     "dimension 0 of size 7 is not cut into 2 parts of one size"),
+    "uneven columns": ((8, 12), (12, 5), "[x],[]", "[],[x]", "[],[x]", "all_gather_matmul",
+                       "dimension 1 of the weight of size 5 is not cut into 2 parts of one size"),
+    "uneven inner size": ((8, 11), (11, 4), "[],[x]", "[x],[]", "[x],[]", "matmul_reduce_scatter",
+                          "dimension 0 of the weight of size 11 is not cut into 2 parts of one size"),
+    "uneven inner size of a sum": ((8, 11), (11, 4), "[],[x]", "[x],[]", "[],[]", "matmul_all_reduce",
+                                   "dimension 0 of the weight of size 11 is not cut into 2 parts of one size"),
     "several steps": ((8, 12), (12, 4), "[y],[x]", "[x],[]", "[],[]", "matmul_all_reduce",
                       "its value moves in several steps: "),
 }  # fmt: skip
