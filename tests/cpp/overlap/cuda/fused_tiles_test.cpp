@@ -77,10 +77,13 @@ TEST(FusedGatherTile, EveryOneIsThereForAllTypes) {
 FusedScatter scatter_of(at::ScalarType dtype, int size, int64_t rows, int64_t n, int64_t k) {
   const RowShare share{rows, size};
   const auto like = [](at::ScalarType type) { return at::TensorOptions(at::kMeta).dtype(type); };
-  return {.gemm = {.lhs = {.data = at::empty({rows, k}, like(dtype))},
-                   .rhs = {.data = at::empty({n, k}, like(dtype)), .transposed = true}},
-          .rows = share,
-          .out = at::empty({share.largest(), n}, like(at::kBFloat16))};
+  FusedScatter problem;
+  problem.gemm.lhs.data = at::empty({rows, k}, like(dtype));
+  problem.gemm.rhs.data = at::empty({n, k}, like(dtype));
+  problem.gemm.rhs.transposed = true;
+  problem.rows = share;
+  problem.out = at::empty({share.largest(), n}, like(at::kBFloat16));
+  return problem;
 }
 
 // Rows of all ranks; k of one.
