@@ -64,7 +64,7 @@ Pace pace_of(int64_t stages, const KernelInfo& kernel, int64_t element, int64_t 
   constexpr double kPart = 0.9;
   const double parts = static_cast<double>(kernel.rows) * kernel.columns / (kPacedRows * 64);
   const double tile =
-      static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / (128 * 256);
+      static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / kOutputsOfTile;
   const double of_link = kPacedRows * 64 * static_cast<double>(element * senders) / kLinkBytesPerNs;
   return {.between_tiles = static_cast<uint32_t>(kMovers * std::max(kPart * tile / parts, of_link)),
           .before_own = static_cast<uint32_t>(kMovers * of_link)};
