@@ -18,11 +18,11 @@ constexpr size_t kMi = 1024 * kKi;
 // on; 0: never. Lines of 128 bytes, where links carry them, come before all others but for the few
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
-// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s; of more:
-// below where prototypes did. NCCL has what is larger. Of four ranks push alone is quicker than
-// NCCL for four times as much yet (benchmarks/results/bench_collectives-h200-tp4-*.json), but has a
-// block on nearly every SM, which products beside it would miss. Of broadcast two ranks alone are
-// measured (bench_broadcast-h100-*.json): its other rows are about those of all_gather.
+// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s
+// (bench_collective_ways-h200-tp4-*.json), where push is quicker than NCCL up to the largest size
+// measured, 128 MiB in all, with a block on nearly every SM; of more: below where prototypes did.
+// NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave one of them: NCCL,
+// which hands them on, is ahead from 1 MiB on.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
@@ -38,19 +38,20 @@ struct Limits {
 
 constexpr Limits kLimits[] = {
     {Primitive::all_reduce, 2, 0, 16 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
-    {Primitive::all_reduce, 4, 0, 0, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi, 256 * kKi},
+    {Primitive::all_reduce, 4, 4 * kKi, 16 * kMi, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi,
+     256 * kKi},
     {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
     {Primitive::all_gather, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_gather, 4, 0, 0, 128 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_gather, 4, 4 * kKi, 256 * kKi, 128 * kKi, 32 * kMi, 0, 0},
     {Primitive::all_gather, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::reduce_scatter, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::reduce_scatter, 4, 0, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 4, 0, 256 * kKi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::reduce_scatter, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::all_to_all, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_to_all, 4, 0, 0, 256 * kKi, 4 * kMi, 0, 0},
+    {Primitive::all_to_all, 4, 16 * kKi, 256 * kKi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::all_to_all, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::broadcast, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::broadcast, 4, 0, 0, 128 * kKi, 512 * kKi, 0, 0},
+    {Primitive::broadcast, 4, 64 * kKi, 512 * kKi, 128 * kKi, 512 * kKi, 0, 0},
     {Primitive::broadcast, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
 };
 

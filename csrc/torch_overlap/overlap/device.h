@@ -89,6 +89,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual std::string fused_obstacle(const FusedShape& shape) {
     return "the device has no fused kernels";
   }
+  // FusedGather::senders of such a gather; the same on all ranks.
+  virtual int gather_senders(const FusedGather& problem) const { return 0; }
   // FusedScatter::pieces of such a scatter, at most so many; the same on all ranks.
   virtual int scatter_pieces(const Transport& transport, const FusedScatter& problem,
                              int most) const {
@@ -99,8 +101,8 @@ class TORCH_OVERLAP_API OverlapDevice {
   virtual int64_t reduce_room(const FusedShape& shape) const { return 0; }
   // Whether it is to be taken where nothing was measured, by ranks that have so many SMs at least.
   virtual bool reduce_pays(const FusedShape& shape, int sms) const { return false; }
-  // On the current stream, within an operation; that of a FusedReduce, and of a FusedScatter
-  // without pieces, nobody has begun.
+  // On the current stream, within an operation; that of a FusedReduce, of a FusedScatter without
+  // pieces, and of a FusedGather with senders, nobody has begun.
   virtual void run_fused(Transport& transport, const FusedGather& problem);
   virtual void run_fused(Transport& transport, const FusedScatter& problem);
   virtual void run_fused(Transport& transport, const FusedReduce& problem);

@@ -36,14 +36,18 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
     fused.order.push_back(step.first);
   }
   for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  // One kernel sends and multiplies; several products share what copy engines bring.
+  if (problem.gemms.size() == 1) fused.senders = channel.device().gather_senders(fused);
   const auto body = [&](OverlapChannel::Session& session) {
-    // Before the products, which wait for it and leave no room for anything that is not a copy. The
-    // flag of a chunk comes behind its scales: a lane does one thing after the other.
-    const int comm = session.lanes.comm();
-    if (problem.scales.all.defined()) {
-      put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
+    if (fused.senders == 0) {
+      // Before the products, which wait for it and leave no room for anything that is not a copy.
+      // The flag of a chunk comes behind its scales: a lane does one thing after the other.
+      const int comm = session.lanes.comm();
+      if (problem.scales.all.defined()) {
+        put_all_gather(channel, session, comm, problem.rows, problem.scales, size);
+      }
+      put_all_gather(channel, session, comm, problem.rows, problem.data, 0);
     }
-    put_all_gather(channel, session, comm, problem.rows, problem.data, 0);
     for (const GemmArgs& args : problem.gemms) {
       fused.gemm = args;
       session.lanes.run(0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
@@ -52,7 +56,12 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       put_copy(session.lanes, 0, part, problem.rows, rank);
     }
   };
-  channel.operate(op, body, {.rows = problem.rows.rows, .as_one = problem.as_one});
+  // Ranks that share a device may be threads of this process, and would wait for each other's turn.
+  channel.operate(op, body,
+                  {.rows = problem.rows.rows,
+                   .as_one = problem.as_one,
+                   .begins_itself = fused.senders > 0,
+                   .fills_device = fused.senders > 0 && !channel.shares_devices()});
 }
 
 namespace {

@@ -33,8 +33,8 @@ struct FusedShape {
   int64_t k = 0;
 };
 
-// out = all rows * rhs + bias, each chunk as soon as its flag (that of its rank) says that it is
-// there.
+// out = all rows * rhs + bias, of each chunk as soon as it is there: flag r says so of that of rank
+// r, if the kernel does not send by itself.
 struct FusedGather {
   GemmArgs gemm;  // lhs.data is not looked at
   RowShare rows;
@@ -44,6 +44,9 @@ struct FusedGather {
   at::Tensor own_scales;
   at::Tensor gathered_scales;
   std::vector<int> order;  // in which chunks are asked for; this rank's own is first
+  // So many blocks of the kernel send this rank's rows, in an operation that nobody has begun. 0:
+  // they are sent otherwise.
+  int senders = 0;
 };
 
 // out = this rank's rows of the sum of lhs * rhs over ranks, * factor + bias.

@@ -245,7 +245,21 @@ TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
       EXPECT_EQ(ll128_plan(primitive, 2, 4 * kKi, mode).protocol,
                 adds ? DirectProtocol::ll128 : DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 2, most + 1, mode).protocol, DirectProtocol::ll128);
-      EXPECT_EQ(ll128_plan(primitive, 4, 1, mode).protocol, DirectProtocol::ll);
+    }
+  }
+}
+
+TEST(Direct, WideLinesOfFourRanksHaveWhatIsMoreThanAFewKilobytes) {
+  for (const Primitive primitive : kDirect) {
+    for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
+      for (const size_t bytes : {64 * kKi + 1, 256 * kKi}) {
+        EXPECT_EQ(ll128_plan(primitive, 4, bytes, mode).protocol, DirectProtocol::ll128);
+      }
+      const bool scatters = primitive == Primitive::reduce_scatter;
+      EXPECT_EQ(ll128_plan(primitive, 4, 4 * kKi, mode).protocol,
+                scatters ? DirectProtocol::ll128 : DirectProtocol::ll);
+      EXPECT_NE(ll128_plan(primitive, 4, 16 * kMi + 1, mode).protocol, DirectProtocol::ll128);
+      EXPECT_EQ(ll128_plan(primitive, 8, 4 * kKi, mode).protocol, DirectProtocol::ll);
     }
   }
 }

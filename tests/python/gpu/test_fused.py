@@ -51,6 +51,8 @@ def close(got, want, k):
 
 
 class Gather:
+    """Of two products, whose rows copy engines bring."""
+
     def __init__(self, comm, rows, features_in, features_out, dtype, transposed=False, bias=True):
         self.comm, self.k = comm, features_in
         self.x = torch.empty(rows, features_in, dtype=dtype, device="cuda")
@@ -66,7 +68,7 @@ class Gather:
             t.normal_()
 
     def run(self):
-        biases = [self.bias, None] if self.bias is not None else []
+        biases = [self.bias, None][: len(self.weights)] if self.bias is not None else []
         outs, whole = ops.all_gather_matmul(
             self.x, self.weights, self.comm, biases, return_gathered=True, algorithm="fused"
         )
@@ -75,9 +77,18 @@ class Gather:
     def check(self, outs):
         x = torch.cat(everybodys(self.comm, self.x))
         bias = self.bias.double() if self.bias is not None else None
-        close(outs[0], F.linear(x, self.weights[0].double(), bias), self.k)
-        close(outs[1], F.linear(x, self.weights[1].double()), self.k)
-        assert torch.equal(outs[2], torch.cat(comm_gather(self.comm, self.x)))
+        *products, whole = outs
+        for product, weight, added in zip(products, self.weights, [bias, None], strict=False):
+            close(product, F.linear(x, weight.double(), added), self.k)
+        assert torch.equal(whole, torch.cat(comm_gather(self.comm, self.x)))
+
+
+class GatherOfOne(Gather):
+    """Of one product: its kernel brings the rows itself, if they are few."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.weights = self.weights[:1]
 
 
 class Scatter:
@@ -120,7 +131,7 @@ class AllReduce(Scatter):
         close(outs[0], total + (self.bias.double() if self.bias is not None else 0), self.k)
 
 
-KINDS = [Gather, Scatter, AllReduce]
+KINDS = [Gather, GatherOfOne, Scatter, AllReduce]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
@@ -155,9 +166,8 @@ def gather_tiles(case):
 @pytest.mark.parametrize("transposed", [False, True], ids=["along_k", "along_n"])
 def test_tiles_of_the_gather(comm, shape, tile, transposed):
     case = Gather(comm, *shape, torch.bfloat16, transposed, bias=False)
-    case.weights = case.weights[:1]
     case.run()  # memory is shared before the capture
-    assert gather_tiles(case) == [tile]
+    assert gather_tiles(case)[0] == tile
 
 
 @pytest.mark.parametrize("shape", FULL, ids=str)
@@ -343,14 +353,20 @@ def test_blocks_of_rows_in_graphs_with_late_ranks(comm, algorithm):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [*((kind, (192, 328, 520)) for kind in KINDS), (Scatter, WIDE), (Scatter, PIECES)],
-    ids=["Gather", "Scatter", "AllReduce", "Scatter of many tiles", "Scatter in pieces"],
+    ids=[*(kind.__name__ for kind in KINDS), "Scatter of many tiles", "Scatter in pieces"],
 )
 def test_ten_thousand_replays(comm, kind, shape, dtype):
     """Nobody is held up. Inputs are made, what the operator will write to is poisoned, and results are compared with
     those of the copy engine's way, inside the graph."""
     case = kind(comm, *shape, dtype)
+
+    def gathered():
+        biases = [case.bias, None][: len(case.weights)]
+        return ops.all_gather_matmul(case.x, case.weights, comm, biases, algorithm="ring")[0][0]
+
     ring = {
-        Gather: lambda: ops.all_gather_matmul(case.x, case.weights, comm, [case.bias, None], algorithm="ring")[0][0],
+        Gather: gathered,
+        GatherOfOne: gathered,
         Scatter: lambda: ops.matmul_reduce_scatter(case.x, case.weight, comm, case.bias, algorithm="ring"),
         AllReduce: lambda: ops.matmul_all_reduce(case.x, case.weight, comm, case.bias, algorithm="ring"),
     }[kind]
@@ -369,7 +385,7 @@ def test_ten_thousand_replays(comm, kind, shape, dtype):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [*((kind, (128, 256, 256)) for kind in KINDS), (Scatter, LARGE)],
-    ids=["Gather", "Scatter", "AllReduce", "Scatter in pieces"],
+    ids=[*(kind.__name__ for kind in KINDS), "Scatter in pieces"],
 )
 def test_a_rank_that_stays_away(comm, make_comm, kind, shape, mode):
     lonely = make_comm(f"fused_away_{kind.__name__}_{shape[0]}_{mode}", timeout=timedelta(seconds=2))
@@ -393,14 +409,19 @@ def test_a_rank_that_stays_away(comm, make_comm, kind, shape, mode):
     graph.reset()
 
 
-def test_rows_of_a_scatter_that_differ(comm, make_comm):
-    other = make_comm("fused_rows", timeout=timedelta(seconds=60))
-    Scatter(other, 128, 264, 520, torch.bfloat16).run()  # makes the memory
+WHOLE = pytest.mark.parametrize("kind", [GatherOfOne, Scatter], ids=lambda kind: kind.__name__)  # operations
+
+
+@WHOLE
+def test_rows_that_differ(comm, make_comm, kind):
+    other = make_comm(f"fused_rows_{kind.__name__}", timeout=timedelta(seconds=60))
+    kind(other, 128, 264, 520, torch.bfloat16).run()  # makes the memory
     rows = 64 if other.get_rank() == other.get_size() - 1 else 128
-    differ(Scatter(other, rows, 264, 520, torch.bfloat16))
+    differ(kind(other, rows, 264, 520, torch.bfloat16))
 
 
+@WHOLE
 @pytest.mark.parametrize("alone", [0, -1], ids=["first", "last"])
-def test_two_replays_of_a_scatter_at_once(comm, make_comm, alone):
-    other = make_comm(f"fused_apart_{alone}", timeout=timedelta(seconds=60))
-    replay_two_at_once(comm, Scatter(other, 128, 264, 520, torch.bfloat16), alone)
+def test_two_replays_at_once(comm, make_comm, kind, alone):
+    other = make_comm(f"fused_apart_{kind.__name__}_{alone}", timeout=timedelta(seconds=60))
+    replay_two_at_once(comm, kind(other, 128, 264, 520, torch.bfloat16), alone)

@@ -60,7 +60,7 @@ GATHERS = {
 @pytest.mark.parametrize("kind", list(GATHERS))
 def test_a_fused_gather_waits_for_copies_to_other_devices(comm, kind):
     options = GATHERS[kind]
-    x, ws = random(256, 512), [random(768, 512) for _ in range(options.get("weights", 1))]
+    x, ws = random(20_000, 512), [random(768, 512) for _ in range(options.get("weights", 1))]
     biases = [random(768) for _ in ws] if "biases" in options else ()
 
     def issue():
@@ -79,7 +79,7 @@ def test_a_fused_gather_waits_for_copies_to_other_devices(comm, kind):
 @separate
 def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
     mode = Mode.ROW_SCALING
-    x, w = (ops.quantize(random(n, 512), mode)[:2] for n in (256, 768))
+    x, w = (ops.quantize(random(n, 512), mode)[:2] for n in (40_000, 768))
 
     def issue():
         return ops.scaled_all_gather_matmul(*x, [w[0]], [w[1]], comm, scaling_mode=mode, algorithm="fused")
@@ -88,6 +88,20 @@ def test_a_fused_gather_of_8_bit_rows_and_their_scales(comm):
     own = torch.cuda.current_device()
     assert sum(isinstance(n, Copy) and n.bytes > 4 for n in others) == 2 * (comm.get_size() - 1)
     assert all(isinstance(n, Copy) and n.to_device != own for n in others), others
+
+
+def test_a_fused_gather_of_few_rows_is_one_kernel(comm):
+    x, w = random(256, 512), random(768, 512)
+    mode = Mode.ROW_SCALING
+    (x8, x_scale), (w8, w_scale) = (ops.quantize(t, mode)[:2] for t in (x, w))
+
+    def issue():
+        ops.all_gather_matmul(x, [w], comm, [random(768)], algorithm="fused")
+        ops.scaled_all_gather_matmul(x8, x_scale, [w8], [w_scale], comm, scaling_mode=mode, algorithm="fused")
+
+    assert around(issue, "fused_gather_kernel") == [[], []]
+    nodes, _ = captured(issue)
+    assert not named(nodes, "begin_kernel", "await")
 
 
 def nothing_waits_in(found):

@@ -19,8 +19,12 @@
 //
 // What differs between the plain product and those that talk to other ranks is in `Work`:
 //   units(p)                          the units of this block, next() after next()
-//   lhs(unit, &row)                   the map of the rows of lhs; called by the thread that
-//                                     loads before it does: waits until they are there
+//   lhs(unit, &row)                   the map of the rows of lhs
+//   kAwaits                           whether they may still be on their way
+//   watch()                           then another warp waits for them
+//   await(unit, k), has_loaded(unit)  and the thread that loads asks how many stages of k of the
+//                                     unit are there, more than k of them; at its end:
+//   end()
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
 //   kFetches                          whether something is added to the outputs before they are
@@ -137,8 +141,14 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
         load_addend<Config>(work, unit, i, shared, barriers, at);
       }
     }
-    load_to(unit.depth);
+    if constexpr (Work::kAwaits) {
+      while (k < unit.depth) load_to(work.await(unit, k));
+      work.has_loaded(unit);
+    } else {
+      load_to(unit.depth);
+    }
   }
+  if constexpr (Work::kAwaits) work.end();
 }
 
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
@@ -430,6 +440,9 @@ __device__ __forceinline__ void run_gemm(const GemmParams& p, Work& work, char* 
   if (group == 0) {
     fewer_registers<40>();
     if (threadIdx.x == 0) load_units<Config>(p, work, shared, barriers);
+    if constexpr (Work::kAwaits) {
+      if (threadIdx.x / 32 == 1) work.watch();
+    }
   } else {
     more_registers<232>();
     compute_units<Config>(p, work, shared, barriers, group - 1);

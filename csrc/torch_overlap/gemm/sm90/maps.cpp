@@ -12,7 +12,13 @@ namespace {
 
 CUtensorMapDataType map_type(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return dtype == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (dtype == at::kHalf) return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return dtype == at::kInt ? CU_TENSOR_MAP_DATA_TYPE_INT32 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
+CUtensorMapSwizzle swizzle_of(int box_bytes) {
+  if (box_bytes > 128) return CU_TENSOR_MAP_SWIZZLE_NONE;
+  return box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
 }
 
 decltype(&cuTensorMapEncodeTiled) encoder() {
@@ -75,8 +81,7 @@ CUtensorMap encode(const MapKey& key) {
   CUtensorMap map;
   const CUresult status =
       encoder()(&map, map_type(dtype), 2, const_cast<void*>(data), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE,
-                box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(box_bytes),
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_OVERLAP_CHECK(status == CUDA_SUCCESS, kRuntime,
                       "gemm: expected a matrix that tensor copies take, got ", rows, " x ", columns,

@@ -12,11 +12,12 @@ namespace torch_overlap::sm90 {
 // What addresses and sizes of tensor copies are multiples of, in bytes.
 inline constexpr int64_t kCopyAlignment = 16;
 
-// A matrix of 8- or 16-bit floats as tensor copies see it: boxes of `box_bytes`, 128 or 64, and
-// `box_rows` rows lie in shared memory under the swizzle of as many bytes; what is outside the
-// matrix reads as 0. It is not written, but for the end of the 16 bytes in which a row ends: see
-// is_storable(). Rows lie `stride` elements apart. Throws kUnsupported where the driver has no such
-// maps. A thread keeps what it asked for, the last one of each hash, and finds it again.
+// A matrix of 8- or 16-bit floats, or kInt, as tensor copies see it: boxes of `box_bytes` and
+// `box_rows` rows lie in shared memory under the swizzle of as many bytes, 128 or 64, or as they
+// are if that is more; what is outside the matrix reads as 0. It is not written, but for the end of
+// the 16 bytes in which a row ends: see is_storable(). Rows lie `stride` elements apart. Throws
+// kUnsupported where the driver has no such maps. A thread keeps what it asked for, the last one of
+// each hash, and finds it again.
 TORCH_OVERLAP_API CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows,
                                          int64_t columns, int64_t stride, int box_rows,
                                          int box_bytes = 128);

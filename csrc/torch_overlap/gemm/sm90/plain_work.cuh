@@ -13,6 +13,7 @@ template <typename Config>
 struct PlainWork {
   static constexpr bool kFetches = false;
   static constexpr bool kAdds = false;
+  static constexpr bool kAwaits = false;
   const GemmParams& p;
   __device__ __forceinline__ UnitList units(const GemmParams&) { return UnitList::of<Config>(p); }
   __device__ __forceinline__ const CUtensorMap* lhs(const Unit&, int&) { return &p.lhs; }

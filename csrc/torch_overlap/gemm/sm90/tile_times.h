@@ -21,6 +21,13 @@ inline constexpr std::array kTiles{TimedTile{128, 256, 1.0}, TimedTile{128, 224,
                                    TimedTile{128, 192, 0.98}, TimedTile{128, 128, 1.2},
                                    TimedTile{64, 256, 1.1}};
 
+constexpr const TimedTile& timed_tile(int rows, int columns) {
+  for (const TimedTile& tile : kTiles) {
+    if (tile.rows == rows && tile.columns == columns) return tile;
+  }
+  return kTiles[0];
+}
+
 // The one with the least `time(tile)`; those for which that is empty are left out. Null: all are.
 template <typename Time>
 const TimedTile* quickest_tile(const Time& time) {

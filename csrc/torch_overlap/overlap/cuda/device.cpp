@@ -89,6 +89,9 @@ class CudaOverlapDevice final : public OverlapDevice {
   std::string fused_obstacle(const FusedShape& shape) override {
     return cuda::fused_obstacle(shape);
   }
+  int gather_senders(const FusedGather& problem) const override {
+    return cuda::gather_senders(problem);
+  }
   int scatter_pieces(const Transport& transport, const FusedScatter& problem,
                      int most) const override {
     const auto& direct = dynamic_cast<const cuda::CudaTransport&>(transport);

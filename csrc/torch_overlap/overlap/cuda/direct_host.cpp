@@ -42,6 +42,16 @@ OperationParams operation_of(const CudaTransport& transport, int64_t rows) {
           .control = transport.control()};
 }
 
+BegunWords begun_words(const CudaTransport& transport) {
+  BegunWords words{};
+  const WordOfAll begin_of_all = transport.begun_of_all();
+  for (int rank = 0; rank < transport.words().size; ++rank) {
+    words.tell[rank] = begin_of_all.at[rank];
+    words.told[rank] = transport.begun_by(rank);
+  }
+  return words;
+}
+
 bool has_direct_kernel(const DirectSum& sum) {
   const auto dtype = sum.out.scalar_type();
   const int64_t bytes = sum.rows.rows * sum.row_bytes();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "torch_overlap/overlap/cuda/direct.h"
+#include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/transport.h"
 #include "torch_overlap/overlap/direct.h"
 
@@ -8,6 +9,9 @@ namespace torch_overlap::cuda {
 
 // What kernels that are operations by themselves begin and end with.
 OperationParams operation_of(const CudaTransport& transport, int64_t rows);
+
+// Of at most kMostFusedRanks ranks.
+BegunWords begun_words(const CudaTransport& transport);
 
 // Whether the kernel takes such a sum; by what all ranks have alike.
 bool has_direct_kernel(const DirectSum& sum);

@@ -15,7 +15,21 @@ namespace torch_overlap::cuda {
 // A chunk for each rank must fit into the parameters of a kernel.
 inline constexpr int kMostFusedRanks = 8;
 
-// All-gather + GEMM: the rows of each chunk are multiplied once it has arrived.
+// By which ranks tell each other that they have begun an operation: this rank's word on each, and
+// that of each here.
+struct BegunWords {
+  uint32_t* tell[kMostFusedRanks];
+  const uint32_t* told[kMostFusedRanks];
+};
+
+// Rows of a gather are sent by boxes of so many rows, and bytes of each: elements of so many.
+inline constexpr int kSentRows = 16;
+inline constexpr int kSentBytes = 512;
+inline constexpr int kSentElement = 4;
+
+// All-gather + GEMM: the rows of each chunk are multiplied once they have arrived, by slices of k.
+// Copy engines bring each chunk as one slice, in an operation that has begun; or blocks of the
+// kernel send, which is then an operation by itself.
 struct FusedGatherParams {
   sm90::GemmParams gemm;             // lhs: of this rank's rows; out and m: not looked at
   CUtensorMap gathered;              // all rows
@@ -23,10 +37,21 @@ struct FusedGatherParams {
   int begin[kMostFusedRanks];        // of each chunk, in rows
   int rows[kMostFusedRanks];
   const float* lhs_scale[kMostFusedRanks];  // where each row has one: those of each chunk
-  const uint32_t* flag[kMostFusedRanks];
+  // The words of each chunk: slice after slice, one of each writer.
+  const uint32_t* told[kMostFusedRanks];
+  int writers;                 // 32 of them at most
+  int slice_stages;            // of k, in a slice
   int order[kMostFusedRanks];  // which chunk comes when
-  ChannelWords words;
-  WaitControl control;
+  OperationParams operation;
+  // The first blocks, which send this rank's rows to all others; 0: copy engines do. Those behind
+  // them compute so many tiles, or pairs in clusters; they, when they have sent, what is left.
+  int senders;
+  int units_of_others;
+  CUtensorMap own;                    // by such boxes
+  CUtensorMap to[kMostFusedRanks];    // where it goes, by as many
+  uint32_t* tell[kMostFusedRanks];    // as told
+  float* scales_to[kMostFusedRanks];  // where each row has one
+  BegunWords begun;
 };
 
 // A tile goes to another rank in parts of so many rows of 64 outputs, with time between them, by so
@@ -45,9 +70,6 @@ struct FusedScatterParams {
   // A word for each tile of a chunk: on the rank that owns the chunk, and of each rank here.
   uint32_t* tell[kMostFusedRanks];
   const uint32_t* told[kMostFusedRanks];
-  // Of the operation: this rank's word on each, and that of each here.
-  uint32_t* begin[kMostFusedRanks];
-  const uint32_t* begun[kMostFusedRanks];
   int most_row_tiles;  // of the largest chunk
   // Between the parts of a tile that one warp stores: where the block's next tile is another
   // rank's, too; and where it is an own one.
@@ -55,6 +77,7 @@ struct FusedScatterParams {
   uint32_t last_pace_ns;
   float factor;  // of the sum, before the bias
   OperationParams operation;
+  BegunWords begun;
 };
 
 // In how many pieces the rows of a rank may come.

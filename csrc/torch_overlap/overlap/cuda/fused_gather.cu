@@ -1,71 +1,112 @@
 #include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/instance.cuh"
-#include "torch_overlap/overlap/cuda/await.cuh"
-#include "torch_overlap/overlap/cuda/fused.h"
+#include "torch_overlap/overlap/cuda/product_operation.cuh"
 
+// All-gather + GEMM in one kernel: the product of all rows, which waits for those of the other
+// ranks. Copy engines bring them chunk by chunk; or the first blocks of the kernel send this rank's
+// rows, a slice of k after the other to all ranks, and take part in the product afterwards:
+//
+//   one thread    rows -> stage -> memory of each peer ...    tensor copies
+//   one thread    copies that have ended: words of the peers
+//
+// Where a product is few waves of tiles, rows that come slice by slice are multiplied as they come:
+// nobody waits for all of k of a chunk.
+//
+// With senders it is an operation by itself. Block 0 tells the others that this rank has begun;
+// senders wait for all of them to have before they send. The last block to end sets the epoch.
 namespace torch_overlap::cuda {
 namespace {
 
+using sm90::shared_address;
+
 // Tiles of one chunk after the other, in the order in which they arrive: one schedule for all, so
-// that no wave of blocks ends with a chunk.
+// that no wave of blocks ends with a chunk. The last ones are those of the blocks that have sent.
 template <typename Config>
 class GatherUnits {
  public:
   __device__ __forceinline__ explicit GatherUnits(const FusedGatherParams& p)
-      : p_(p),
-        columns_(sm90::ceil_div(p.gemm.n, Config::kColumns)),
-        depth_(sm90::ceil_div(p.gemm.k, Config::kDepth)),
-        at_(static_cast<int>(blockIdx.x) / Config::kCluster) {}
+      : p_(p), at_(sends(p) ? p.units_of_others + cluster() : cluster() - senders(p)) {}
 
   __device__ __forceinline__ bool next(sm90::Unit& unit) {
-    while (step_ < p_.words.size) {
-      const int chunk = p_.order[step_];
+    if (!sends(p_) && at_ >= p_.units_of_others) return false;
+    const int columns = sm90::ceil_div(p_.gemm.n, Config::kColumns);
+    int place = at_;
+    at_ += sends(p_) ? senders(p_) : static_cast<int>(gridDim.x) / Config::kCluster - senders(p_);
+#pragma unroll 1
+    for (int step = 0; step < p_.operation.words.size; ++step) {
+      const int chunk = p_.order[step];
       const int rows = sm90::ceil_div(p_.rows[chunk], Config::kRows * Config::kCluster);
-      if (at_ < rows * columns_) {
-        unit = sm90::tile_at(at_, rows, columns_, p_.gemm.row_group, depth_);
+      if (place < rows * columns) {
+        unit = sm90::tile_at(place, rows, columns, p_.gemm.row_group,
+                             sm90::ceil_div(p_.gemm.k, Config::kDepth));
         if constexpr (Config::kCluster > 1) {
           unit.row = unit.row * Config::kCluster + static_cast<int>(sm90::cluster_rank());
         }
         unit.chunk = chunk;
-        at_ += static_cast<int>(gridDim.x) / Config::kCluster;
         return true;
       }
-      at_ -= rows * columns_;
-      ++step_;
+      place -= rows * columns;
     }
     return false;
   }
 
  private:
+  // In clusters.
+  static __device__ __forceinline__ int cluster() {
+    return static_cast<int>(blockIdx.x) / Config::kCluster;
+  }
+  static __device__ __forceinline__ int senders(const FusedGatherParams& p) {
+    return p.senders / Config::kCluster;
+  }
+  static __device__ __forceinline__ bool sends(const FusedGatherParams& p) {
+    return static_cast<int>(blockIdx.x) < p.senders;
+  }
+
   const FusedGatherParams& p_;
-  const int columns_;
-  const int depth_;
-  int step_ = 0;
   int at_;
 };
 
+// Words of shared memory of one writer, which tell of what it has done.
+__device__ __forceinline__ void note(uint32_t& word, uint32_t count) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t noted(const uint32_t& word) {
+  uint32_t count;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(count)
+               : "r"(shared_address(&word))
+               : "memory");
+  return count;
+}
+
+// The thread that loads has no time to ask for words of other ranks: each takes a trip to memory,
+// and a fence. Another warp does, for 32 words at once, and notes what is there.
 template <typename Config>
 struct GatherWork {
   static constexpr bool kFetches = false;
   static constexpr bool kAdds = false;
+  static constexpr bool kAwaits = true;
   const FusedGatherParams& p;
-  int arrived;
+  uint32_t& ready;      // stages of all units of this block, one after the other, that are there
+  uint32_t before = 0;  // of the units before this one
 
   __device__ __forceinline__ GatherUnits<Config> units(const sm90::GemmParams&) {
     return GatherUnits<Config>(p);
   }
-  __device__ __forceinline__ const CUtensorMap* lhs(const sm90::Unit& unit, int& row) {
-    const int chunk = unit.chunk;
-    if (chunk == p.words.rank) return &p.gemm.lhs;
-    if (chunk != arrived) {
-      await_word(p.words, p.flag[chunk], *p.words.epoch, WaitKind::chunk, chunk, p.control,
-                 kManyLookAtHostNs);
-      sm90::fence_global_for_copies();
-      arrived = chunk;
-    }
-    row += p.begin[chunk];
+  __device__ __forceinline__ const CUtensorMap* lhs(const sm90::Unit& unit, int& row) const {
+    if (unit.chunk == p.operation.words.rank) return &p.gemm.lhs;
+    row += p.begin[unit.chunk];
     return &p.gathered;
   }
+  __device__ __forceinline__ int await(const sm90::Unit& unit, int k) const {
+    uint32_t there;
+    do {
+      there = noted(ready) - before;
+    } while (there <= static_cast<uint32_t>(k));
+    return min(static_cast<int>(there), unit.depth);
+  }
+  __device__ __forceinline__ void has_loaded(const sm90::Unit& unit) { before += unit.depth; }
   __device__ __forceinline__ const float* lhs_scale(const sm90::Unit& unit, int& rows) const {
     rows = p.rows[unit.chunk];
     return p.lhs_scale[unit.chunk];
@@ -74,13 +115,260 @@ struct GatherWork {
                                         int row) {
     sm90::tensor_store(&p.out[unit.chunk], from, column, row);
   }
+
+  // Of a warp. When a wait has failed all counts as there: nobody waits any more.
+  __device__ __forceinline__ void watch() const {
+    const ProductOperation operation(p.operation, p.begun);
+    const bool begins = p.senders > 0;
+    const uint32_t epoch = begins ? operation.epoch() : operation.epoch() - 1;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    uint32_t complete = 1U << p.operation.words.rank;  // chunks that are there
+    uint32_t all = 0;                                  // stages of the units before
+    GatherUnits<Config> units(p);
+    sm90::Unit unit;
+    while (units.next(unit)) {
+      const int slices = sm90::ceil_div(unit.depth, p.slice_stages);
+      const bool is_there = (complete >> unit.chunk & 1) != 0;
+      int looks = 0;
+      for (int slice = is_there ? slices : 0; slice < slices;) {
+        const int come = count_slices(unit.chunk, slice, slices, epoch, lane);
+        if (come == 0) {
+          if (++looks % kLooks == 0 && lane == 0) {
+            await_slice(operation, unit.chunk, slice, epoch, begins);
+          }
+          __syncwarp();
+          continue;
+        }
+        slice += come;
+        if (lane == 0) note(ready, all + min(slice * p.slice_stages, unit.depth));
+      }
+      complete |= 1U << unit.chunk;
+      all += unit.depth;
+      if (lane == 0) note(ready, all);
+    }
+  }
+  __device__ __forceinline__ void end() const {
+    if (p.senders > 0) ProductOperation(p.operation, p.begun).end();
+  }
+
+ private:
+  static constexpr int kLooks = 64;  // without naps between
+
+  // How many slices from this one on are there: of some, the words of all writers at once.
+  __device__ __forceinline__ int count_slices(int chunk, int slice, int slices, uint32_t epoch,
+                                              int lane) const {
+    const int most = min(32 / p.writers, slices - slice);
+    const bool is_due = lane < most * p.writers;
+    const uint32_t* const words = p.told[chunk] + slice * p.writers;
+    const bool is_missing =
+        is_due && !reached(load_acquire(words + lane), epoch) && !has_failed(p.operation.control);
+    const int first = __ffs(static_cast<int>(__ballot_sync(~0U, is_missing))) - 1;
+    sm90::fence_global_for_copies();
+    __syncwarp();
+    return first < 0 ? most : first / p.writers;
+  }
+  // First that the rank has begun, if it is to tell: so that this is what expires.
+  __device__ __forceinline__ void await_slice(const ProductOperation& operation, int chunk,
+                                              int slice, uint32_t epoch, bool begins) const {
+#pragma unroll 1
+    for (int i = begins ? -1 : 0; i < p.writers; ++i) {
+      await_word(p.operation.words,
+                 i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * p.writers + i, epoch,
+                 i < 0 ? WaitKind::begin : WaitKind::chunk, chunk, p.operation.control,
+                 kManyLookAtHostNs);
+    }
+  }
+};
+
+// A block that sends its part of this rank's rows to all peers: every so many-th of their boxes,
+// which go down the rows and then along k.
+template <typename Config>
+class GatherSender {
+  static constexpr int kBoxBytes = kSentRows * kSentBytes;
+  static constexpr int kStages = 24;
+  // Boxes that are read when another is sent, and that are on their way to the peers.
+  static constexpr int kReading = 2;
+  static constexpr int kFlying = 4;
+  static_assert(kStages * kBoxBytes + 1024 <= Config::kSharedBytes && kReading < kStages);
+
+ public:
+  struct Shared {
+    uint64_t loaded[kStages];
+    uint32_t sent;  // slices whose copies have ended
+    uint32_t failed;
+  };
+
+  __device__ __forceinline__ GatherSender(const FusedGatherParams& p, Shared& shared,
+                                          uint32_t stages)
+      : p_(p),
+        operation_(p.operation, p.begun),
+        shared_(shared),
+        stages_(stages),
+        row_boxes_(sm90::ceil_div(p.rows[p.operation.words.rank], kSentRows)) {}
+
+  // Of all threads; the block's shared memory is free afterwards.
+  __device__ __forceinline__ void run() {
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) {
+      for (int i = 0; i < kStages; ++i) sm90::barrier_init(shared_address(&shared_.loaded[i]), 1);
+      shared_.sent = 0;
+      shared_.failed = 0;
+      sm90::fence_barrier_init();
+    }
+    __syncthreads();
+    if (blockIdx.x == 0 && thread / 32 == 1) operation_.begin(thread % 32);
+    if (is_peer(p_.operation.words, thread) && !operation_.may_send(thread)) shared_.failed = 1;
+    __syncthreads();
+    const bool is_good = shared_.failed == 0;
+    if (is_good && p_.scales_to[p_.operation.words.rank] != nullptr) send_scales();
+    __syncthreads();
+    if (thread == 0) send(is_good);
+    if (thread / 32 == 1 && is_good) tell(thread % 32);
+    __syncthreads();
+  }
+
+ private:
+  static constexpr int kStagesOfBox = kSentBytes / 128;
+  static constexpr int kColumns = kStagesOfBox * Config::kDepth;  // of a box
+
+  // This block's boxes.
+  struct Boxes {
+    const GatherSender& sender;
+    int row = 0;
+    int column = 0;
+    int slice = 0;
+    int left_of_slice;  // boxes along k
+
+    __device__ __forceinline__ explicit Boxes(const GatherSender& from)
+        : sender(from), left_of_slice(from.p_.slice_stages / kStagesOfBox) {
+      if (from.row_boxes_ == 0) column = from.p_.gemm.k;
+      step(static_cast<int>(blockIdx.x));
+    }
+    __device__ __forceinline__ bool has() const { return column < sender.p_.gemm.k; }
+    __device__ __forceinline__ void advance() { step(sender.p_.senders); }
+    __device__ __forceinline__ void step(int boxes) {
+      row += boxes;
+      while (row >= sender.row_boxes_ && has()) {
+        row -= sender.row_boxes_;
+        column += kColumns;
+        if (--left_of_slice > 0) continue;
+        left_of_slice = sender.p_.slice_stages / kStagesOfBox;
+        ++slice;
+      }
+    }
+  };
+
+  // By how many ranks a peer comes behind this one: 1 and more.
+  __device__ __forceinline__ int rank_behind(int ranks) const {
+    const int rank = p_.operation.words.rank + ranks;
+    return rank < p_.operation.words.size ? rank : rank - p_.operation.words.size;
+  }
+
+  __device__ __forceinline__ void send(bool is_good) const {
+    Boxes loading(*this);
+    Boxes storing(*this);
+    Boxes ended(*this);
+    uint32_t load_stage = 0;
+    const auto load = [&]() __attribute__((always_inline)) {
+      if (!loading.has()) return;
+      const uint32_t barrier = shared_address(&shared_.loaded[load_stage]);
+      sm90::barrier_expect(barrier, kBoxBytes);
+      sm90::tensor_load(stages_ + load_stage * kBoxBytes, &p_.own, barrier,
+                        loading.column * kElement / kSentElement, loading.row * kSentRows);
+      loading.advance();
+      load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
+    };
+    for (int i = 0; i < kStages; ++i) load();
+    const int size = p_.operation.words.size;
+    uint32_t stage = 0;
+    uint32_t phase = 0;
+    int boxes = 0;
+    for (; storing.has(); storing.advance()) {
+      sm90::barrier_wait(shared_address(&shared_.loaded[stage]), phase);
+      for (int i = 1; i < size && is_good; ++i) {
+        sm90::tensor_store(&p_.to[rank_behind(i)], stages_ + stage * kBoxBytes,
+                           storing.column * kElement / kSentElement, storing.row * kSentRows);
+      }
+      sm90::store_commit();
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+      ++boxes;
+      if (boxes > kReading) {
+        sm90::stores_read<kReading>();
+        load();
+      }
+      if (boxes > kFlying) {
+        sm90::stores_done<kFlying>();
+        ended.advance();
+        note(shared_.sent, ended.slice);
+      }
+    }
+    sm90::stores_done<0>();
+    note(shared_.sent, slices());
+  }
+  __device__ __forceinline__ int slices() const {
+    return sm90::ceil_div(sm90::ceil_div(p_.gemm.k, Config::kDepth), p_.slice_stages);
+  }
+
+  // A warp tells the peers of slices that are in their memory. A fence takes long while copies of
+  // the thread are on their way, so it is another one, and as long for many slices as for one.
+  __device__ __forceinline__ void tell(int lane) const {
+    const OperationParams& operation = p_.operation;
+    const int all = slices();
+    for (int told = 0; told < all;) {
+      const auto sent = static_cast<int>(__shfl_sync(~0U, noted(shared_.sent), 0));
+      const int count = min(sent - told, 32);
+      __syncwarp();
+      if (count == 0) {
+        __nanosleep(20);
+        continue;
+      }
+      fence_system();
+      if (__any_sync(~0U, has_failed(operation.control))) return;  // it need not be true any more
+      const int word = (told + lane) * p_.writers + static_cast<int>(blockIdx.x);
+      for (int i = 1; i < operation.words.size && lane < count; ++i) {
+        store_relaxed(p_.tell[rank_behind(i)] + word, operation_.epoch());
+      }
+      told += count;
+    }
+  }
+
+  // Behind the barrier that follows they come before the words of the first slice.
+  __device__ __forceinline__ void send_scales() const {
+    const int rank = p_.operation.words.rank;
+    const auto step = static_cast<int>(blockDim.x) * p_.senders;
+    for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < p_.rows[rank];
+         i += step) {
+      const float scale = p_.lhs_scale[rank][i];
+      for (int peer = 0; peer < p_.operation.words.size; ++peer) {
+        if (peer != rank) p_.scales_to[peer][i] = scale;
+      }
+    }
+  }
+
+  static constexpr int kElement = Config::In::kBytes;
+
+  const FusedGatherParams& p_;
+  const ProductOperation operation_;
+  Shared& shared_;
+  const uint32_t stages_;
+  const int row_boxes_;
 };
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fused_gather_kernel(__grid_constant__ const FusedGatherParams p) {
   extern __shared__ char shared[];
-  GatherWork<Config> work{p, -1};
+  __shared__ typename GatherSender<Config>::Shared sending;
+  __shared__ uint32_t ready;
+  if (threadIdx.x == 0) ready = 0;  // the product begins with a barrier
+  if (static_cast<int>(blockIdx.x) < p.senders) {
+    const uint32_t stages = (shared_address(shared) + 1023) & ~uint32_t{1023};
+    GatherSender<Config>(p, sending, stages).run();
+  }
+  GatherWork<Config> work{p, ready};
   sm90::run_gemm<Config>(p.gemm, work, shared);
 }
 

@@ -24,10 +24,14 @@ struct GatherShape {
   int64_t n;
   int64_t k;
 };
-// The kernel that takes the least time where copies arrive as soon as they can. The tile of `key`
-// is not looked at.
+// The kernel that takes the least time where rows arrive as soon as they can: sent by so many
+// blocks of its own, or, 0, by copy engines. The tile of `key` is not looked at.
 TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::KernelKey& key,
-                                                               const GatherShape& shape, int sms);
+                                                               const GatherShape& shape, int sms,
+                                                               int senders);
+
+// FusedGather::senders of such a gather.
+TORCH_OVERLAP_API int gather_senders(const FusedGather& problem);
 
 // FusedScatter::pieces of such a scatter.
 TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most, int sms);

@@ -1,7 +1,7 @@
 #include "torch_overlap/gemm/sm90/body.cuh"
 #include "torch_overlap/gemm/sm90/instance.cuh"
 #include "torch_overlap/overlap/cuda/fused.h"
-#include "torch_overlap/overlap/cuda/operation.cuh"
+#include "torch_overlap/overlap/cuda/product_operation.cuh"
 
 // GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
 // owner, with a word behind each; those of the own rows take the tiles of the others in before they
@@ -84,6 +84,7 @@ struct TileBarriers {
 template <typename Config>
 struct ScatterWork {
   static constexpr bool kAdds = false;  // by the mover, which has the room
+  static constexpr bool kAwaits = false;
   const FusedScatterParams& p;
   __device__ __forceinline__ ScatterUnits<Config> units(const sm90::GemmParams&) {
     return ScatterUnits<Config>(p);
@@ -121,13 +122,13 @@ class Mover {
       : p_(p),
         barriers_(barriers),
         tile_(tile),
-        epoch_(*static_cast<const volatile uint32_t*>(p.operation.words.epoch) + 1),
+        operation_(p.operation, p.begun),
         warp_(warp),
         lane_(static_cast<int>(threadIdx.x) % 32),
         units_(p) {}
 
   __device__ __forceinline__ void run() {
-    if (blockIdx.x == 0 && warp_ == 0) begin();
+    if (blockIdx.x == 0 && warp_ == 0) operation_.begin(lane_);
     Unit unit;
     bool has_unit = units_.next(unit);
     uint32_t fills = 0;
@@ -161,7 +162,7 @@ class Mover {
     }
     if (!leads()) return;
     sm90::stores_done<0>();
-    end();
+    operation_.end();
   }
 
  private:
@@ -174,67 +175,13 @@ class Mover {
     sm90::barrier_wait(sm90::shared_address(&barriers_.emptied), i & 1);
   }
 
-  // Of a warp of block 0: tells the others that this rank has begun. The thread that asks whether
-  // another such kernel runs waits for no rank.
-  __device__ __forceinline__ void begin() const {
-    const OperationParams& operation = p_.operation;
-    if (lane_ == operation.words.rank && atomicExch(operation.busy, 1U) != 0) {
-      fail(WaitKind::apart, 0, 0, 0);
-    }
-    if (is_peer(operation.words, lane_) && !has_failed(operation.control)) {
-      tell_entry(p_.begin[lane_], operation.rows, epoch_);
-    }
-    __syncwarp();  // before one of them ends the operation
-  }
-
-  __device__ __forceinline__ void await_begun(int peer) const {
-    const OperationParams& operation = p_.operation;
-    await_word(operation.words, p_.begun[peer], epoch_, WaitKind::begin, peer, operation.control,
-               kManyLookAtHostNs);
-  }
-
-  // Before the first tile for a rank: it is done with what came for the operation before. It does
-  // not begin another one before it has that tile, so its words stay. False: a wait has failed.
+  // Before the first tile for a rank; of the whole warp.
   __device__ __forceinline__ bool has_begun(int peer) {
     if (peer == begun_) return true;
-    const OperationParams& operation = p_.operation;
-    bool is_good = true;
-    if (lane_ == 0) {
-      await_begun(peer);
-      is_good = !has_failed(operation.control);
-      const uint32_t rows = load_relaxed(p_.begun[peer] + 1);
-      if (is_good && rows != operation.rows) {
-        fail(WaitKind::rows, peer, operation.rows, rows);
-        is_good = false;
-      }
-    }
-    is_good = __all_sync(~0U, static_cast<int>(is_good)) != 0;
+    const bool is_good = __all_sync(~0U, lane_ != 0 || operation_.may_send(peer)) != 0;
     __syncwarp();  // what the others store comes behind what the one has seen
     if (is_good) begun_ = peer;
     return is_good;
-  }
-
-  // Without a call: beside products of wgmma ptxas finds no registers for it.
-  __device__ __forceinline__ void fail(WaitKind kind, int peer, uint32_t expected,
-                                       uint32_t seen) const {
-    WaitRecord what{};
-    what.kind = kind;
-    what.window = p_.operation.words.id;
-    what.peer = peer;
-    what.expected = expected;
-    give_up(p_.operation.control, what, seen);
-  }
-
-  // Of one thread of the block, which is done: the others have read the epoch, or do not use it.
-  __device__ __forceinline__ void end() const {
-    const OperationParams& operation = p_.operation;
-    const bool is_good = !has_failed(operation.control);
-    for (int peer = 0; peer < operation.words.size && !is_good; ++peer) {
-      if (peer != operation.words.rank) tell_gone(operation, peer);
-    }
-    if (atomicAdd(operation.words.ticket, 1U) + 1 == gridDim.x) {
-      leave_operation(operation, epoch_, is_good);
-    }
   }
 
   // The tiles of the other ranks for an own one, each when the one before has been read. That of
@@ -244,9 +191,10 @@ class Mover {
     for (int i = 1; i < p_.operation.words.size; ++i) {
       const int peer =
           (p_.operation.words.rank + p_.operation.words.size - i) % p_.operation.words.size;
-      if (takes_ < static_cast<uint32_t>(i)) await_begun(peer);  // so that this is what expires
-      await_word(p_.operation.words, p_.told[peer] + units_.word(unit), epoch_, WaitKind::chunk,
-                 peer, p_.operation.control, kManyLookAtHostNs);
+      if (takes_ < static_cast<uint32_t>(i))
+        operation_.await_begun(peer);  // so that this is what expires
+      await_word(p_.operation.words, p_.told[peer] + units_.word(unit), operation_.epoch(),
+                 WaitKind::chunk, peer, p_.operation.control, kManyLookAtHostNs);
       sm90::fence_global_for_copies();
       if (i > 1) sm90::barrier_wait(sm90::shared_address(&barriers_.taken), (takes_ - 1) & 1);
       ++takes_;
@@ -313,13 +261,13 @@ class Mover {
   __device__ __forceinline__ void tell(const Unit& unit, uint32_t i) {
     wait_emptied(i);
     if (has_failed(p_.operation.control)) return;  // what this rank would tell need not be true
-    store_release(p_.tell[unit.chunk] + units_.word(unit), epoch_);
+    store_release(p_.tell[unit.chunk] + units_.word(unit), operation_.epoch());
   }
 
   const FusedScatterParams& p_;
   TileBarriers& barriers_;
   const uint32_t tile_;
-  const uint32_t epoch_;
+  const ProductOperation operation_;
   const int warp_;
   const int lane_;
   ScatterUnits<Config> units_;

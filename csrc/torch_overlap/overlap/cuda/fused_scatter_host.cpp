@@ -5,6 +5,7 @@
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/gemm/gemm.h"
 #include "torch_overlap/gemm/sm90/maps.h"
+#include "torch_overlap/overlap/cuda/blocks.h"
 #include "torch_overlap/overlap/cuda/direct_host.h"
 #include "torch_overlap/overlap/cuda/fused.h"
 #include "torch_overlap/overlap/cuda/fused_host.h"
@@ -15,59 +16,59 @@ namespace {
 
 constexpr int kPieceRows = 64;  // of outputs that are loaded, and stored, at a time
 
-// The blocks of a kernel that waits for what other ranks compute. They leave two SMs, on which a
-// cluster of two fits: what other streams have goes on there, one block or cluster after the other.
-// Else a kernel there that waits for ranks, too, might never come to run, and on another rank,
-// where it came first, hold all SMs that the products of this operation need.
-struct BlocksBesideOthers {
-  explicit BlocksBesideOthers(c10::Device device) : sms(sm_count(device)) {}
-
-  // In pairs, so that the SMs that are left are pairs, too; one of them may have no tile.
-  static int cluster_of(const KernelInfo& kernel) { return std::max(kernel.cluster, 2); }
-  int most(const KernelInfo& kernel) const {
-    const int cluster = cluster_of(kernel);
-    return std::max(1, sms / cluster - 1) * cluster;
-  }
-  int of(const KernelInfo& kernel, int64_t units) const {
-    const int cluster = cluster_of(kernel);
-    const int64_t needed = ceil_div(units * kernel.cluster, cluster) * cluster;
-    return static_cast<int>(std::min<int64_t>(needed, most(kernel)));
-  }
-  int64_t waves(const KernelInfo& kernel, int64_t units) const {
-    return ceil_div(units * kernel.cluster, most(kernel));
-  }
-  template <typename Params>
-  using Launch = cudaError_t (*)(const KernelInfo&, const Params&, int, cudaStream_t);
-  template <typename Params>
-  cudaError_t start(Launch<Params> launch, KernelInfo kernel, const Params& params, int64_t units,
-                    cudaStream_t stream) const {
-    const int blocks = of(kernel, units);
-    kernel.cluster = cluster_of(kernel);
-    return launch(kernel, params, blocks, stream);
-  }
-
-  const int sms;
-};
-
 // What links take of SMs that all store to them.
 constexpr double kLinkBytesPerNs = 350;
+
+// What the blocks of the kernel that sends its tiles have before them, in ns; kStageNs is what
+// H200s take at the best.
+struct TilesToSend {
+  double product;      // of a tile
+  double links;        // for a tile of every block
+  int64_t of_others;   // tiles that the busiest block computes for other ranks
+  int64_t all;         // tiles that it computes
+  double part_at_end;  // of the blocks, that have the last of those for others
+
+  // A block has room for one tile on its way, so it sends one while it computes the next. The own
+  // tiles come behind those that the other ranks send last.
+  double time(int ranks) const {
+    constexpr double kFlagNs = 3000;
+    constexpr double kAddNs = 1500;
+    const double sent = product + static_cast<double>(of_others - 1) * std::max(product, links) +
+                        part_at_end * links + kFlagNs;
+    return std::max(sent, static_cast<double>(all) * product) + (ranks - 1) * kAddNs;
+  }
+};
+
+TilesToSend tiles_to_send(int64_t stages, const KernelInfo& kernel, double cost, int64_t element,
+                          int64_t blocks, int64_t of_chunk, int ranks) {
+  const double outputs = static_cast<double>(kernel.rows) * kernel.columns;
+  const int64_t others = of_chunk * (ranks - 1);
+  const int64_t rounds = std::max<int64_t>(1, ceil_div(others, blocks));
+  return {.product = static_cast<double>(stages) * kStageNs * cost * outputs / kOutputsOfTile,
+          .links = outputs * static_cast<double>(element * blocks) / kLinkBytesPerNs,
+          .of_others = rounds,
+          .all = ceil_div(of_chunk * ranks, blocks),
+          .part_at_end =
+              static_cast<double>(others - (rounds - 1) * blocks) / static_cast<double>(blocks)};
+}
 
 struct Pace {
   uint32_t between_tiles;
   uint32_t before_own;
 };
 
-// Never faster than links take what all that send do: what waits for a link is in the way of what
-// the products load. Where the next tile is another rank's, over the larger part of the time that
-// it takes, which is not known: kStageNs is what H200s take at the best.
-Pace pace_of(int64_t stages, const KernelInfo& kernel, int64_t element, int64_t senders) {
+// What waits for a link is in the way of what the products load. So where the next tile is another
+// rank's, over the larger part of the time that it takes, which is not known; where own ones are
+// next, no faster than links take what all that still send do. If that is one, it will wait for
+// what is sent: at once.
+Pace pace_of(const TilesToSend& tiles, const KernelInfo& kernel) {
   constexpr double kPart = 0.9;
-  const double parts = static_cast<double>(kernel.rows) * kernel.columns / (kPacedRows * 64);
-  const double tile =
-      static_cast<double>(stages) * kStageNs * kernel.rows * kernel.columns / kOutputsOfTile;
-  const double of_link = kPacedRows * 64 * static_cast<double>(element * senders) / kLinkBytesPerNs;
-  return {.between_tiles = static_cast<uint32_t>(kMovers * std::max(kPart * tile / parts, of_link)),
-          .before_own = static_cast<uint32_t>(kMovers * of_link)};
+  const double of_warp =
+      kMovers * static_cast<double>(kPacedRows * 64) / (kernel.rows * kernel.columns);
+  return {.between_tiles = static_cast<uint32_t>(of_warp * kPart * tiles.product),
+          .before_own = tiles.all - tiles.of_others < 2
+                            ? 0
+                            : static_cast<uint32_t>(of_warp * tiles.part_at_end * tiles.links)};
 }
 
 // The own rows, with what has come for them.
@@ -77,7 +78,7 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   const int64_t length = rows.length(rank);
   if (length == 0) return;
   const int64_t n = out.size(1);
-  const BlocksBesideOthers beside(out.device());
+  const BlocksBesideOthers beside(sm_count(out.device()));
   const Operands operands =
       operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), out.scalar_type());
   const KernelInfo& kernel = choose_kernel(
@@ -149,28 +150,30 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   const Operands operands = operands_of(problem.gemm, plain_lhs(problem.gemm.lhs), dtype);
   const int64_t n = operands.rhs.size(operands.rhs_along_k ? 0 : 1);
-  const BlocksBesideOthers beside(device);
+  const BlocksBesideOthers beside(sm_count(device));
   const auto tiles_of_chunk = [&](const KernelInfo& kernel) {
     return ceil_div(rows.largest(), kernel.rows) * ceil_div(n, kernel.columns);
   };
   const auto units = [&](const KernelInfo& kernel) { return rows.size * tiles_of_chunk(kernel); };
-  const KernelInfo& kernel = choose_kernel(
-      find_fused_scatter, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
-        return static_cast<double>(beside.waves(found, units(found))) * tile.time();
-      });
+  const auto to_send = [&](const KernelInfo& kernel, double cost) {
+    return tiles_to_send(ceil_div(operands.lhs.size(1), kernel.depth), kernel, cost,
+                         static_cast<int64_t>(out.element_size()), beside.of(kernel, units(kernel)),
+                         tiles_of_chunk(kernel), rows.size);
+  };
+  const KernelInfo& kernel = choose_kernel(find_fused_scatter, key_of(operands),
+                                           [&](const TimedTile& tile, const KernelInfo& found) {
+                                             return to_send(found, tile.cost).time(rows.size);
+                                           });
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
   const int64_t slot = rows.largest() * n * static_cast<int64_t>(out.element_size());
-  const WordOfAll begin_of_all = transport.begun_of_all();
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t length = rows.length(chunk);
     params.first[chunk] = static_cast<int>(rows.begin(chunk));
     params.rows[chunk] = static_cast<int>(length);
     params.tell[chunk] = transport.tile_word(chunk, rank);
     params.told[chunk] = transport.tile_word(rank, chunk);
-    params.begin[chunk] = begin_of_all.at[chunk];
-    params.begun[chunk] = transport.begun_by(chunk);
     if (chunk == rank) {
       params.out = rows_map(out, kPieceRows);
       continue;
@@ -183,9 +186,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.factor = static_cast<float>(problem.factor);
   params.operation = operation_of(transport, rows.rows);
-  const int64_t blocks = beside.of(kernel, units(kernel));
-  const Pace pace = pace_of(ceil_div(params.gemm.k, kernel.depth), kernel, out.element_size(),
-                            std::min<int64_t>(blocks, units(kernel) - tiles_of_chunk(kernel)));
+  params.begun = begun_words(transport);
+  const Pace pace = pace_of(to_send(kernel, 1), kernel);
   params.pace_ns = pace.between_tiles;
   params.last_pace_ns = pace.before_own;
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());

@@ -22,10 +22,11 @@ constexpr KernelKey kE4m3{
 
 using Tile = std::pair<int, int>;
 
-Tile tile_of(const KernelKey& key, int size, int64_t m, int64_t n, int64_t k) {
+// senders: blocks of the kernel that send; 0: copies bring the rows.
+Tile tile_of(const KernelKey& key, int size, int64_t m, int64_t n, int64_t k, int senders = 0) {
   std::vector<int> order;
   for (int step = 0; step < size; ++step) order.push_back((1 + step) % size);
-  const auto& kernel = choose_gather_kernel(key, {{m, size}, order, n, k}, kSms);
+  const auto& kernel = choose_gather_kernel(key, {{m, size}, order, n, k}, kSms, senders);
   return {kernel.rows, kernel.columns};
 }
 
@@ -48,6 +49,32 @@ TEST(FusedGatherTile, TakesTheLeastTime) {
   for (const auto& [size, m, n, k, tile] : cases) {
     SCOPED_TRACE(::testing::Message() << size << " ranks, " << m << " x " << n << " x " << k);
     EXPECT_EQ(tile_of(kBf16, size, m, n, k), tile);
+  }
+}
+
+// What comes slice by slice is computed as it comes.
+TEST(FusedGatherTile, TakesTheLeastTimeWhereBlocksSend) {
+  constexpr int kSenders = 8;
+  const struct {
+    int size;
+    int64_t m, n, k;
+    Tile tile;
+  } cases[] = {
+      {4,
+       2048,
+       1024,
+       4096,
+       {128, 128}},  // those of others' rows have a block each, own ones are first
+      {4,
+       2048,
+       3584,
+       4096,
+       {128, 192}},  // of 256 columns, some are second behind a first that waits
+      {4, 2048, 1344, 4096, {128, 192}},  // a tile for every block, and smaller ones end sooner
+  };
+  for (const auto& [size, m, n, k, tile] : cases) {
+    SCOPED_TRACE(::testing::Message() << size << " ranks, " << m << " x " << n << " x " << k);
+    EXPECT_EQ(tile_of(kBf16, size, m, n, k, kSenders), tile);
   }
 }
 

@@ -1,0 +1,75 @@
+#pragma once
+
+#include "torch_overlap/overlap/cuda/fused.h"
+#include "torch_overlap/overlap/cuda/operation.cuh"
+
+// A product that is an operation of a channel by itself, as its threads see it. All is inlined:
+// beside products of wgmma ptxas finds no registers for calls. For .cu files.
+namespace torch_overlap::cuda {
+
+class ProductOperation {
+ public:
+  __device__ __forceinline__ ProductOperation(const OperationParams& operation,
+                                              const BegunWords& begun)
+      : operation_(operation),
+        begun_(begun),
+        epoch_(*static_cast<const volatile uint32_t*>(operation.words.epoch) + 1) {}
+
+  __device__ __forceinline__ uint32_t epoch() const { return epoch_; }
+
+  // Of a warp of block 0: tells the others that this rank has begun. The thread that asks whether
+  // another such kernel runs waits for no rank.
+  __device__ __forceinline__ void begin(int lane) const {
+    if (lane == operation_.words.rank && atomicExch(operation_.busy, 1U) != 0) {
+      fail(WaitKind::apart, 0, 0, 0);
+    }
+    if (is_peer(operation_.words, lane) && !has_failed(operation_.control)) {
+      tell_entry(begun_.tell[lane], operation_.rows, epoch_);
+    }
+    __syncwarp();  // before one of them ends the operation
+  }
+
+  __device__ __forceinline__ void await_begun(int peer) const {
+    await_word(operation_.words, begun_.told[peer], epoch_, WaitKind::begin, peer,
+               operation_.control, kManyLookAtHostNs);
+  }
+
+  // Before anything is sent to a rank: it is done with what came for the operation before. It does
+  // not begin another one before it has what is sent, so its words stay. False: a wait has failed.
+  __device__ __forceinline__ bool may_send(int peer) const {
+    await_begun(peer);
+    if (has_failed(operation_.control)) return false;
+    const uint32_t rows = load_relaxed(begun_.told[peer] + 1);
+    if (rows == operation_.rows) return true;
+    fail(WaitKind::rows, peer, operation_.rows, rows);
+    return false;
+  }
+
+  // Of one thread of the block, which is done: the others have read the epoch, or do not use it.
+  __device__ __forceinline__ void end() const {
+    const bool is_good = !has_failed(operation_.control);
+    for (int peer = 0; peer < operation_.words.size && !is_good; ++peer) {
+      if (peer != operation_.words.rank) tell_gone(operation_, peer);
+    }
+    if (atomicAdd(operation_.words.ticket, 1U) + 1 == gridDim.x) {
+      leave_operation(operation_, epoch_, is_good);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void fail(WaitKind kind, int peer, uint32_t expected,
+                                       uint32_t seen) const {
+    WaitRecord what{};
+    what.kind = kind;
+    what.window = operation_.words.id;
+    what.peer = peer;
+    what.expected = expected;
+    give_up(operation_.control, what, seen);
+  }
+
+  const OperationParams& operation_;
+  const BegunWords& begun_;
+  const uint32_t epoch_;
+};
+
+}  // namespace torch_overlap::cuda
