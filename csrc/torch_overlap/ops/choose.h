@@ -53,7 +53,7 @@ struct OverlapProblem {
 
   bool operator==(const OverlapProblem&) const = default;
 
-  // Its fused kernel waits for what copies bring.
+  // Its fused kernel may wait for what copies bring.
   bool waits_for_copies() const { return gather_bytes > 0 && scatter_bytes == 0; }
 };
 

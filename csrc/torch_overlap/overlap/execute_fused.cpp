@@ -56,12 +56,11 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       put_copy(session.lanes, 0, part, problem.rows, rank);
     }
   };
-  // Ranks that share a device may be threads of this process, and would wait for each other's turn.
   channel.operate(op, body,
                   {.rows = problem.rows.rows,
                    .as_one = problem.as_one,
                    .begins_itself = fused.senders > 0,
-                   .fills_device = fused.senders > 0 && !channel.shares_devices()});
+                   .fills_device = fused.senders > 0});
 }
 
 namespace {

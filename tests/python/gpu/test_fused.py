@@ -239,6 +239,19 @@ def test_gradients(comm, kind):
         torch.testing.assert_close(got, want, rtol=3e-2, atol=0.5)
 
 
+def test_gradients_where_ranks_have_more_features(comm):
+    """The tiles that ranks send each other are the same, whatever their k."""
+    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (1024, 2048 + 64 * (comm.get_rank() % 2)))
+    grad = torch.randn(1024 * comm.get_size(), w.shape[0], device="cuda").bfloat16()
+    results = {}
+    for algorithm in ("fused", "sequential"):
+        inputs = [t.clone().requires_grad_() for t in (x, w)]
+        outs, _ = ops.all_gather_matmul(inputs[0], inputs[1:], comm, algorithm=algorithm)
+        results[algorithm] = [*outs, *torch.autograd.grad(outs, inputs, [grad])]
+    for got, want in zip(results["fused"], results["sequential"], strict=True):
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=2.0)
+
+
 def test_what_it_cannot_do_is_an_error(comm):
     x, w = torch.randn(128, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     with pytest.raises(to.UnsupportedError, match="bfloat16 or float16"):
@@ -419,6 +432,21 @@ def test_rows_that_differ(comm, make_comm, kind):
     kind(other, 128, 264, 520, torch.bfloat16).run()  # makes the memory
     rows = 64 if other.get_rank() == other.get_size() - 1 else 128
     differ(kind(other, rows, 264, 520, torch.bfloat16))
+
+
+def test_a_rank_that_gathers_another_way(comm, make_comm):
+    other = make_comm("fused_ways", timeout=timedelta(seconds=60))
+    case = GatherOfOne(other, 128, 264, 520, torch.bfloat16)
+    case.run()
+    way = "ring" if other.get_rank() == 0 else "fused"
+    torch.cuda.synchronize()
+    with pytest.raises(
+        to.Error, match="expected the same algorithm on all ranks, got a kernel that sends|has given up"
+    ):
+        run_until_an_error(
+            lambda: (ops.all_gather_matmul(case.x, case.weights, other, algorithm=way), torch.cuda.synchronize())
+        )
+    other.abort()
 
 
 @WHOLE

@@ -90,7 +90,7 @@ class CudaOverlapDevice final : public OverlapDevice {
     return cuda::fused_obstacle(shape);
   }
   int gather_senders(const FusedGather& problem) const override {
-    return cuda::gather_senders(problem);
+    return cuda::gather_senders(problem, cuda::sm_count(problem.own.device()));
   }
   int scatter_pieces(const Transport& transport, const FusedScatter& problem,
                      int most) const override {

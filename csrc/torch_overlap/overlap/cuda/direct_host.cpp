@@ -42,6 +42,12 @@ OperationParams operation_of(const CudaTransport& transport, int64_t rows) {
           .control = transport.control()};
 }
 
+OperationParams whole_product(const CudaTransport& transport, int64_t rows) {
+  OperationParams params = operation_of(transport, rows);
+  params.rows |= kWhole;
+  return params;
+}
+
 BegunWords begun_words(const CudaTransport& transport) {
   BegunWords words{};
   const WordOfAll begin_of_all = transport.begun_of_all();

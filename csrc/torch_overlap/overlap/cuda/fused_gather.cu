@@ -217,7 +217,10 @@ class GatherSender {
     }
     __syncthreads();
     if (blockIdx.x == 0 && thread / 32 == 1) operation_.begin(thread % 32);
-    if (is_peer(p_.operation.words, thread) && !operation_.may_send(thread)) shared_.failed = 1;
+    const bool has_rows = row_boxes_ > 0;  // else nothing keeps the words of the others
+    if (has_rows && is_peer(p_.operation.words, thread) && !operation_.may_send(thread)) {
+      shared_.failed = 1;
+    }
     __syncthreads();
     const bool is_good = shared_.failed == 0;
     if (is_good && p_.scales_to[p_.operation.words.rank] != nullptr) send_scales();
@@ -279,6 +282,8 @@ class GatherSender {
       load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
     };
     for (int i = 0; i < kStages; ++i) load();
+    note(shared_.sent, ended.slice);  // of those before its first box a block has none
+    sm90::fence_global_for_copies();  // what the peers have read comes before what is stored
     const int size = p_.operation.words.size;
     uint32_t stage = 0;
     uint32_t phase = 0;

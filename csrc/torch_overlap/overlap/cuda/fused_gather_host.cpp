@@ -103,9 +103,11 @@ double time_with_copies(const KernelKey& key, const GatherShape& shape, const Ti
 
 }  // namespace
 
-int gather_senders(const FusedGather& problem) {
+int gather_senders(const FusedGather& problem, int sms) {
   // Of what a rank sends. What is more takes the SMs of those that send for too long.
   constexpr int64_t kMostBytes = int64_t{16} << 20;
+  constexpr int kLeastSms = 4 * kSenders;
+  if (sms < kLeastSms) return 0;
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.own.element_size());
   const int64_t bytes = problem.rows.largest() * row * (problem.rows.size - 1);
   return bytes > 0 && bytes <= kMostBytes ? kSenders : 0;
@@ -199,7 +201,8 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
     params.told[chunk] = sends ? transport.tile_word(rank, chunk) : transport.flag(rank, chunk);
     params.order[chunk] = problem.order.at(chunk);
   }
-  params.operation = operation_of(transport, rows.rows);
+  params.operation =
+      sends ? whole_product(transport, rows.rows) : operation_of(transport, rows.rows);
   if (sends) add_senders(transport, problem, operands, params);
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
   const int64_t units = units_of(kernel, rows, n);

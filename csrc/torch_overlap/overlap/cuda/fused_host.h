@@ -10,7 +10,7 @@
 
 namespace torch_overlap::cuda {
 
-// How many tiles a chunk may have: words that a channel holds for each rank.
+// How many tiles a chunk may have, or words of its slices: what a channel holds for each rank.
 inline constexpr int kMostTiles = 16384;
 
 // Why fused kernels do not take such a product; empty: they do. An operand that lies as they cannot
@@ -31,7 +31,7 @@ TORCH_OVERLAP_API const sm90::KernelInfo& choose_gather_kernel(const sm90::Kerne
                                                                int senders);
 
 // FusedGather::senders of such a gather.
-TORCH_OVERLAP_API int gather_senders(const FusedGather& problem);
+TORCH_OVERLAP_API int gather_senders(const FusedGather& problem, int sms);
 
 // FusedScatter::pieces of such a scatter.
 TORCH_OVERLAP_API int scatter_pieces(const FusedScatter& problem, int most, int sms);

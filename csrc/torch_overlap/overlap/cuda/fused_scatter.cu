@@ -191,8 +191,8 @@ class Mover {
     for (int i = 1; i < p_.operation.words.size; ++i) {
       const int peer =
           (p_.operation.words.rank + p_.operation.words.size - i) % p_.operation.words.size;
-      if (takes_ < static_cast<uint32_t>(i))
-        operation_.await_begun(peer);  // so that this is what expires
+      // So that this is what expires.
+      if (takes_ < static_cast<uint32_t>(i)) operation_.await_begun(peer);
       await_word(p_.operation.words, p_.told[peer] + units_.word(unit), operation_.epoch(),
                  WaitKind::chunk, peer, p_.operation.control, kManyLookAtHostNs);
       sm90::fence_global_for_copies();

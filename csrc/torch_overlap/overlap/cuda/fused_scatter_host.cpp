@@ -160,10 +160,12 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
                          static_cast<int64_t>(out.element_size()), beside.of(kernel, units(kernel)),
                          tiles_of_chunk(kernel), rows.size);
   };
-  const KernelInfo& kernel = choose_kernel(find_fused_scatter, key_of(operands),
-                                           [&](const TimedTile& tile, const KernelInfo& found) {
-                                             return to_send(found, tile.cost).time(rows.size);
-                                           });
+  const KernelInfo& kernel = choose_kernel(
+      find_fused_scatter, key_of(operands), [&](const TimedTile& tile, const KernelInfo& found) {
+        // By what all ranks have alike: each tile has a word.
+        if (problem.ranks_share_k) return to_send(found, tile.cost).time(rows.size);
+        return static_cast<double>(beside.waves(found, units(found))) * tile.time();
+      });
   FusedScatterParams params{};
   params.gemm = gemm_params(problem.gemm, operands, kernel);
   params.gemm.row_group = kRowGroup;
@@ -185,7 +187,7 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.factor = static_cast<float>(problem.factor);
-  params.operation = operation_of(transport, rows.rows);
+  params.operation = whole_product(transport, rows.rows);
   params.begun = begun_words(transport);
   const Pace pace = pace_of(to_send(kernel, 1), kernel);
   params.pace_ns = pace.between_tiles;

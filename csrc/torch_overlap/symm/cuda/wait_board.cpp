@@ -130,8 +130,16 @@ std::optional<std::string> WaitBoard::expired() const {
       return concat(name, ": expected all ranks to take part in operation ", record.expected,
                     ", got one that has given up; its own error says why");
     case WaitKind::rows:
-      return concat(name, ": expected the same number of rows on all ranks, got ", record.expected,
-                    " here and ", record.seen, " on rank ", record.peer,
+      if (((record.expected ^ record.seen) & kWhole) != 0) {
+        const bool sends_here = (record.expected & kWhole) != 0;
+        return concat(name, ": expected the same algorithm on all ranks, got a kernel that sends ",
+                      sends_here ? "here, and not on rank " : "on rank ", record.peer,
+                      sends_here ? "" : ", and not here",
+                      "; where n or k differ between ranks, name an algorithm that all can take");
+      }
+      return concat(name, ": expected the same number of rows on all ranks, got ",
+                    record.expected & ~uint64_t{kWhole}, " here and ",
+                    record.seen & ~uint64_t{kWhole}, " on rank ", record.peer,
                     "; call set_active_tokens() alike, with equal shapes");
     case WaitKind::chunk:
       return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
