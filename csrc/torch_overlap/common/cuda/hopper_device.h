@@ -104,6 +104,20 @@ __device__ __forceinline__ void tell_threads(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// A word of one writer, which tells of what it has done; and what it has told.
+__device__ __forceinline__ void note(uint32_t& word, uint32_t count) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
+               : "memory");
+}
+__device__ __forceinline__ uint32_t noted(const uint32_t& word) {
+  uint32_t count;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(count)
+               : "r"(shared_address(&word))
+               : "memory");
+  return count;
+}
+
 __device__ __forceinline__ uint4 load_vector(uint32_t address) {
   uint4 out;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

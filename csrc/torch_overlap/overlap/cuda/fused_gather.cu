@@ -17,6 +17,8 @@
 namespace torch_overlap::cuda {
 namespace {
 
+using sm90::note;
+using sm90::noted;
 using sm90::shared_address;
 
 // Tiles of one chunk after the other, in the order in which they arrive: one schedule for all, so
@@ -65,20 +67,6 @@ class GatherUnits {
   const FusedGatherParams& p_;
   int at_;
 };
-
-// Words of shared memory of one writer, which tell of what it has done.
-__device__ __forceinline__ void note(uint32_t& word, uint32_t count) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
-               : "memory");
-}
-__device__ __forceinline__ uint32_t noted(const uint32_t& word) {
-  uint32_t count;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-               : "=r"(count)
-               : "r"(shared_address(&word))
-               : "memory");
-  return count;
-}
 
 // The thread that loads has no time to ask for words of other ranks: each takes a trip to memory,
 // and a fence. Another warp does, for 32 words at once, and notes what is there.

@@ -150,21 +150,8 @@ struct Block {
   __device__ __forceinline__ void fail() const {
     *static_cast<volatile uint32_t*>(&shared.failed) = 1;
   }
-  // Words of one writer each.
-  __device__ __forceinline__ void note(uint32_t& word, uint32_t rounds) const {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(rounds)
-                 : "memory");
-  }
-  __device__ __forceinline__ uint32_t noted(const uint32_t& word) const {
-    uint32_t rounds;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-                 : "=r"(rounds)
-                 : "r"(shared_address(&word))
-                 : "memory");
-    return rounds;
-  }
   __device__ __forceinline__ void await(const uint32_t& word, uint32_t rounds) const {
-    while (noted(word) < rounds && !has_failed()) __nanosleep(20);
+    while (sm90::noted(word) < rounds && !has_failed()) __nanosleep(20);
   }
   // The last round of a peer is there, or there is none. Once that is so of all, whomever this
   // block still waits for runs, and the next kernel may come. Before, one of this kind would hold
@@ -228,7 +215,7 @@ __device__ __forceinline__ void send(const Block& block, int peer, uint32_t stag
   const uint32_t barriers = shared_address(shared.sent[peer]);
   bool is_good = true;  // all rounds so far are sent
   const auto note_arrived = [&](uint32_t rounds_before) {
-    if (is_good) block.note(shared.arrived[kParts][peer], rounds_before);
+    if (is_good) sm90::note(shared.arrived[kParts][peer], rounds_before);
   };
   const auto load = [&](uint32_t round) {
     if (round >= rounds) return;
@@ -243,7 +230,7 @@ __device__ __forceinline__ void send(const Block& block, int peer, uint32_t stag
   for (int round = 0; round < kStages - 1; ++round) load(round);
   for (uint32_t round = 0; round < rounds; ++round) {
     if (round >= kAhead) {
-      if (block.noted(shared.taken[peer]) < round + 1 - kAhead) {
+      if (sm90::noted(shared.taken[peer]) < round + 1 - kAhead) {
         // The peer may be waiting for what it has not been told of.
         stores_done<0>();
         note_arrived(round);
@@ -253,7 +240,7 @@ __device__ __forceinline__ void send(const Block& block, int peer, uint32_t stag
     }
     const uint32_t stage = round % kStages;
     barrier_wait(barriers + stage * 8, round / kStages % 2);
-    block.note(shared.loaded[peer], round + 1);
+    sm90::note(shared.loaded[peer], round + 1);
     const uint32_t bytes = piece(round).bytes;
     is_good = is_good && !block.has_failed();
     if (bytes > 0 && is_good) {
@@ -285,7 +272,7 @@ __device__ __forceinline__ void forward(const Block& block, int source, Kind kin
     for (; ended < round; ++ended) {
       const uint32_t stage = ended % kStages;
       barrier_wait(barriers + stage * 8, ended / kStages % 2);
-      block.note(shared.taken[source], ended + 1);
+      sm90::note(shared.taken[source], ended + 1);
       const Piece to = place(ended);
       if (to.bytes > 0 && !block.has_failed()) {
         bulk_store(const_cast<char*>(to.from), stages + stage * block.stage_bytes, to.bytes);
@@ -391,14 +378,14 @@ __device__ __forceinline__ void add(const Block& block, int thread, uint32_t sta
   const auto note_arrived = [&](uint32_t rounds_before) {
     if (!is_good) return;
     for (int peer = 0; peer < p.size; ++peer) {
-      block.note(shared.arrived[kSums][peer], rounds_before);
+      sm90::note(shared.arrived[kSums][peer], rounds_before);
     }
   };
   for (uint32_t round = 0; round < rounds; ++round) {
     const uint32_t stage = round % kStages;
     const uint32_t parts = stages + stage * p.size * block.stage_bytes;
     barrier_wait(filled + stage * 8, round / kStages % 2);
-    if (!kSends && thread < p.size) block.note(shared.taken[thread], round + 1);
+    if (!kSends && thread < p.size) sm90::note(shared.taken[thread], round + 1);
     const Piece to = out(round);
     if (to.bytes > 0 && !block.has_failed()) {
       add_up<T, Case>(p, parts, block.stage_bytes, to.bytes, thread);
@@ -446,7 +433,7 @@ __device__ __forceinline__ void tell(const Block& block, int lane) {
   const uint32_t rounds = is_needed ? rounds_with(p, peer) : 0;
   uint32_t told = 0;
   while (__any_sync(kAll, told < rounds) && !__any_sync(kAll, block.has_failed())) {
-    const uint32_t arrived = told < rounds ? block.noted(block.shared.arrived[kind][peer]) : told;
+    const uint32_t arrived = told < rounds ? sm90::noted(block.shared.arrived[kind][peer]) : told;
     if (arrived > told) {
       store_release(block.flag(peer, p.rank, kind), block.epoch(peer, arrived - 1));
       told = arrived;
