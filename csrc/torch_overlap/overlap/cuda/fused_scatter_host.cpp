@@ -126,7 +126,7 @@ int scatter_pieces(const FusedScatter& problem, int most, int sms) {
   const int64_t sent = outputs * (problem.rows.size - 1);
   const int64_t bytes = sent * static_cast<int64_t>(problem.out.element_size());
   const auto k = static_cast<double>(gemm_shape(problem.gemm).k);
-  const double element = problem.gemm.rhs.data.element_size();
+  const auto element = static_cast<double>(problem.gemm.rhs.data.element_size());
   const double product =
       static_cast<double>(sent) / kOutputsOfTile * k * element / kStageBytes * kStageNs / sms;
   // The stores of the kernel have the time of the products of other ranks' rows.
