@@ -7,7 +7,7 @@
 // rows, a slice of k after the other to all ranks, and take part in the product afterwards:
 //
 //   one thread    rows -> stage -> memory of each peer ...    tensor copies
-//   one thread    copies that have ended: words of the peers
+//   one warp      copies that have ended: words of the peers
 //
 // Where a product is few waves of tiles, rows that come slice by slice are multiplied as they come:
 // nobody waits for all of k of a chunk.
