@@ -37,14 +37,14 @@ struct FusedGatherParams {
   int begin[kMostFusedRanks];        // of each chunk, in rows
   int rows[kMostFusedRanks];
   const float* lhs_scale[kMostFusedRanks];  // where each row has one: those of each chunk
-  // The words of each chunk: slice after slice, one of each writer.
+  // The words of each chunk: slice after slice, one of each sender, of copies one.
   const uint32_t* told[kMostFusedRanks];
-  int writers;                 // 32 of them at most
   int slice_stages;            // of k, in a slice
   int order[kMostFusedRanks];  // which chunk comes when
   OperationParams operation;
-  // The first blocks, which send this rank's rows to all others; 0: copy engines do. Those behind
-  // them compute so many tiles, or pairs in clusters; they, when they have sent, what is left.
+  // The first blocks, 32 at most, which send this rank's rows to all others; 0: copy engines do.
+  // Those behind them compute so many tiles, or pairs in clusters; they, when they have sent, what
+  // is left.
   int senders;
   int units_of_others;
   CUtensorMap own;                    // by such boxes

@@ -142,26 +142,28 @@ struct GatherWork {
  private:
   static constexpr int kLooks = 64;  // without naps between
 
+  // Words of a slice.
+  __device__ __forceinline__ int writers() const { return max(p.senders, 1); }
   // How many slices from this one on are there: of some, the words of all writers at once.
   __device__ __forceinline__ int count_slices(int chunk, int slice, int slices, uint32_t epoch,
                                               int lane) const {
-    const int most = min(32 / p.writers, slices - slice);
-    const bool is_due = lane < most * p.writers;
-    const uint32_t* const words = p.told[chunk] + slice * p.writers;
+    const int most = min(32 / writers(), slices - slice);
+    const bool is_due = lane < most * writers();
+    const uint32_t* const words = p.told[chunk] + slice * writers();
     const bool is_missing =
         is_due && !reached(load_acquire(words + lane), epoch) && !has_failed(p.operation.control);
     const int first = __ffs(static_cast<int>(__ballot_sync(~0U, is_missing))) - 1;
     sm90::fence_global_for_copies();
     __syncwarp();
-    return first < 0 ? most : first / p.writers;
+    return first < 0 ? most : first / writers();
   }
   // First that the rank has begun, if it is to tell: so that this is what expires.
   __device__ __forceinline__ void await_slice(const ProductOperation& operation, int chunk,
                                               int slice, uint32_t epoch, bool begins) const {
 #pragma unroll 1
-    for (int i = begins ? -1 : 0; i < p.writers; ++i) {
+    for (int i = begins ? -1 : 0; i < writers(); ++i) {
       await_word(p.operation.words,
-                 i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * p.writers + i, epoch,
+                 i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * writers() + i, epoch,
                  i < 0 ? WaitKind::begin : WaitKind::chunk, chunk, p.operation.control,
                  kManyLookAtHostNs);
     }
@@ -320,7 +322,7 @@ class GatherSender {
       }
       fence_system();
       if (__any_sync(~0U, has_failed(operation.control))) return;  // it need not be true any more
-      const int word = (told + lane) * p_.writers + static_cast<int>(blockIdx.x);
+      const int word = (told + lane) * p_.senders + static_cast<int>(blockIdx.x);
       for (int i = 1; i < operation.words.size && lane < count; ++i) {
         store_relaxed(p_.tell[rank_behind(i)] + word, operation_.epoch());
       }

@@ -24,7 +24,7 @@ constexpr double kSentBytesPerNs = 330;
 
 // Enough for the links; pairs, as blocks are launched.
 constexpr int kSenders = 8;
-static_assert(kSenders % 2 == 0);
+static_assert(kSenders % 2 == 0 && kSenders <= 32);
 // A slice of k is so many stages: what tiles wait for at a time.
 constexpr int kSliceStages = 4;
 constexpr int kStagesOfBox = kSentBytes / static_cast<int>(kStageBytes);
@@ -185,7 +185,6 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
   params.gathered = sm90::matrix_map(problem.gathered, kernel.rows);
   const auto stages = static_cast<int>(ceil_div(shape.k, kernel.depth));
   const bool sends = problem.senders > 0;
-  params.writers = sends ? problem.senders : 1;
   params.slice_stages = sends ? slice_stages(stages) : stages;
   for (int chunk = 0; chunk < rows.size; ++chunk) {
     const int64_t begin = rows.begin(chunk);
