@@ -16,8 +16,8 @@ Weights are [out_features, in_features] and `x` is [..., features], as in torch.
   matmul_all_reduce and matmul_reduce_scatter sum products where they lie, matmul_all_reduce_rms_norm with a norm behind
   it; all_gather_matmul gathers all rows by one kernel and multiplies them at once. Needs what "ring" needs. Gradients
   of all_gather_matmul and matmul_all_reduce go as "sequential".
-- "auto": the quicker one by shape and by what the ranks can do. The same on all ranks whose shapes are alike; where n or
-  k differ, ranks that would go different ways raise an error: name one.
+- "auto": the quicker one by shape and by what the ranks can do. The same on all ranks whose shapes are alike;
+  where n or k differ, ranks that would go different ways raise an error: name one.
 
 The first two run on any backend and device. All may be captured in a CUDA graph, "ring", "bulk", "fused" and "direct"
 after a call of the same shape outside. torch.autocast casts the operands. Their gradients overlap in the same way. A
