@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/rms_norm.h"
 #include "torch_overlap/comm/shutdown.h"
@@ -15,15 +16,11 @@ namespace torch_overlap {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, BackendEntry> entries;
 };
 
-// Never destroyed: backends register from static initialisers and live as long as the process.
-Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
-}
+Registry& registry() { return ProcessWide<Registry>::get(); }
 
 }  // namespace
 

@@ -5,21 +5,19 @@
 #include <chrono>
 
 #include "torch_overlap/base/env.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 namespace {
 
 // Never destroyed: records may be made until the very end of the process.
 struct Known {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::vector<std::weak_ptr<const CommRecord>> comms;
   std::map<std::optional<int>, std::atomic<uint64_t>> trace_ids;
 };
 
-Known& known() {
-  static auto* const instance = new Known;
-  return *instance;
-}
+Known& known() { return ProcessWide<Known>::get(); }
 
 struct Stacks {
   bool cpp;
@@ -81,12 +79,12 @@ int64_t now_ns() noexcept {
 }
 
 void CommRecord::failed(const std::string& why) noexcept {
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(known().mutex);
   if (!failure_) failure_ = why;
 }
 
 std::optional<std::string> CommRecord::failure() const {
-  std::lock_guard lock(mutex_);
+  const std::lock_guard lock(known().mutex);
   return failure_;
 }
 

@@ -8,7 +8,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -51,8 +50,7 @@ struct TORCH_OVERLAP_API CommRecord {
   std::optional<std::string> failure() const;
 
  private:
-  mutable std::mutex mutex_;
-  std::optional<std::string> failure_;
+  std::optional<std::string> failure_;  // under a lock that all records of the process share
 };
 
 // Makes it known to the process: comm_records() lists it for as long as it lives.

@@ -8,6 +8,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/work.h"
 
@@ -47,16 +48,20 @@ std::optional<DirectMode> take_direct(Hints& hints) {
   return value;
 }
 
+struct Warned {
+  ForkSafeMutex mutex;
+  std::set<std::string> hints;
+};
+
 }  // namespace
 
 void warn_unknown_hints(const Hints& hints, std::string_view where) {
-  static std::mutex mutex;
-  static auto* warned = new std::set<std::string>;
+  auto& warned = ProcessWide<Warned>::get();
   std::vector<std::string> fresh;
   {
-    std::lock_guard lock(mutex);
+    const std::lock_guard lock(warned.mutex);
     for (const auto& [key, value] : hints) {
-      if (warned->insert(concat(where, "/", key)).second) fresh.push_back(key);
+      if (warned.hints.insert(concat(where, "/", key)).second) fresh.push_back(key);
     }
   }
   if (!fresh.empty()) TORCH_WARN(where, ": unknown hints are ignored: ", list_string(fresh));

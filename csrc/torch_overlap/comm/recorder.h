@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/call_record.h"
 
 namespace torch_overlap {
@@ -18,12 +19,11 @@ namespace torch_overlap {
 // by the backend for as long as it runs; reading looks at no device and takes no lock of a
 // communicator or of Python.
 //
-// Threads: any. add() takes a lock of one slot only, for the time of a pointer's copy.
+// Threads: any. add() takes a lock for the time of a pointer's copy.
 class TORCH_OVERLAP_API FlightRecorder {
  public:
   // Keeps the last `capacity` calls; 0: none at all.
   explicit FlightRecorder(size_t capacity);
-  ~FlightRecorder();
 
   // The one that records every call. Its capacity is Env::recorder_size, read when it is first
   // needed; it is never destroyed.
@@ -42,12 +42,10 @@ class TORCH_OVERLAP_API FlightRecorder {
   uint64_t record_id(const CallRecord& record) const;
 
  private:
-  class Slot;
-
   const size_t capacity_;
-  const std::unique_ptr<Slot[]> slots_;
-  std::atomic<uint64_t> next_{0};
-  mutable std::mutex mutex_;  // first_ids_
+  mutable ForkSafeMutex mutex_;      // all below
+  std::vector<CallRecordPtr> ring_;  // the next one takes the place of the oldest
+  uint64_t added_ = 0;
   TraceCounts first_ids_;
 };
 

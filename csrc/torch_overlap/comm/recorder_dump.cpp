@@ -19,6 +19,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/recorder.h"
 
 namespace torch_overlap {
@@ -72,15 +73,12 @@ struct Target {
 };
 
 struct Prepared {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   Target target = Target::of(Env{});
   bool is_dynamic = false;
 };
 
-Prepared& prepared() {
-  static auto* const instance = new Prepared;
-  return *instance;
-}
+Prepared& prepared() { return ProcessWide<Prepared>::get(); }
 
 Target prepared_target() {
   std::lock_guard lock(prepared().mutex);
@@ -132,11 +130,11 @@ class Dumper {
  public:
   // A child of fork() has no thread of its parent's; it gets a dumper of its own.
   static Dumper& instance() {
-    static std::mutex mutex;
-    static Dumper* current = nullptr;
-    std::lock_guard lock(mutex);
-    if (current == nullptr || current->pid_ != ::getpid()) current = new Dumper;
-    return *current;
+    auto& current = ProcessWide<Current>::get();
+    const std::lock_guard lock(current.mutex);
+    Dumper*& dumper = current.dumper;
+    if (dumper == nullptr || !dumper->is_of_this_process()) dumper = new Dumper;
+    return *dumper;
   }
 
   void request(const std::string& reason) {
@@ -162,6 +160,11 @@ class Dumper {
   bool is_of_this_process() const noexcept { return pid_ == ::getpid(); }
 
  private:
+  struct Current {
+    ForkSafeMutex mutex;
+    Dumper* dumper = nullptr;
+  };
+
   Dumper() : pid_(::getpid()) {
     ::sem_init(&awake_, /*pshared=*/0, /*value=*/0);
     sigset_t all;
@@ -232,6 +235,10 @@ constexpr size_t kSignals = 65;
 std::array<struct sigaction, kSignals> actions_before{};  // by signal; written before ours is there
 std::array<std::atomic<long>, kSignals> thread_in_handler{};
 
+struct Handlers {
+  ForkSafeMutex mutex;  // of who installs one
+};
+
 void on_signal(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Dumper* const dumper = dumper_of_handler.load();
@@ -298,8 +305,7 @@ void dump_trace_on_signal(int signal) {
   TORCH_OVERLAP_CHECK(signal > 0 && signal < static_cast<int>(actions_before.size()), kValue,
                       "flight_recorder.dump_on_signal: expected the number of a signal, got ",
                       signal);
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  const std::lock_guard lock(ProcessWide<Handlers>::get().mutex);
   dumper_of_handler.store(&Dumper::instance());
   struct sigaction current{};
   struct sigaction ours{};

@@ -36,7 +36,7 @@ struct Finalized {
 constexpr size_t kRemembered = 1000;
 
 struct Registry {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, std::vector<Entry>, std::less<>> entries;
   std::deque<Finalized> finalized;
 
@@ -47,10 +47,7 @@ struct Registry {
   }
 };
 
-Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
-}
+Registry& registry() { return ProcessWide<Registry>::get(); }
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/window.h"
 
 namespace torch_overlap {
@@ -17,14 +18,11 @@ struct WindowEntry {
 };
 
 struct WindowRegistry {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, std::vector<WindowEntry>> entries;
 };
 
-WindowRegistry& window_registry() {
-  static auto* instance = new WindowRegistry;
-  return *instance;
-}
+WindowRegistry& window_registry() { return ProcessWide<WindowRegistry>::get(); }
 
 }  // namespace
 

@@ -10,76 +10,85 @@
 #include <unordered_map>
 #include <vector>
 
+#include "torch_overlap/base/process.h"
+
 namespace torch_overlap::ops {
 namespace {
 
 // A weak reference keeps the StorageImpl's address from being used again while the entry exists.
 struct Entry {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   WorkPtr work;
 };
 
+// Works are asked and dropped outside the lock: either may need Python's, or take long.
 class PendingWorks {
  public:
   void add(const at::Tensor& tensor, WorkPtr work) {
     const auto& storage = tensor.storage();
-    std::vector<WorkPtr> done;  // works die outside the lock
-    std::lock_guard lock(mutex_);
-    if (entries_.size() >= sweep_at_) done = sweep();
-    entries_.insert_or_assign(storage.unsafeGetStorageImpl(),
-                              Entry{storage.getWeakStorageImpl(), std::move(work)});
+    Entry entry{storage.getWeakStorageImpl(), std::move(work)};
+    bool is_full = false;
+    {
+      const std::lock_guard lock(mutex_);
+      std::swap(entries_[storage.unsafeGetStorageImpl()], entry);
+      is_full = entries_.size() >= sweep_at_;
+    }
+    if (is_full) sweep();
   }
 
   WorkPtr find(const at::Tensor& tensor) {
     if (!tensor.has_storage()) return nullptr;
-    std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
     return found == entries_.end() ? nullptr : found->second.work;
   }
 
   // Forgets `work`, which the caller still holds, unless another one writes the tensor by now.
   void erase(const at::Tensor& tensor, const WorkPtr& work) {
-    std::lock_guard lock(mutex_);
-    const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-    if (found != entries_.end() && found->second.work == work) entries_.erase(found);
+    erase(tensor.storage().unsafeGetStorageImpl(), work);
   }
 
   int64_t size() {
-    std::vector<WorkPtr> done;
-    std::lock_guard lock(mutex_);
-    done = sweep();
+    sweep();
+    const std::lock_guard lock(mutex_);
     return static_cast<int64_t>(entries_.size());
   }
 
  private:
+  void erase(c10::StorageImpl* storage, const WorkPtr& work) {
+    Entry erased;
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(storage);
+    if (found == entries_.end() || found->second.work != work) return;
+    erased = std::move(found->second);
+    entries_.erase(found);
+  }
+
   // Takes out what needs no wait any more: the result is dead, or it is there. A work that failed
   // stays for its wait() to throw.
-  std::vector<WorkPtr> sweep() {
-    std::vector<WorkPtr> done;
-    for (auto entry = entries_.begin(); entry != entries_.end();) {
-      auto& work = entry->second.work;
-      if (entry->second.storage.expired() ||
-          (work->is_completed() && work->status() == WorkStatus::COMPLETED)) {
-        done.push_back(std::move(work));
-        entry = entries_.erase(entry);
-      } else {
-        ++entry;
+  void sweep() {
+    std::vector<std::pair<c10::StorageImpl*, Entry>> all;
+    {
+      const std::lock_guard lock(mutex_);
+      all.assign(entries_.begin(), entries_.end());
+    }
+    for (const auto& [storage, entry] : all) {
+      if (entry.storage.expired() ||
+          (entry.work->is_completed() && entry.work->status() == WorkStatus::COMPLETED)) {
+        erase(storage, entry.work);
       }
     }
+    const std::lock_guard lock(mutex_);
     sweep_at_ = std::max(kSweepAt, 2 * entries_.size());
-    return done;
   }
 
   static constexpr size_t kSweepAt = 64;
-  std::mutex mutex_;
+  ForkSafeMutex mutex_;
   std::unordered_map<c10::StorageImpl*, Entry> entries_;
   size_t sweep_at_ = kSweepAt;
 };
 
-PendingWorks& pending() {
-  static auto* works = new PendingWorks;  // never destroyed: works outlive static destructors badly
-  return *works;
-}
+PendingWorks& pending() { return ProcessWide<PendingWorks>::get(); }
 
 constexpr c10::DispatchKeySet kTracedKeys(
     {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/channel.h"
 
@@ -103,16 +104,13 @@ class Index {
 };
 
 struct Measured {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   Index table;
   Index cache;
   std::atomic<uint64_t> version = 0;  // grows when one of them is replaced
 };
 
-Measured& measured() {
-  static auto* const instance = new Measured;
-  return *instance;
-}
+Measured& measured() { return ProcessWide<Measured>::get(); }
 
 TuningEntries entries_of(const std::string& text) {
   TuningEntries entries;

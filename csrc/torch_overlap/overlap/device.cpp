@@ -4,19 +4,17 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 namespace {
 
 struct Devices {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<c10::DeviceType, std::shared_ptr<OverlapDevice>> by_type;
 };
 
-Devices& devices() {
-  static auto* instance = new Devices;
-  return *instance;
-}
+Devices& devices() { return ProcessWide<Devices>::get(); }
 
 }  // namespace
 

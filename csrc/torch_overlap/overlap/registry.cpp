@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 namespace {
@@ -25,17 +26,14 @@ struct Making {
 };
 
 struct Buffers {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::condition_variable made;
   std::map<int64_t, Held> by_id;
   std::list<Making> making;
   int64_t last = 0;
 };
 
-Buffers& buffers() {
-  static auto* instance = new Buffers;
-  return *instance;
-}
+Buffers& buffers() { return ProcessWide<Buffers>::get(); }
 
 // Whether the buffer is of the members that its communicator has now.
 bool is_active(const Held& held) {
@@ -63,7 +61,7 @@ std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
 int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                                    const CommOverlapConfig& config) {
   Buffers& all = buffers();
-  std::unique_lock lock(all.mutex);
+  std::unique_lock<std::mutex> lock(all.mutex);
   while (true) {
     if (const auto found = find_equal(*comm, config); found != all.by_id.end()) {
       ++found->second.entry.holds;

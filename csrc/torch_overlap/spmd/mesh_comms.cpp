@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap::spmd {
 namespace {
@@ -20,14 +21,11 @@ constexpr size_t kMostPlans = 4096;
 constexpr size_t kAxesWithAllSets = 3;
 
 struct Registry {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::vector<std::weak_ptr<MeshComms>> entries;
 };
 
-Registry& mesh_registry() {
-  static auto* instance = new Registry;
-  return *instance;
-}
+Registry& mesh_registry() { return ProcessWide<Registry>::get(); }
 
 // The order of the mesh; axes of size 1 join nobody.
 AxisList in_mesh_order(AxisList axes) {
@@ -98,13 +96,13 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
     std::vector<std::shared_ptr<MeshComms>> others;  // may die here, after the lock
     std::lock_guard lock(registry.mutex);
     for (const auto& entry : registry.entries) {
-      auto other = entry.lock();
+      others.push_back(entry.lock());
+      const auto& other = others.back();
       if (!other) continue;
       const bool is_other = other->name_ != made->name_ || other->maker_ != made->maker_;
       TORCH_OVERLAP_CHECK(is_other || !other->is_open(), kValue,
                           "connect: expected a name that no live mesh has, got '", made->name_,
                           "'; give another one, or close that mesh");
-      others.push_back(std::move(other));
     }
   }
   made->prepare(sets.empty() ? default_sets(made->mesh_) : sets);

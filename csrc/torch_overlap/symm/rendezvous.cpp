@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/symm/allocator.h"
 #include "torch_overlap/symm/pretend_unreachable.h"
 #include "torch_overlap/symm/symmetric_memory.h"
@@ -42,14 +43,11 @@ class Lent {
 
  private:
   struct Table {
-    std::mutex mutex;
+    ForkSafeMutex mutex;
     std::map<uint64_t, std::shared_ptr<void>> lent;
     uint64_t last = 0;
   };
-  static Table& table() {
-    static auto* instance = new Table;
-    return *instance;
-  }
+  static Table& table() { return ProcessWide<Table>::get(); }
   uint64_t number_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/symm/allocator.h"
 
 namespace torch_overlap {
@@ -16,15 +17,11 @@ namespace {
 std::atomic<uint64_t> next_id{0};
 
 struct Allocators {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<c10::DeviceType, std::shared_ptr<SymmetricAllocator>> by_type;
 };
 
-// Never destroyed: allocators register from static initialisers and live as long as the process.
-Allocators& allocators() {
-  static auto* instance = new Allocators;
-  return *instance;
-}
+Allocators& allocators() { return ProcessWide<Allocators>::get(); }
 
 }  // namespace
 

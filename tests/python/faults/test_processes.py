@@ -1,5 +1,6 @@
 """Forks, stores that die, wrong sizes, two jobs side by side, hooks that raise, and nothing left behind."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -43,11 +44,12 @@ def run_jobs(body: Callable[..., None], backend: str) -> None:
 
 
 def in_fork(body: Callable[[], object]) -> tuple[int, str]:
-    """Runs `body` in a fork of this process; its exit status, and its traceback if it raised."""
+    """Runs `body` in a fork of this process; its exit status, and its traceback if it raised or did not end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
+        faulthandler.dump_traceback_later(20, exit=True, file=write)
         try:
             body()
             status = 0

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/symm/allocator.h"
 
 namespace torch_overlap {
@@ -69,14 +70,11 @@ class HostAllocation {
 
 // All that live, by address: how a tensor finds the allocation that it lies in.
 struct Allocations {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<const std::byte*, std::weak_ptr<HostAllocation>> by_address;
 };
 
-Allocations& allocations() {
-  static auto* instance = new Allocations;
-  return *instance;
-}
+Allocations& allocations() { return ProcessWide<Allocations>::get(); }
 
 std::shared_ptr<HostAllocation> make_allocation(uint64_t bytes) {
   std::shared_ptr<HostAllocation> made(new HostAllocation(bytes), [](HostAllocation* dead) {

@@ -4,6 +4,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/gloo/gloo.h"
 #include "torch_overlap/comm/backends/gloo/gloo_transport.h"
@@ -15,15 +16,11 @@ namespace torch_overlap {
 namespace {
 
 struct Holder {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   GlooFactory factory;
 };
 
-// Never destroyed: the factory may hold a Python object, which must not die after Python.
-Holder& holder() {
-  static auto* instance = new Holder;
-  return *instance;
-}
+Holder& holder() { return ProcessWide<Holder>::get(); }
 
 GlooFactory require_factory() {
   std::lock_guard lock(holder().mutex);

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/backend.h"
 #include "torch_overlap/comm/backends/local/local_transport.h"
 #include "torch_overlap/comm/bootstrap.h"
@@ -24,15 +25,12 @@ struct Worlds {
     std::shared_ptr<Mailbox> mailbox;
     int awaited;  // ranks
   };
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, World> open;
   uint64_t count = 0;
 };
 
-Worlds& worlds() {
-  static auto* instance = new Worlds;
-  return *instance;
-}
+Worlds& worlds() { return ProcessWide<Worlds>::get(); }
 
 std::shared_ptr<Mailbox> make_mailbox(const BackendContext& context) {
   auto mailbox = std::make_shared<Mailbox>(context.size);
