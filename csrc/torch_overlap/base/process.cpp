@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kPatience = std::chrono::seconds(1);
+constexpr auto kPatience = std::chrono::seconds(2);
 constexpr auto kNap = std::chrono::microseconds(50);
 
 // How many forks lie between this process and the one that loaded the library.

@@ -22,8 +22,8 @@ class TORCH_OVERLAP_API ProcessStamp {
 // that held another mutex at the fork does not exist in the child, which waits for it without end;
 // fork() takes all of these first, so that a child finds them free, and what they guard whole.
 //
-// Held for moments only, and without Python's lock in between: fork() gives up on them after a
-// second, since its thread may hold what another one waits for.
+// Held for moments only, and without Python's lock in between: fork() gives up on them after two
+// seconds, since its thread may hold what another one waits for.
 class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
  public:
   ForkSafeMutex();
