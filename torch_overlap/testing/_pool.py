@@ -108,7 +108,7 @@ class Pool:
         return outcomes
 
     def _collect(self, workers: list[Worker], job: Job, outcomes: dict[int, Outcome]) -> bool:
-        """Fills `outcomes`; False if a rank died or did not end in time."""
+        """Fills `outcomes`; False if a rank died, did not end in time, or failed with groups of its own."""
         healthy = True
         deadline = time.monotonic() + job.timeout
         pending: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -130,6 +130,8 @@ class Pool:
                     outcomes[rank] = Outcome(False, error=f"{worker.end()}; it printed:\n{worker.printed()}")
                     healthy = False
                 if not outcomes[rank].ok:
+                    # What a body that failed has left of torch's process groups, nobody knows.
+                    healthy = healthy and (job.comm or bool(outcomes[rank].skipped))
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return healthy
 

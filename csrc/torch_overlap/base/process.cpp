@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <thread>
 #include <vector>
@@ -14,6 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPatience = std::chrono::seconds(2);
+constexpr auto kRest = std::chrono::milliseconds(100);
 constexpr auto kNap = std::chrono::microseconds(50);
 
 // How many forks lie between this process and the one that loaded the library.
@@ -30,6 +30,7 @@ class Forks {
   void add(std::mutex& mutex) {
     const std::lock_guard lock(mutex_);
     mutexes_.push_back(&mutex);
+    taken_.reserve(mutexes_.size());  // nothing is allocated around a fork
   }
 
   void remove(const std::mutex& mutex) noexcept {
@@ -39,45 +40,46 @@ class Forks {
 
  private:
   Forks() {
-    pthread_atfork([] { instance().before(); }, [] { instance().release(); },
-                   [] {
-                     forks.fetch_add(1, std::memory_order_relaxed);
-                     instance().release();
-                   });
+    const auto in_child = [] {
+      forks.fetch_add(1, std::memory_order_relaxed);
+      instance().after();
+    };
+    pthread_atfork([] { instance().before(); }, [] { instance().after(); }, in_child);
   }
 
+  // Who forks waits for one only while it holds none, in whatever order other threads take several.
+  // When it has waited for long, one stays held: it goes on without that, and with all others.
   void before() noexcept {
-    const auto until = Clock::now() + kPatience;
-    while (!(holds_ = try_all()) && Clock::now() < until) std::this_thread::sleep_for(kNap);
+    mutex_.lock();
+    for (const auto until = Clock::now() + kPatience; !take_free() && Clock::now() < until;) {
+      after();
+      std::this_thread::sleep_for(kNap);
+      mutex_.lock();
+    }
+    for (const auto until = Clock::now() + kRest; !take_free() && Clock::now() < until;) {
+      std::this_thread::yield();
+    }
   }
 
-  // All or none, and no wait while some are held: whatever the order in which other threads take
-  // several of them, none waits for this one for long.
-  bool try_all() noexcept {
-    if (!mutex_.try_lock()) return false;
-    const auto busy = std::find_if(mutexes_.begin(), mutexes_.end(),
-                                   [](std::mutex* mutex) { return !mutex->try_lock(); });
-    if (busy == mutexes_.end()) return true;
-    std::for_each(mutexes_.begin(), busy, [](std::mutex* mutex) { mutex->unlock(); });
+  // Whether all are taken.
+  bool take_free() noexcept {
+    for (std::mutex* const mutex : mutexes_) {
+      const bool is_mine = std::find(taken_.begin(), taken_.end(), mutex) != taken_.end();
+      if (!is_mine && mutex->try_lock()) taken_.push_back(mutex);
+    }
+    return taken_.size() == mutexes_.size();
+  }
+
+  void after() noexcept {
+    for (std::mutex* const mutex : taken_) mutex->unlock();
+    taken_.clear();
     mutex_.unlock();
-    return false;
   }
 
-  void release() noexcept {
-    if (!holds_) return;
-    for (std::mutex* mutex : mutexes_) mutex->unlock();
-    mutex_.unlock();
-    holds_ = false;
-  }
-
-  // Of the thread that forks: several may at once.
-  static thread_local bool holds_;
-
-  std::mutex mutex_;  // of the list
+  std::mutex mutex_;  // of both lists
   std::vector<std::mutex*> mutexes_;
+  std::vector<std::mutex*> taken_;  // by who forks
 };
-
-thread_local bool Forks::holds_ = false;
 
 }  // namespace
 

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <type_traits>
 
 #include "torch_overlap/base/export.h"
 
@@ -18,12 +20,12 @@ class TORCH_OVERLAP_API ProcessStamp {
   uint64_t forks_;
 };
 
-// A mutex of what a child of fork() goes on using, as the registries of the process. The thread
-// that held another mutex at the fork does not exist in the child, which waits for it without end;
-// fork() takes all of these first, so that a child finds them free, and what they guard whole.
+// A mutex that a child of fork() may take, as those of the registries of the process. The child has
+// none of the threads that held one at the fork, and would wait for them without end; fork() takes
+// all of these first, so that the child finds them free, and what they guard whole.
 //
-// Held for moments only, and without Python's lock in between: fork() gives up on them after two
-// seconds, since its thread may hold what another one waits for.
+// Hold it briefly, and take no lock of Python's under it: the thread that forks has that. fork()
+// leaves alone what it has not got after two seconds.
 class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
  public:
   ForkSafeMutex();
@@ -33,8 +35,9 @@ class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
 };
 
 // The one T of the process. Made when the library is loaded, or by whichever static initializer
-// asks for it first: no fork comes in between. Never destroyed: threads, and what Python holds, go
-// on using it until the very end.
+// asks for it first: no fork comes in between, as it may where a function has a static variable,
+// whose other callers wait for the thread that makes it. Never destroyed: threads, and what Python
+// holds, go on using it until the very end.
 template <typename T>
 class ProcessWide {
  public:
@@ -48,7 +51,20 @@ class ProcessWide {
     static T* const one = new T;
     return *one;
   }
-  static inline T& loaded_ = made();
+  static inline T* const loaded_ = &made();
 };
+
+// What `make` returns, made by the first call from this place in the program and never destroyed:
+// for what reads the environment or files, and so is not made when the library is loaded. A child
+// whose parent was at it makes its own.
+template <typename Make>
+auto& made_once(const Make& make) {
+  using T = std::invoke_result_t<const Make&>;
+  static std::once_flag once;
+  static std::atomic<T*> made{nullptr};
+  if (T* const known = made.load(std::memory_order_acquire)) return *known;
+  std::call_once(once, [&] { made.store(new T(make()), std::memory_order_release); });
+  return *made.load(std::memory_order_acquire);
+}
 
 }  // namespace torch_overlap

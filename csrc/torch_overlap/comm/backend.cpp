@@ -52,8 +52,9 @@ void Backend::abort_within(Milliseconds limit) {
 }
 
 void register_backend(const std::string& name, BackendEntry entry) {
-  std::lock_guard lock(registry().mutex);
-  registry().entries.insert_or_assign(name, std::move(entry));
+  const std::lock_guard lock(registry().mutex);
+  std::swap(registry().entries[name],
+            entry);  // the old one may be Python's: it dies after the lock
 }
 
 std::optional<BackendEntry> find_backend(const std::string& name) {

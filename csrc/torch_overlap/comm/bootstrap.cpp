@@ -38,6 +38,22 @@ std::string who_left(c10d::Store& store, const std::vector<std::string>& parts,
   return {};
 }
 
+struct Stores {
+  ProcessStamp process;
+  std::map<std::string, StorePtr> by_address;
+};
+
+struct CurrentStores {
+  ForkSafeMutex mutex;
+  Stores* stores = new Stores;
+
+  // With the lock. A fork shares no connection, and ends none: its parent's are left as they are.
+  std::map<std::string, StorePtr>& by_address() {
+    if (!stores->process.is_current()) stores = new Stores;
+    return stores->by_address;
+  }
+};
+
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
 // when rank 0's last communicator is gone.
@@ -45,23 +61,12 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   TORCH_OVERLAP_CHECK(env.master_addr, kValue,
                       "new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM "
                       "node list, got none; start the script with torchrun or pass store=");
-  struct Stores {
-    ProcessStamp process;
-    std::mutex mutex;
-    std::map<std::string, StorePtr> by_address;
-  };
-  static std::atomic<Stores*> current = new Stores;
-  Stores* stores = current;
-  if (!stores->process.is_current()) {  // a fork shares no connection
-    auto* const own = new Stores;
-    if (current.compare_exchange_strong(stores, own)) stores = own;
-  }
+  auto& stores = ProcessWide<CurrentStores>::get();
   const std::string address = concat(*env.master_addr, ":", env.master_port);
   {
-    std::lock_guard lock(stores->mutex);
-    if (const auto found = stores->by_address.find(address); found != stores->by_address.end()) {
-      return found->second;
-    }
+    const std::lock_guard lock(stores.mutex);
+    const auto& known = stores.by_address();
+    if (const auto found = known.find(address); found != known.end()) return found->second;
   }
   // Outside the lock: a rank that connects must not keep rank 0, in another thread, from serving.
   c10d::TCPStoreOptions options;
@@ -83,8 +88,8 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
          timeout.count(), " ms, got: ", what_happened(error),
          "; rank 0 or torchrun's agent serves it: does it run, and is MASTER_PORT free?");
   }
-  std::lock_guard lock(stores->mutex);
-  return stores->by_address.try_emplace(address, std::move(*made)).first->second;
+  const std::lock_guard lock(stores.mutex);
+  return stores.by_address().try_emplace(address, std::move(*made)).first->second;
 }
 
 // How long a store has to connect before it is asked whether it is there at all.

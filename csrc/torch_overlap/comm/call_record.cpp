@@ -25,11 +25,10 @@ struct Stacks {
 };
 
 const Stacks& stacks() {
-  static const Stacks asked = [] {
+  return made_once([] {
     const Env env = Env::read();
     return Stacks{.cpp = env.recorder_cpp_stack, .python = env.recorder_python_stack};
-  }();
-  return asked;
+  });
 }
 
 CallRecord::Sizes sizes_of(const at::Tensor& tensor) {

@@ -1,5 +1,7 @@
 #include "torch_overlap/comm/recorder.h"
 
+#include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "torch_overlap/base/env.h"
@@ -9,8 +11,12 @@ namespace torch_overlap {
 FlightRecorder::FlightRecorder(size_t capacity) : capacity_(capacity), ring_(capacity) { reset(); }
 
 FlightRecorder& FlightRecorder::of_process() {
-  static auto* const instance = new FlightRecorder(Env::read().recorder_size);
-  return *instance;
+  return made_once([] { return FlightRecorder(Env::read().recorder_size); });
+}
+
+size_t FlightRecorder::size() const {
+  const std::lock_guard lock(mutex_);
+  return std::min<size_t>(added_, capacity_);
 }
 
 void FlightRecorder::add(CallRecordPtr record) noexcept {
@@ -21,11 +27,11 @@ void FlightRecorder::add(CallRecordPtr record) noexcept {
 
 std::vector<CallRecordPtr> FlightRecorder::records() const {
   std::vector<CallRecordPtr> found;
-  found.reserve(capacity_);
+  found.reserve(size());
   const std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < capacity_; ++i) {
-    const CallRecordPtr& record = ring_[(added_ + i) % capacity_];
-    if (record) found.push_back(record);
+  const uint64_t kept = std::min<uint64_t>(added_, capacity_);
+  for (uint64_t index = added_ - kept; index < added_; ++index) {
+    found.push_back(ring_[index % capacity_]);
   }
   return found;
 }
@@ -34,6 +40,7 @@ void FlightRecorder::reset() {
   std::vector<CallRecordPtr> forgotten(capacity_);
   const std::lock_guard lock(mutex_);
   ring_.swap(forgotten);
+  added_ = 0;
   first_ids_ = trace_counts();
 }
 

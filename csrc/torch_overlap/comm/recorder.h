@@ -19,7 +19,7 @@ namespace torch_overlap {
 // by the backend for as long as it runs; reading looks at no device and takes no lock of a
 // communicator or of Python.
 //
-// Threads: any. add() takes a lock for the time of a pointer's copy.
+// Threads: any. add() takes a lock for the time of a pointer's copy, records() for that of all.
 class TORCH_OVERLAP_API FlightRecorder {
  public:
   // Keeps the last `capacity` calls; 0: none at all.
@@ -31,7 +31,7 @@ class TORCH_OVERLAP_API FlightRecorder {
 
   bool is_enabled() const { return capacity_ > 0; }
   size_t capacity() const { return capacity_; }
-  size_t size() const { return records().size(); }
+  size_t size() const;
 
   void add(CallRecordPtr record) noexcept;
   // The oldest first.

@@ -84,8 +84,8 @@ std::vector<std::string> comm_names() {
 }
 
 std::vector<std::shared_ptr<TorchComm>> live_comms() {
-  std::lock_guard lock(registry().mutex);
-  std::vector<std::shared_ptr<TorchComm>> comms;
+  std::vector<std::shared_ptr<TorchComm>> comms;  // may die here, after the lock
+  const std::lock_guard lock(registry().mutex);
   for (const auto& [name, entries] : registry().entries) {
     for (const Entry& entry : entries) {
       if (!entry.process.is_current()) continue;

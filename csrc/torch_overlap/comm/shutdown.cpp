@@ -6,6 +6,8 @@
 #include <chrono>
 #include <thread>
 
+#include "torch_overlap/base/process.h"
+
 namespace torch_overlap {
 
 struct Shutdown {
@@ -18,24 +20,22 @@ namespace {
 
 constexpr auto kLimit = std::chrono::seconds(2);
 
-// Never destroyed: threads use it until the very end.
-std::atomic<Shutdown*> instance{nullptr};
+struct CurrentShutdown {
+  CurrentShutdown() {
+    pthread_atfork(nullptr, nullptr, [] { ProcessWide<CurrentShutdown>::get().renew(); });
+  }
 
-// A fork has none of the threads that are counted.
-void renew_in_fork() {
-  auto* const renewed = new Shutdown;
-  renewed->begun = instance.load()->begun.load();
-  instance = renewed;
-}
+  // A fork has none of the threads that are counted.
+  void renew() {
+    auto* const renewed = new Shutdown;
+    renewed->begun = shutdown.load()->begun.load();
+    shutdown = renewed;
+  }
 
-Shutdown& shutdown() {
-  static const int registered = [] {
-    instance = new Shutdown;
-    return pthread_atfork(nullptr, nullptr, &renew_in_fork);
-  }();
-  (void)registered;
-  return *instance;
-}
+  std::atomic<Shutdown*> shutdown{new Shutdown};
+};
+
+Shutdown& shutdown() { return *ProcessWide<CurrentShutdown>::get().shutdown; }
 
 void wait_for_none(const std::atomic<int>& count) noexcept {
   const auto until = std::chrono::steady_clock::now() + kLimit;

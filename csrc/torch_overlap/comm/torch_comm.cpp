@@ -9,6 +9,7 @@
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/direct.h"
 #include "torch_overlap/comm/meeting.h"
 #include "torch_overlap/comm/mismatch.h"
@@ -27,14 +28,14 @@ std::atomic<uint64_t> next_op_id{0};
 // "TorchComm::all_reduce": the operation's span in a profile. The text lives as long as the
 // process.
 const char* profiler_name(OpName name) {
-  static const auto* names = [] {
-    auto* out = new std::array<std::string, kOpNames>;
-    for (size_t i = 0; i < out->size(); ++i) {
-      (*out)[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
+  const auto& names = made_once([] {
+    std::array<std::string, kOpNames> made;
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i] = concat("TorchComm::", to_string(static_cast<OpName>(i)));
     }
-    return out;
-  }();
-  return (*names)[static_cast<size_t>(name)].c_str();
+    return made;
+  });
+  return names[static_cast<size_t>(name)].c_str();
 }
 
 // "comm_0", "comm_1", ...: ranks that make their communicators in the same order, as they must, get

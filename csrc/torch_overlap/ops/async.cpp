@@ -6,8 +6,10 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "torch_overlap/base/process.h"
@@ -19,6 +21,7 @@ namespace {
 struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   WorkPtr work;
+  ProcessStamp process;
 };
 
 // Works are asked and dropped outside the lock: either may need Python's, or take long.
@@ -26,12 +29,14 @@ class PendingWorks {
  public:
   void add(const at::Tensor& tensor, WorkPtr work) {
     const auto& storage = tensor.storage();
-    Entry entry{storage.getWeakStorageImpl(), std::move(work)};
+    Entry entry{.storage = storage.getWeakStorageImpl(), .work = std::move(work), .process = {}};
     bool is_full = false;
     {
       const std::lock_guard lock(mutex_);
       std::swap(entries_[storage.unsafeGetStorageImpl()], entry);
       is_full = entries_.size() >= sweep_at_;
+      // By one thread, which may come here again by what it asks.
+      if (is_full) sweep_at_ = 2 * entries_.size();
     }
     if (is_full) sweep();
   }
@@ -65,7 +70,7 @@ class PendingWorks {
   }
 
   // Takes out what needs no wait any more: the result is dead, or it is there. A work that failed
-  // stays for its wait() to throw.
+  // stays for its wait() to throw, and so does one of a fork's parent.
   void sweep() {
     std::vector<std::pair<c10::StorageImpl*, Entry>> all;
     {
@@ -73,13 +78,20 @@ class PendingWorks {
       all.assign(entries_.begin(), entries_.end());
     }
     for (const auto& [storage, entry] : all) {
-      if (entry.storage.expired() ||
-          (entry.work->is_completed() && entry.work->status() == WorkStatus::COMPLETED)) {
+      if (entry.process.is_current() && (entry.storage.expired() || is_there(*entry.work))) {
         erase(storage, entry.work);
       }
     }
     const std::lock_guard lock(mutex_);
     sweep_at_ = std::max(kSweepAt, 2 * entries_.size());
+  }
+
+  static bool is_there(TorchWork& work) {
+    try {
+      return work.is_completed() && work.status() == WorkStatus::COMPLETED;
+    } catch (const std::exception&) {  // one of Python's; its wait() tells
+      return false;
+    }
   }
 
   static constexpr size_t kSweepAt = 64;

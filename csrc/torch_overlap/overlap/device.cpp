@@ -20,7 +20,7 @@ Devices& devices() { return ProcessWide<Devices>::get(); }
 
 void register_overlap_device(c10::DeviceType type, std::shared_ptr<OverlapDevice> device) {
   const std::lock_guard lock(devices().mutex);
-  devices().by_type.insert_or_assign(type, std::move(device));
+  devices().by_type[type].swap(device);  // the old one dies after the lock
 }
 
 void OverlapDevice::run_fused(Transport&, const FusedGather&) {

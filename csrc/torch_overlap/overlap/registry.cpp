@@ -1,7 +1,8 @@
 #include "torch_overlap/overlap/registry.h"
 
 #include <algorithm>
-#include <condition_variable>
+#include <exception>
+#include <future>
 #include <list>
 #include <mutex>
 #include <utility>
@@ -22,12 +23,13 @@ struct Held {
 // A buffer that a thread is making: others that want the same wait for it.
 struct Making {
   const TorchComm* comm_address;
-  const CommOverlapConfig& config;
+  CommOverlapConfig config;
+  std::shared_future<void> over;
+  ProcessStamp process;  // nobody goes on with what a fork's parent was making
 };
 
 struct Buffers {
   ForkSafeMutex mutex;
-  std::condition_variable made;
   std::map<int64_t, Held> by_id;
   std::list<Making> making;
   int64_t last = 0;
@@ -60,37 +62,46 @@ std::map<int64_t, Held>::iterator find_equal(const TorchComm& comm,
 
 int64_t create_comm_overlap_buffer(const std::shared_ptr<TorchComm>& comm,
                                    const CommOverlapConfig& config) {
+  comm->require_own_process("create_comm_overlap_buffer");
   Buffers& all = buffers();
-  std::unique_lock<std::mutex> lock(all.mutex);
+  std::promise<void> over;
+  std::list<Making>::iterator mine;
   while (true) {
-    if (const auto found = find_equal(*comm, config); found != all.by_id.end()) {
-      ++found->second.entry.holds;
-      return found->first;
+    std::shared_future<void> of_other;
+    {
+      const std::lock_guard lock(all.mutex);
+      if (const auto found = find_equal(*comm, config); found != all.by_id.end()) {
+        ++found->second.entry.holds;
+        return found->first;
+      }
+      const auto other =
+          std::find_if(all.making.begin(), all.making.end(), [&](const Making& making) {
+            return making.process.is_current() && making.comm_address == comm.get() &&
+                   making.config == config;
+          });
+      if (other == all.making.end()) {
+        mine = all.making.insert(other, {.comm_address = comm.get(),
+                                         .config = config,
+                                         .over = over.get_future().share(),
+                                         .process = {}});
+        break;
+      }
+      of_other = other->over;
     }
-    const bool is_made =
-        std::any_of(all.making.begin(), all.making.end(), [&](const Making& other) {
-          return other.comm_address == comm.get() && other.config == config;
-        });
-    if (!is_made) break;
-    all.made.wait(lock);
+    of_other.wait();  // it may have failed: look again
   }
-  const auto mine = all.making.insert(all.making.end(), {comm.get(), config});
-  const auto done = [&] {
-    all.making.erase(mine);
-    all.made.notify_all();
-  };
-  lock.unlock();
   std::shared_ptr<CommOverlapCore> buffer;
+  std::exception_ptr error;
   try {
     // Without the lock: it waits for the other ranks, which may be threads of this process.
     buffer = CommOverlapCore::create(OverlapGroup::of(comm), config);
   } catch (...) {
-    lock.lock();
-    done();
-    throw;
+    error = std::current_exception();
   }
-  lock.lock();
-  done();
+  const std::lock_guard lock(all.mutex);
+  all.making.erase(mine);
+  over.set_value();
+  if (error) std::rethrow_exception(error);
   const int64_t id = ++all.last;
   all.by_id.emplace(id, Held{.comm = comm,
                              .comm_address = comm.get(),

@@ -94,7 +94,8 @@ std::shared_ptr<MeshComms> MeshComms::connect(Mesh mesh, std::shared_ptr<TorchCo
   Registry& registry = mesh_registry();
   {
     std::vector<std::shared_ptr<MeshComms>> others;  // may die here, after the lock
-    std::lock_guard lock(registry.mutex);
+    const std::lock_guard lock(registry.mutex);
+    others.reserve(registry.entries.size());
     for (const auto& entry : registry.entries) {
       others.push_back(entry.lock());
       const auto& other = others.back();
@@ -218,7 +219,7 @@ std::shared_ptr<const Plan> MeshComms::plan(std::string_view from, std::string_v
 }
 
 bool MeshComms::is_open() const {
-  return !closed_ && !comm_->is_finalized() && !comm_->is_aborted();
+  return process_.is_current() && !closed_ && !comm_->is_finalized() && !comm_->is_aborted();
 }
 
 void MeshComms::close() {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/process.h"
 #include "torch_overlap/comm/torch_comm.h"
 #include "torch_overlap/mesh/cost.h"
 #include "torch_overlap/mesh/layout.h"
@@ -72,7 +73,7 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   // Collective: finalizes the communicators that were split off. The given one stays. The name is
   // free then, and the mesh of no use.
   void close();
-  // Neither closed, nor is its communicator finalized or aborted.
+  // Neither closed nor in a fork, nor is its communicator finalized or aborted.
   bool is_open() const;
 
  private:
@@ -88,6 +89,7 @@ class TORCH_OVERLAP_API MeshComms : public std::enable_shared_from_this<MeshComm
   const int64_t rank_;
   const int64_t index_;
   const std::thread::id maker_ = std::this_thread::get_id();
+  const ProcessStamp process_;
   std::mutex mutex_;
   std::atomic<bool> closed_ = false;
   std::map<mesh::AxisList, Group> groups_;

@@ -15,6 +15,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
+#include "torch_overlap/base/process.h"
 
 namespace torch_overlap {
 namespace {
@@ -159,8 +160,8 @@ const Place& Place::here() {
   thread_local pid_t maker = 0;
   thread_local Place place;
   if (maker == getpid()) return place;
-  static const std::string system = first_line("/proc/sys/kernel/random/boot_id");
-  static const std::string random = random_hex(16);
+  const auto& [system, random] = made_once(
+      [] { return std::pair(first_line("/proc/sys/kernel/random/boot_id"), random_hex(16)); });
   maker = getpid();
   place = {system, namespace_of("/proc/self/ns/net"),
            concat(random, "-", namespace_of("/proc/self/ns/pid"), "-", maker)};

@@ -28,7 +28,7 @@ Allocators& allocators() { return ProcessWide<Allocators>::get(); }
 void register_symmetric_allocator(c10::DeviceType type,
                                   std::shared_ptr<SymmetricAllocator> allocator) {
   const std::lock_guard lock(allocators().mutex);
-  allocators().by_type.insert_or_assign(type, std::move(allocator));
+  allocators().by_type[type].swap(allocator);  // the old one dies after the lock
 }
 
 SymmetricAllocator& symmetric_allocator(std::string_view op, c10::DeviceType type) {

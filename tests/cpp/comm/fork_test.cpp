@@ -1,12 +1,20 @@
-// A fork while other threads of its parent are in what all communicators share: it makes and ends
-// communicators of its own.
+// What a fork uses while other threads of its parent are in the middle of it, and what it may ask
+// of its parent's works.
 
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include "comm/local_ranks.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/registry.h"
+#include "torch_overlap/comm/window.h"
 #include "torch_overlap/symm/symmetric_memory.h"
 
 namespace torch_overlap {
@@ -35,12 +43,43 @@ void use_records() {
 
 void use_hints() { (void)op_hints({{"fork_test", "unknown"}}); }
 
-void use_comm() {
+std::string fresh_name() {
   static std::atomic<int> count{0};
-  const auto name = "fork_test" + std::to_string(count++);
-  const Comm comm = TorchComm::create("fake", c10::kCPU, name, {}, RankAndSize{0, 2});
+  return "fork_test" + std::to_string(count++);
+}
+
+void use_fake() {
+  const Comm comm = TorchComm::create("fake", c10::kCPU, fresh_name(), {}, RankAndSize{0, 2});
   comm->all_reduce(at::ones({4}), RedOpType::SUM, /*async_op=*/false);
   comm->finalize();
+}
+
+void use_windows() {
+  CommOptions options;
+  options.store = c10::make_intrusive<c10d::HashStore>();
+  const Comm comm = TorchComm::create("local", c10::kCPU, fresh_name(), options, RankAndSize{0, 1});
+  const auto window = comm->new_window(symmetric_empty({4}, at::kFloat, c10::kCPU));
+  (void)window_names();
+  window->tensor_deregister();
+  comm->finalize();
+}
+
+// The exit status of a fork that runs `body`: 1 if that says false, a signal if it throws or does
+// not end.
+int in_fork(const std::function<bool()>& body) {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    alarm(20);
+    const auto ends = [&]() noexcept { return body(); };
+    _exit(ends() ? 0 : 1);
+  }
+  EXPECT_GT(pid, 0) << std::strerror(errno);
+  int status = -1;
+  if (pid > 0) {
+    EXPECT_EQ(waitpid(pid, &status, 0), pid);
+  }
+  EXPECT_FALSE(WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) << "the fork did not end";
+  return status;
 }
 
 struct Use {
@@ -48,11 +87,22 @@ struct Use {
   void (*run)();
 };
 
-class Fork : public ::testing::TestWithParam<Use> {};
+// The sanitizers have locks of their own, of what is allocated say, that a fork may find taken.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kCanFork = false;
+#else
+constexpr bool kCanFork = true;
+#endif
+
+class Fork : public ::testing::TestWithParam<Use> {
+ protected:
+  void SetUp() override {
+    if (!kCanFork) GTEST_SKIP() << "the sanitizer's own locks";
+  }
+};
 
 TEST_P(Fork, GoesOnWhereTheParentsThreadsWere) {
   const auto use = GetParam().run;
-  use();  // what is made once is there
   std::atomic<bool> stop{false};
   std::vector<std::thread> others;
   for (int i = 0; i < 2; ++i) {
@@ -60,18 +110,11 @@ TEST_P(Fork, GoesOnWhereTheParentsThreadsWere) {
       while (!stop) use();
     });
   }
-  for (int turn = 0; turn < 100; ++turn) {
-    const pid_t pid = fork();
-    if (pid == 0) {
-      alarm(20);
-      use();
-      _exit(0);
-    }
-    int status = -1;
-    waitpid(pid, &status, 0);
-    EXPECT_EQ(status, 0) << "fork " << turn << (WIFSIGNALED(status) ? " did not end" : "");
-    if (status != 0) break;
-  }
+  const auto use_it = [use] {
+    use();
+    return true;
+  };
+  for (int turn = 0; turn < 100 && !HasFailure(); ++turn) EXPECT_EQ(in_fork(use_it), 0) << turn;
   stop = true;
   for (auto& other : others) other.join();
 }
@@ -79,8 +122,40 @@ TEST_P(Fork, GoesOnWhereTheParentsThreadsWere) {
 INSTANTIATE_TEST_SUITE_P(Of, Fork,
                          ::testing::Values(Use{"Memory", &use_memory}, Use{"Names", &use_names},
                                            Use{"Records", &use_records}, Use{"Hints", &use_hints},
-                                           Use{"Communicators", &use_comm}),
+                                           Use{"Communicators", &use_fake},
+                                           Use{"Windows", &use_windows}),
                          [](const auto& info) { return std::string(info.param.name); });
+
+// No assertion in the fork: another thread may have held their lock.
+bool is_refused(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.kind() == ErrorKind::kState;
+  }
+  return false;
+}
+
+TEST(ForkOfWorks, AsksWithoutWaitingAndIsRefusedAWait) {
+  if (!kCanFork) GTEST_SKIP() << "the sanitizer's own locks";
+  run_local_ranks(2, [](const Comm& comm) {
+    for (int turn = 0; turn < 40; ++turn) {
+      std::vector<WorkPtr> works;
+      for (int i = 0; i < 8; ++i) {
+        works.push_back(comm->all_reduce(at::ones({64}), RedOpType::SUM, /*async_op=*/true));
+      }
+      const auto ask = [&works] {
+        return std::all_of(works.begin(), works.end(), [](const WorkPtr& work) {
+          return work->exception() == nullptr && work->status() != WorkStatus::ERROR &&
+                 is_refused([&] { work->wait(); }) &&
+                 is_refused([&] { work->on_completion([](const auto&) {}); });
+        });
+      };
+      EXPECT_EQ(in_fork(ask), 0);
+      for (const WorkPtr& work : works) work->wait();
+    }
+  });
+}
 
 }  // namespace
 }  // namespace torch_overlap

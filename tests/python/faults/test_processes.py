@@ -69,9 +69,14 @@ def run_fork(comm: to.TorchComm) -> None:
     pending = comm.recv(torch.zeros(1), 1 - comm.get_rank(), async_op=True)
     window = comm.new_window(to.symmetric_empty(4, torch.float32, comm))
     config = to.CommOverlapConfig(to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32, 2)
+    buffer = to.create_comm_overlap_buffer(
+        comm, to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32
+    )
+    parents = [to.ops.all_reduce_async(torch.ones(3), comm) for _ in range(100)]  # some still go on at the fork
     refused = f"expected the process that made communicator '{comm.get_name()}', got a fork of it"
 
     def child() -> None:
+        left = torch.ops.torch_overlap._pending_works()
         with pytest.raises(to.StateError, match=refused):
             comm.all_reduce(x, SUM, async_op=False)
         with pytest.raises(to.StateError, match=refused):
@@ -81,8 +86,13 @@ def run_fork(comm: to.TorchComm) -> None:
             window.tensor_deregister()
         with pytest.raises(to.StateError, match=refused):
             to.CommOverlapBase(comm, config)
+        with pytest.raises(to.StateError, match=refused):
+            to.create_comm_overlap_buffer(comm, to.CommOverlapType.RS, to.CommOverlapMethod.BULK, [8, 4], torch.float32)
         with pytest.raises(to.StateError, match="got a fork of it"):
             pending.wait()
+        assert not pending.is_completed()
+        with pytest.raises(to.StateError, match="got a fork of it"):
+            to.ops.wait_tensor(parents[-1])
         with pytest.raises(to.StateError, match=refused):
             comm.finalize()
         comm.abort()
@@ -90,11 +100,17 @@ def run_fork(comm: to.TorchComm) -> None:
         # It makes one of its own, also under the same name.
         with to.new_comm("local", "cpu", comm.get_name(), store=dist.HashStore(), rank=0, size=1) as mine:
             mine.all_reduce(x, SUM, async_op=False)
+            for later in [to.ops.all_reduce_async(torch.ones(3), mine) for _ in range(200)]:
+                assert to.ops.wait_tensor(later).tolist() == [1.0] * 3
+            assert torch.ops.torch_overlap._pending_works() <= left  # what the parent waits for stays
 
     status, text = in_fork(child)
     assert status == 0, text
     comm.send(torch.ones(1), 1 - comm.get_rank(), async_op=False)
     pending.wait()
+    for later in parents:
+        assert to.ops.wait_tensor(later).tolist() == [2.0] * 3
+    to.destroy_comm_overlap_buffer(buffer)
     comm.all_reduce(x, SUM, async_op=True).wait()  # the parent goes on
     assert x.tolist() == [4.0] * 8
     window.put(torch.full((4,), 5.0), 1 - comm.get_rank(), 0, False, signal=True)

@@ -92,12 +92,16 @@ void HostWork::end_part(const std::exception_ptr& error) {
   }
 }
 
-void HostWork::wait_until(Deadline until) {
-  // Before the lock, which a thread of the parent may have held at the fork.
-  TORCH_OVERLAP_CHECK(process_.is_current(), kState, "wait: expected the process that issued ",
+// Before the lock, which a thread of the parent may have held at the fork.
+void HostWork::require_own_process(std::string_view op) const {
+  TORCH_OVERLAP_CHECK(process_.is_current(), kState, op, ": expected the process that issued ",
                       to_string(call_.name), " #", call_.id, ", got a fork of it");
+}
+
+void HostWork::wait_until(Deadline until) {
+  require_own_process("wait");
   std::unique_lock lock(mutex_);
-  const auto done = [this] { return done_; };
+  const auto done = [this] { return done_.load(); };
   const Deadline expiry = deadline_ + kGrace;
   if (!done_) OwnedThread::refuse_to_block(owner_.lock().get(), "wait");
   if (!wait_interruptibly(changed_, lock, std::min(until, expiry), done)) {
@@ -119,10 +123,7 @@ void HostWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
   wait_until(timeout ? after(*timeout) : Deadline::max());
 }
 
-bool HostWork::is_completed() {
-  std::lock_guard lock(mutex_);
-  return done_;
-}
+bool HostWork::is_completed() { return done_; }
 
 WorkStatus HostWork::status() {
   const auto error = exception();
@@ -136,22 +137,18 @@ WorkStatus HostWork::status() {
   }
 }
 
-std::exception_ptr HostWork::exception() {
-  std::lock_guard lock(mutex_);
-  return done_ ? error_ : nullptr;
-}
+std::exception_ptr HostWork::exception() { return done_ ? error_ : nullptr; }
 
 void HostWork::on_completion(std::function<void(std::exception_ptr)> callback) {
-  std::exception_ptr error;
+  require_own_process("on_completion");
   {
-    std::lock_guard lock(mutex_);
+    const std::lock_guard lock(mutex_);
     if (!done_) {
       callbacks_.push_back(std::move(callback));
       return;
     }
-    error = error_;
   }
-  callback(error);
+  callback(error_);
 }
 
 }  // namespace torch_overlap

@@ -70,6 +70,7 @@ class HostWork final : public TorchWork {
   void on_completion(std::function<void(std::exception_ptr)> callback) override;
 
  private:
+  void require_own_process(std::string_view op) const;
   void wait_until(Deadline until);
 
   Call call_;
@@ -83,8 +84,8 @@ class HostWork final : public TorchWork {
   std::mutex mutex_;
   std::condition_variable changed_;
   int parts_;
-  bool done_ = false;
-  std::exception_ptr error_;
+  std::exception_ptr error_;        // as it is when
+  std::atomic<bool> done_ = false;  // this is set: both are then read without the lock
   std::vector<std::function<void(std::exception_ptr)>> callbacks_;
 };
 
