@@ -200,9 +200,9 @@ int64_t OverlapChannel::offset_of(const at::Tensor& tensor) const {
          static_cast<const std::byte*>(part_.const_data_ptr());
 }
 
-void OverlapChannel::Session::begin(int64_t rows) {
+void OverlapChannel::Session::begin(const Begin& operation) {
   const int comm = lanes.comm();
-  lanes.run(comm, "begin", [this, rows] { transport.begin(rows); });
+  lanes.run(comm, "begin", [this, operation] { transport.begin(operation); });
   begun_ = lanes.mark(comm);
   is_behind_.assign(lanes.count(), false);
   is_behind_[comm] = true;
@@ -294,9 +294,9 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
     channel.enter();
     if (call.fills_device) turn_ = channel.device().take_turn(channel.group_->device());
     const bool is_beside = call.begins_beside && channel.transport_->may_begin_beside();
-    if (!call.begins_itself && !is_beside) channel.transport_->begin(call.rows);
+    if (!call.begins_itself && !is_beside) channel.transport_->begin(call.begin);
     session_.lanes.fork(call.as_one);
-    if (!call.begins_itself && is_beside) session_.begin(call.rows);
+    if (!call.begins_itself && is_beside) session_.begin(call.begin);
   } catch (...) {
     fail();
     throw;

@@ -68,8 +68,8 @@ class OverlapChannel;
 
 // What is said of one operation.
 struct OverlapCall {
-  // Of all ranks together. Where two ranks differ, both are told.
-  int64_t rows = 0;
+  // What all ranks say alike. Where two differ, both are told.
+  Begin begin;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
   bool as_one = false;               // see Lanes::fork()
   // A kernel of the operation waits by itself until the other ranks have begun it.
@@ -180,7 +180,7 @@ class TORCH_OVERLAP_API OverlapChannel final : public CommAttachment {
 
    private:
     friend class Operation;
-    void begin(int64_t rows);
+    void begin(const Begin& operation);
     Lanes::Mark begun_{};
     std::vector<bool> is_behind_;  // by lane; empty: all are
   };

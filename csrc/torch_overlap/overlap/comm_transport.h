@@ -16,7 +16,7 @@ class CommTransport final : public Transport {
   std::string_view name() const override { return "send and receive"; }
   bool is_direct() const override { return false; }
   // A receive begins when its rank is ready for it: nobody is overrun.
-  void begin(int64_t) override { arriving_.clear(); }
+  void begin(const Begin&) override { arriving_.clear(); }
   void end() override { arriving_.clear(); }
   void exchange(Lanes& lanes, int lane, const Move& move) override;
   void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;

@@ -37,11 +37,11 @@ struct SumArgs {
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
 // is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
-// before. Behind begun[r], in the same line, are the rows of that operation, or first those of the
-// last even and then of the last odd one. The line of the epoch
-// also has a word that a rank which gives up sets on all others, and one that says that a kernel
-// runs which is an operation by itself. tiles[r] are the flags of tiles, or slices of k, that
-// come from rank r, where a chunk comes so.
+// before. Behind begun[r], in the same line, is the word of that operation (symm/begin.h), or first
+// those of the last even and then of the last odd one. The line of the epoch also has a word that a
+// rank which gives up sets on all others, and one that says that a kernel runs which is an
+// operation by itself. tiles[r] are the flags of tiles, or slices of k, that come from rank r,
+// where a chunk comes so.
 struct ChannelLayout {
   static constexpr int64_t kLine = 128;
   int64_t bytes = 0;

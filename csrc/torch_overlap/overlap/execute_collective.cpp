@@ -103,7 +103,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
                                    const at::Tensor& gathered, bool with_own, bool as_one)
     : flags_(flags_of_others(channel.group(), 0)) {
-  operation_.emplace(op, channel, OverlapCall{.rows = rows.rows, .as_one = as_one});
+  operation_.emplace(op, channel, OverlapCall{.begin = {.rows = rows.rows}, .as_one = as_one});
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
@@ -181,7 +181,9 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     }
     put_end_of_reads(channel, session, comm, count * size);
   };
-  channel.operate(op, body, {.rows = problem.rows.rows, .begins_beside = channel.is_captured()});
+  channel.operate(op, body,
+                  {.begin = {.rows = problem.rows.rows, .way = Way::columns(std::max(1, count))},
+                   .begins_beside = channel.is_captured()});
   largest.finish();
   return count;
 }
@@ -195,37 +197,38 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
   std::vector<CheckedGemm> products;
   for (const GemmArgs& args : problem.gemms) products.emplace_back(op, args);
-  channel.operate(op,
-                  [&](OverlapChannel::Session& session) {
-                    Lanes& lanes = session.lanes;
-                    const int comm = lanes.comm();
-                    if (problem.gathers) {
-                      put_all_gather(
-                          channel, session, comm, rows,
-                          {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
-                      if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
-                    } else {
-                      put_reduce_scatter(channel, session, comm,
-                                         {.rows = rows,
-                                          .columns = problem.columns,
-                                          .dtype = problem.dtype,
-                                          .at = 0,
-                                          .flags = 0,
-                                          .sum = {.out = problem.out,
-                                                  .parts = {},
-                                                  .scale_inv = problem.scale_inv,
-                                                  .factor = 1,
-                                                  .bias = {},
-                                                  .blocks = problem.blocks,
-                                                  .cluster = problem.cluster}},
-                                         received);
-                      put_end_of_reads(channel, session, comm, size);
-                    }
-                    for (size_t i = 0; i < products.size(); ++i) {
-                      session.gemm(static_cast<int>(i) % lanes.computes(), products[i]);
-                    }
-                  },
-                  {.rows = rows.rows, .lender = problem.lender});
+  channel.operate(
+      op,
+      [&](OverlapChannel::Session& session) {
+        Lanes& lanes = session.lanes;
+        const int comm = lanes.comm();
+        if (problem.gathers) {
+          put_all_gather(channel, session, comm, rows,
+                         {.own = rows_of_rank(data, rows, rank), .all = data, .copy = {}}, 0);
+          if (size > 1) session.arrived(comm, flags_of_others(channel.group(), 0));
+        } else {
+          put_reduce_scatter(channel, session, comm,
+                             {.rows = rows,
+                              .columns = problem.columns,
+                              .dtype = problem.dtype,
+                              .at = 0,
+                              .flags = 0,
+                              .sum = {.out = problem.out,
+                                      .parts = {},
+                                      .scale_inv = problem.scale_inv,
+                                      .factor = 1,
+                                      .bias = {},
+                                      .blocks = problem.blocks,
+                                      .cluster = problem.cluster}},
+                             received);
+          put_end_of_reads(channel, session, comm, size);
+        }
+        for (size_t i = 0; i < products.size(); ++i) {
+          session.gemm(static_cast<int>(i) % lanes.computes(), products[i]);
+        }
+      },
+      {.begin = {.rows = rows.rows, .way = problem.gathers ? Way::chunks() : Way::columns(1)},
+       .lender = problem.lender});
 }
 
 }  // namespace torch_overlap

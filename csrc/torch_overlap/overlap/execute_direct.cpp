@@ -80,17 +80,17 @@ void run_direct_sum(std::string_view op, OverlapChannel& channel, const DirectGe
   CheckedGemm product(op, std::move(args));
   OverlapDevice& device = channel.device();
   const bool has_kernel = device.has_kernel(sum);
-  channel.operate(op,
-                  [&](OverlapChannel::Session& session) {
-                    session.gemm(0, product);
-                    if (has_kernel) {
-                      session.lanes.run(0, "direct",
-                                        [&] { device.run_direct(session.transport, sum); });
-                    } else {
-                      put_direct_sum(channel, session, sum);
-                    }
-                  },
-                  {.rows = problem.rows.rows, .as_one = true, .begins_itself = has_kernel});
+  channel.operate(
+      op,
+      [&](OverlapChannel::Session& session) {
+        session.gemm(0, product);
+        if (has_kernel) {
+          session.lanes.run(0, "direct", [&] { device.run_direct(session.transport, sum); });
+        } else {
+          put_direct_sum(channel, session, sum);
+        }
+      },
+      {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = has_kernel});
 }
 
 void run_direct_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
@@ -116,7 +116,7 @@ void run_direct_gather(std::string_view op, OverlapChannel& channel, const Gathe
         for (CheckedGemm& product : products) session.gemm(0, product);
         if (data.copy.defined()) lanes.run(0, "copy", [&] { data.copy.copy_(data.all); });
       },
-      {.rows = problem.rows.rows, .as_one = true, .begins_itself = has_kernel});
+      {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = has_kernel});
 }
 
 }  // namespace torch_overlap

@@ -36,6 +36,9 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
     fused.order.push_back(step.first);
   }
   for (const GemmArgs& args : problem.gemms) check_gemm(op, args);
+  TORCH_OVERLAP_CHECK(!channel.shares_devices(), kUnsupported, op,
+                      ": expected a GPU of its own for each rank, got ranks that share one, where "
+                      "copies find no SM beside a kernel that waits for them");
   // One kernel sends and multiplies; several products share what copy engines bring.
   if (problem.gemms.size() == 1) fused.senders = channel.device().gather_senders(fused);
   const auto body = [&](OverlapChannel::Session& session) {
@@ -57,7 +60,7 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
     }
   };
   channel.operate(op, body,
-                  {.rows = problem.rows.rows,
+                  {.begin = {.rows = problem.rows.rows},
                    .as_one = problem.as_one,
                    .begins_itself = fused.senders > 0,
                    .fills_device = fused.senders > 0});
@@ -147,9 +150,11 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
     channel.device().run_fused(session.transport, fused);
   };
+  // The kernel says by itself which tiles it sends.
+  const Way way = fused.pieces > 0 ? Way::pieces(fused.pieces) : Way::kernel();
   // Ranks that share a device may be threads of this process, and would wait for each other's turn.
   channel.operate(op, body,
-                  {.rows = problem.rows.rows,
+                  {.begin = {.rows = problem.rows.rows, .way = way},
                    .begins_itself = fused.pieces == 0,
                    .begins_beside = true,
                    .fills_device = !channel.shares_devices()});
@@ -169,7 +174,7 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Direct
                     session.lanes.run(
                         0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
-                  {.rows = problem.rows.rows, .as_one = true, .begins_itself = true});
+                  {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = true});
 }
 
 }  // namespace torch_overlap

@@ -108,7 +108,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       }
     }
   };
-  channel.operate(op, body, {.rows = rows.rows, .as_one = problem.as_one});
+  channel.operate(op, body, {.begin = {.rows = rows.rows}, .as_one = problem.as_one});
   for (const auto& one : largest) one.finish();
 }
 
@@ -178,9 +178,10 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     session.arrived(lane, flags_of_others(channel.group(), 0));
     if (length > 0) session.sum(lane, sum);
   };
-  channel.operate(
-      op, body,
-      {.rows = rows.rows, .as_one = problem.as_one, .begins_beside = channel.is_captured()});
+  channel.operate(op, body,
+                  {.begin = {.rows = rows.rows},
+                   .as_one = problem.as_one,
+                   .begins_beside = channel.is_captured()});
   largest.finish();
 }
 

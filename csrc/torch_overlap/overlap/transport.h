@@ -11,6 +11,7 @@
 
 #include "torch_overlap/base/export.h"
 #include "torch_overlap/overlap/lanes.h"
+#include "torch_overlap/symm/begin.h"
 
 namespace torch_overlap {
 
@@ -35,9 +36,9 @@ class TORCH_OVERLAP_API Transport {
   // Throws if an operation before has failed since.
   virtual void check() const {}
   // On the caller's stream, before fork(): all ranks have come to this operation, and so are done
-  // with what the one before left; from here on they write to each other's data. `rows` is the same
-  // on all ranks, or the operation fails on all where memory is shared.
-  virtual void begin(int64_t rows) = 0;
+  // with what the one before left; from here on they write to each other's data. What is begun is
+  // the same on all ranks, or the operation fails on all where memory is shared.
+  virtual void begin(const Begin& operation) = 0;
   // Whether it may be put on a lane instead, before all that concerns other ranks.
   virtual bool may_begin_beside() const { return false; }
   // On the caller's stream, after join(); of an operation that ended half way, too.

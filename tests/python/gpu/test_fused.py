@@ -241,8 +241,10 @@ def test_gradients(comm, kind):
 
 def test_gradients_where_ranks_have_more_features(comm):
     """The tiles that ranks send each other are the same, whatever their k."""
-    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (1024, 2048 + 64 * (comm.get_rank() % 2)))
-    grad = torch.randn(1024 * comm.get_size(), w.shape[0], device="cuda").bfloat16()
+    # The gradient of x is less than 16 MiB, and by k alone these would take different tiles.
+    rows, features = (1024, 2048) if comm.get_size() == 2 else (512, 3840)
+    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (rows, features + 64 * (comm.get_rank() % 2)))
+    grad = torch.randn(rows * comm.get_size(), w.shape[0], device="cuda").bfloat16()
     results = {}
     for algorithm in ("fused", "sequential"):
         inputs = [t.clone().requires_grad_() for t in (x, w)]
@@ -445,8 +447,27 @@ def test_a_rank_that_gathers_another_way(comm, make_comm):
         ops.all_gather_matmul(case.x, case.weights, other, algorithm=way)
         torch.cuda.synchronize()
 
-    with pytest.raises(to.Error, match=r"expected the same algorithm on all ranks|has given up"):
+    with pytest.raises(to.Error, match=r"expected the same operator and algorithm on all ranks|has given up"):
         run_until_an_error(gather)
+    other.abort()
+
+
+def test_ranks_whose_tiles_differ(comm, make_comm):
+    """k that differs is a mistake, which is told where it leads to other tiles: their words are not the same."""
+    if comm.get_size() != 2:
+        pytest.skip("sizes at which two ranks choose different tiles")
+    other = make_comm("fused_tiles", timeout=timedelta(seconds=60))
+    k = 2048 + 64 * other.get_rank()
+    x, w = (torch.randn(n, k, device="cuda").bfloat16() for n in (2048, 4096))
+    ops.matmul_reduce_scatter(x[:, :2048].contiguous(), w[:, :2048].contiguous(), other, algorithm="fused")
+    torch.cuda.synchronize()
+
+    def scatter():
+        ops.matmul_reduce_scatter(x, w, other, algorithm="fused")
+        torch.cuda.synchronize()
+
+    with pytest.raises(to.Error, match=r"expected the same operator and algorithm on all ranks|has given up"):
+        run_until_an_error(scatter)
     other.abort()
 
 

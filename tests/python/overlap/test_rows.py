@@ -62,3 +62,28 @@ def run_differing_shapes(comm: to.TorchComm, seed: int) -> None:
 
 def test_shapes_that_differ(seed: int) -> None:
     run_ranks(run_differing_shapes, 2, seed, timeout=120)
+
+
+def run_differing_ways(comm: to.TorchComm, seed: int) -> None:
+    """They write to other places, and wait for other flags: one would read what nobody wrote."""
+    draw = Draw(seed)
+    rank = comm.get_rank()
+    x, weight, other = draw(2, 8), draw(16, 8), draw(32, 16)  # which is two rows of a shared buffer, too
+
+    def scatter() -> None:
+        to.ops.matmul_reduce_scatter(x, weight, comm, algorithm="ring")
+
+    def bulk() -> None:
+        to.ops.bulk_overlap_matmul(x, weight, other, comm, collective="reduce_scatter", algorithm="bulk")
+
+    scatter()
+    bulk()
+    ways = ("each rank's rows as one", "pieces of all columns, 1")
+    got = f"got {ways[rank]} on rank {rank} and {ways[1 - rank]} on rank {1 - rank}"
+    with pytest.raises(to.InvalidValueError, match=f"expected the same operator and algorithm on all ranks, {got}"):
+        (scatter, bulk)[rank]()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "local"])
+def test_operators_that_differ(backend: str, seed: int) -> None:
+    run_ranks(run_differing_ways, 2, seed, backend=backend, timeout=120)

@@ -42,13 +42,13 @@ std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank
   };
 }
 
-void CpuTransport::begin(int64_t rows) {
+void CpuTransport::begin(const Begin& operation) {
   const auto& layout = options_.layout;
-  const auto own_rows = static_cast<uint32_t>(rows);
+  const uint32_t said = operation.word();
   ++epoch_;
   raisers_.clear();
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    word(rank, layout.rows_at(memory_->rank())).store(own_rows, std::memory_order_relaxed);
+    word(rank, layout.rows_at(memory_->rank())).store(said, std::memory_order_relaxed);
     word(rank, layout.begun_at(memory_->rank())).store(epoch_, std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
@@ -57,10 +57,10 @@ void CpuTransport::begin(int64_t rows) {
     while (!has_begun()) std::this_thread::yield();
     // It does not begin another before this rank has done its part of this one.
     const uint32_t seen = word(memory_->rank(), layout.rows_at(rank)).load();
-    TORCH_OVERLAP_CHECK(seen == own_rows, kValue, memory_->name(),
-                        ": expected the same number of rows on all ranks, got ", own_rows,
-                        " on rank ", memory_->rank(), " and ", seen, " on rank ", rank,
-                        "; call set_active_tokens() alike, with equal shapes");
+    TORCH_OVERLAP_CHECK(
+        seen == said, kValue,
+        describe_unlike_begins(memory_->name(), operation, concat("on rank ", memory_->rank()),
+                               Begin::of(seen), rank));
   }
 }
 

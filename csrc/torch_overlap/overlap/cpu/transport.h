@@ -19,7 +19,7 @@ class CpuTransport final : public Transport {
 
   std::string_view name() const override { return "shared memory"; }
   bool is_direct() const override { return true; }
-  void begin(int64_t rows) override;
+  void begin(const Begin& operation) override;
   void exchange(Lanes& lanes, int lane, const Move& move) override;
   void arrived(Lanes& lanes, int lane, const std::vector<int>& flags) override;
   void post(Lanes& lanes, int lane, int flag) override;

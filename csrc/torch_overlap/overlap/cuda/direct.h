@@ -17,7 +17,7 @@ inline constexpr int kMostDirectRanks = 8;
 struct OperationParams {
   ChannelWords words;
   uint32_t* busy;  // not 0: such a kernel runs
-  uint32_t rows;   // the same on all ranks, or the operation fails
+  uint32_t rows;   // and the way (symm/begin.h): the same on all ranks, or the operation fails
   WordOfAll gone;
   WaitControl control;
 };

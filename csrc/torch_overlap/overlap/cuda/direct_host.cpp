@@ -34,18 +34,12 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-OperationParams operation_of(const CudaTransport& transport, int64_t rows) {
+OperationParams operation_of(const CudaTransport& transport, const Begin& operation) {
   return {.words = transport.words(),
           .busy = transport.busy(),
-          .rows = static_cast<uint32_t>(rows),
+          .rows = operation.word(),
           .gone = transport.gone_of_all(),
           .control = transport.control()};
-}
-
-OperationParams whole_product(const CudaTransport& transport, int64_t rows) {
-  OperationParams params = operation_of(transport, rows);
-  params.rows |= kWhole;
-  return params;
 }
 
 BegunWords begun_words(const CudaTransport& transport) {
@@ -87,7 +81,7 @@ void run_direct(CudaTransport& transport, const DirectSum& sum) {
     begin = std::min(rank * part, total);
     own_at = begin * kVector;
   }
-  DirectSumParams params{.operation = operation_of(transport, sum.rows.rows),
+  DirectSumParams params{.operation = operation_of(transport, {.rows = sum.rows.rows}),
                          .products = {},
                          .begin = static_cast<uint32_t>(begin),
                          .count = static_cast<uint32_t>(std::min(part, total - begin)),
@@ -117,7 +111,7 @@ void run_direct(CudaTransport& transport, const DirectSum& sum) {
 void run_direct(CudaTransport& transport, const DirectGather& gather) {
   const int rank = transport.words().rank;
   const auto bytes = static_cast<int64_t>(gather.own.nbytes());
-  DirectGatherParams params{.operation = operation_of(transport, gather.rows.rows),
+  DirectGatherParams params{.operation = operation_of(transport, {.rows = gather.rows.rows}),
                             .to = {},
                             .from = bytes == 0 ? nullptr : gather.own.const_data_ptr(),
                             .bytes = static_cast<size_t>(bytes),

@@ -8,10 +8,9 @@
 namespace torch_overlap::cuda {
 
 // What kernels that are operations by themselves begin and end with.
-OperationParams operation_of(const CudaTransport& transport, int64_t rows);
+OperationParams operation_of(const CudaTransport& transport, const Begin& operation);
 
 // The same for products that send by themselves, of at most kMostFusedRanks ranks.
-OperationParams whole_product(const CudaTransport& transport, int64_t rows);
 BegunWords begun_words(const CudaTransport& transport);
 
 // Whether the kernel takes such a sum; by what all ranks have alike.

@@ -201,7 +201,7 @@ void run_fused(CudaTransport& transport, const FusedGather& problem) {
     params.order[chunk] = problem.order.at(chunk);
   }
   params.operation =
-      sends ? whole_product(transport, rows.rows) : operation_of(transport, rows.rows);
+      operation_of(transport, {.rows = rows.rows, .way = sends ? Way::kernel() : Way::chunks()});
   if (sends) add_senders(transport, problem, operands, params);
   const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
   const int64_t units = units_of(kernel, rows, n);

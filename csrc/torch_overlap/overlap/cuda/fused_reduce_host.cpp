@@ -157,7 +157,7 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
   const FusedReduceKernel& kernel = *plan.kernel;
   const at::Tensor out = mappable_out(problem.out);
   FusedReduceParams params{};
-  params.operation = operation_of(transport, problem.rows.rows);
+  params.operation = operation_of(transport, {.rows = problem.rows.rows});
   params.product = {.weight = weight_map(operands, kernel),
                     .rows = sm90::matrix_map(operands.lhs, kernel.rows),
                     .m = static_cast<int>(m),

@@ -5,8 +5,8 @@
 
 // GEMM + reduce-scatter in one kernel. The tiles of other ranks' rows are stored straight to their
 // owner, with a word behind each; those of the own rows take the tiles of the others in before they
-// are rounded. Between registers and the outside lies one tile in shared memory, which the mover
-// (one warp of the first warpgroup) and the two warpgroups that multiply hand to each other:
+// are rounded. Between registers and the outside lies one tile in shared memory, which the movers
+// (three warps of the first warpgroup) and the two warpgroups that multiply hand to each other:
 //
 //   tile of another rank
 //     multiply    ... | sums -> shared | filled

@@ -187,7 +187,8 @@ void run_fused(CudaTransport& transport, const FusedScatter& problem) {
   }
   params.most_row_tiles = static_cast<int>(ceil_div(rows.largest(), kernel.rows));
   params.factor = static_cast<float>(problem.factor);
-  params.operation = whole_product(transport, rows.rows);
+  params.operation =
+      operation_of(transport, {.rows = rows.rows, .way = Way::kernel(kernel.columns)});
   params.begun = begun_words(transport);
   const Pace pace = pace_of(to_send(kernel, 1), kernel);
   params.pace_ns = pace.between_tiles;

@@ -66,9 +66,9 @@ void CudaTransport::check() const {
   if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
-void CudaTransport::begin(int64_t rows) {
-  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun(), static_cast<uint32_t>(rows),
-                       control(), current_stream()),
+void CudaTransport::begin(const Begin& operation) {
+  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun(), operation.word(), control(),
+                       current_stream()),
           "overlap: begin");
 }
 

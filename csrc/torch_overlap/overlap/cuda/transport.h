@@ -26,7 +26,7 @@ class CudaTransport final : public Transport {
   std::string_view name() const override { return options_.use_ce ? "copy engine" : "SM stores"; }
   bool is_direct() const override { return true; }
   void check() const override;
-  void begin(int64_t rows) override;
+  void begin(const Begin& operation) override;
   bool may_begin_beside() const override { return true; }
   std::vector<std::shared_ptr<void>> keepers() const override { return {memory_, board_}; }
   void exchange(Lanes& lanes, int lane, const Move& move) override;

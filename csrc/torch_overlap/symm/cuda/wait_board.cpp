@@ -9,6 +9,7 @@
 #include "torch_overlap/common/cuda/capture.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/cuda/stream.h"
+#include "torch_overlap/symm/begin.h"
 #include "torch_overlap/symm/cuda/window_kernels.h"
 
 namespace torch_overlap::cuda {
@@ -130,17 +131,8 @@ std::optional<std::string> WaitBoard::expired() const {
       return concat(name, ": expected all ranks to take part in operation ", record.expected,
                     ", got one that has given up; its own error says why");
     case WaitKind::rows:
-      if (((record.expected ^ record.seen) & kWhole) != 0) {
-        const bool sends_here = (record.expected & kWhole) != 0;
-        return concat(name, ": expected the same algorithm on all ranks, got a kernel that sends ",
-                      sends_here ? "here, and not on rank " : "on rank ", record.peer,
-                      sends_here ? "" : ", and not here",
-                      "; where n or k differ between ranks, name an algorithm that all can take");
-      }
-      return concat(name, ": expected the same number of rows on all ranks, got ",
-                    record.expected & ~uint64_t{kWhole}, " here and ",
-                    record.seen & ~uint64_t{kWhole}, " on rank ", record.peer,
-                    "; call set_active_tokens() alike, with equal shapes");
+      return describe_unlike_begins(name, Begin::of(static_cast<uint32_t>(record.expected)), "here",
+                                    Begin::of(static_cast<uint32_t>(record.seen)), record.peer);
     case WaitKind::chunk:
       return concat(name, ": expected rank ", record.peer, " to do its part of operation ",
                     record.expected, within, "operation ", record.seen,

@@ -10,13 +10,10 @@ enum class WaitKind : uint32_t {
   begin,   // of operation `expected` of an overlap buffer, on rank `peer`
   chunk,   // of operation `expected` of an overlap buffer, by rank `peer`
   gone,    // as begin or chunk, but another rank has given up meanwhile
-  rows,    // rank `peer` has begun an operation of `seen` rows, this one of `expected`; with kWhole
+  rows,    // rank `peer` has begun with the word `seen`, this one with `expected` (symm/begin.h)
   step,    // `expected` of rank `peer` in a block of a direct collective
   apart,   // none: two operations that must follow one another ran at once
 };
-
-// Of rows: the operation is a product that sends by itself, which waits for no copies.
-inline constexpr uint32_t kWhole = 1U << 31;
 
 // What a kernel needs to wait; of one communicator, or of one that has none.
 struct WaitRecord;
