@@ -29,16 +29,21 @@ class Forks {
 
   void add(std::mutex& mutex) {
     const std::lock_guard lock(mutex_);
-    mutexes_.push_back(&mutex);
-    taken_.reserve(mutexes_.size());  // nothing is allocated around a fork
+    entries_.push_back({.mutex = &mutex});
   }
 
   void remove(const std::mutex& mutex) noexcept {
     const std::lock_guard lock(mutex_);
-    std::erase(mutexes_, &mutex);
+    std::erase_if(entries_, [&](const Entry& entry) { return entry.mutex == &mutex; });
   }
 
  private:
+  struct Entry {
+    std::mutex* mutex;
+    bool is_taken = false;  // by who forks
+    bool was_free = false;  // since that began
+  };
+
   Forks() {
     const auto in_child = [] {
       forks.fetch_add(1, std::memory_order_relaxed);
@@ -48,37 +53,39 @@ class Forks {
   }
 
   // Who forks waits for one only while it holds none, in whatever order other threads take several.
-  // When it has waited for long, one stays held: it goes on without that, and with all others.
+  // After its patience, what has never been free is left alone.
   void before() noexcept {
+    const auto until = Clock::now() + kPatience;
     mutex_.lock();
-    for (const auto until = Clock::now() + kPatience; !take_free() && Clock::now() < until;) {
+    for (Entry& entry : entries_) entry.was_free = false;
+    while (!take(/*all=*/Clock::now() < until) && Clock::now() < until + kRest) {
       after();
       std::this_thread::sleep_for(kNap);
       mutex_.lock();
     }
-    for (const auto until = Clock::now() + kRest; !take_free() && Clock::now() < until;) {
-      std::this_thread::yield();
-    }
   }
 
-  // Whether all are taken.
-  bool take_free() noexcept {
-    for (std::mutex* const mutex : mutexes_) {
-      const bool is_mine = std::find(taken_.begin(), taken_.end(), mutex) != taken_.end();
-      if (!is_mine && mutex->try_lock()) taken_.push_back(mutex);
+  // Takes those that are free; whether these are all, or all that were.
+  bool take(bool all) noexcept {
+    bool is_missing = false;
+    for (Entry& entry : entries_) {
+      entry.is_taken = entry.mutex->try_lock();
+      entry.was_free = entry.was_free || entry.is_taken;
+      is_missing = is_missing || (!entry.is_taken && (all || entry.was_free));
     }
-    return taken_.size() == mutexes_.size();
+    return !is_missing;
   }
 
   void after() noexcept {
-    for (std::mutex* const mutex : taken_) mutex->unlock();
-    taken_.clear();
+    for (Entry& entry : entries_) {
+      if (entry.is_taken) entry.mutex->unlock();
+      entry.is_taken = false;
+    }
     mutex_.unlock();
   }
 
-  std::mutex mutex_;  // of both lists
-  std::vector<std::mutex*> mutexes_;
-  std::vector<std::mutex*> taken_;  // by who forks
+  std::mutex mutex_;  // of the list; who forks keeps it
+  std::vector<Entry> entries_;
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <type_traits>
 
@@ -54,17 +55,21 @@ class ProcessWide {
   static inline T* const loaded_ = &made();
 };
 
-// What `make` returns, made by the first call from this place in the program and never destroyed:
-// for what reads the environment or files, and so is not made when the library is loaded. A child
-// whose parent was at it makes its own.
+// What `make` returns, made when it is first needed at this place of the program, and never
+// destroyed: for what reads the environment or files, and so is not made when the library is
+// loaded. Threads that come at once make one each, of which one stays: none waits for another,
+// which a fork may not have.
 template <typename Make>
 auto& made_once(const Make& make) {
   using T = std::invoke_result_t<const Make&>;
-  static std::once_flag once;
-  static std::atomic<T*> made{nullptr};
-  if (T* const known = made.load(std::memory_order_acquire)) return *known;
-  std::call_once(once, [&] { made.store(new T(make()), std::memory_order_release); });
-  return *made.load(std::memory_order_acquire);
+  static std::atomic<T*> known{nullptr};
+  T* one = known.load(std::memory_order_acquire);
+  if (one != nullptr) return *one;
+  auto made = std::unique_ptr<T>(new T(make()));
+  if (known.compare_exchange_strong(one, made.get(), std::memory_order_acq_rel)) {
+    one = made.release();
+  }
+  return *one;
 }
 
 }  // namespace torch_overlap

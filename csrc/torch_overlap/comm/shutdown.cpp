@@ -20,22 +20,26 @@ namespace {
 
 constexpr auto kLimit = std::chrono::seconds(2);
 
-struct CurrentShutdown {
-  CurrentShutdown() {
-    pthread_atfork(nullptr, nullptr, [] { ProcessWide<CurrentShutdown>::get().renew(); });
-  }
+std::atomic<Shutdown*> current{nullptr};
 
-  // A fork has none of the threads that are counted.
-  void renew() {
-    auto* const renewed = new Shutdown;
-    renewed->begun = shutdown.load()->begun.load();
-    shutdown = renewed;
-  }
+// A fork has none of the threads that are counted.
+void renew_in_fork() {
+  auto* const renewed = new Shutdown;
+  renewed->begun = current.load()->begun.load();
+  current = renewed;
+}
 
-  std::atomic<Shutdown*> shutdown{new Shutdown};
+struct Registration {
+  Registration() {
+    current = new Shutdown;
+    pthread_atfork(nullptr, nullptr, &renew_in_fork);
+  }
 };
 
-Shutdown& shutdown() { return *ProcessWide<CurrentShutdown>::get().shutdown; }
+Shutdown& shutdown() {
+  (void)ProcessWide<Registration>::get();
+  return *current;
+}
 
 void wait_for_none(const std::atomic<int>& count) noexcept {
   const auto until = std::chrono::steady_clock::now() + kLimit;

@@ -195,14 +195,20 @@ class AllGatherMatmul : public Function<AllGatherMatmul> {
     if (!x_reached && wanted.empty()) return result;
 
     if (at::GradMode::is_enabled()) {  // a gradient of this gradient may be asked
+      // Ranks have as many features as they like, by which "fused" would choose different ways.
+      const std::string scatter_by =
+          algorithm == "auto" || algorithm == "fused" ? "sequential" : algorithm;
       if (x_reached) {
-        Tensor sum = gathered_grad.defined()
-                         ? ops::reduce_scatter(gathered_grad, dim, "sum", comm, group_size)
-                         : Tensor();
+        Tensor sum;
+        if (kept) {  // some ranks only may have used it
+          const Tensor term =
+              gathered_grad.defined() ? gathered_grad : at::zeros_like(saved.back());
+          sum = ops::reduce_scatter(term, dim, "sum", comm, group_size);
+        }
         for (size_t i = 0; i < used_grads.size(); ++i) {
           const auto part =
               ops::matmul_reduce_scatter(used_grads[i], used_weights[i].t(), std::nullopt, comm,
-                                         group_size, dim, "sum", algorithm);
+                                         group_size, dim, "sum", scatter_by);
           sum = sum.defined() ? sum.add(part) : part;
         }
         result[0] = sum;

@@ -65,6 +65,7 @@ class PendingWorks {
     const std::lock_guard lock(mutex_);
     const auto found = entries_.find(storage);
     if (found == entries_.end() || found->second.work != work) return;
+    if (!found->second.process.is_current()) return;  // each wait for it is refused
     erased = std::move(found->second);
     entries_.erase(found);
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "torch_overlap/overlap/schedule.h"
+#include "torch_overlap/symm/begin.h"
 
 // Collectives of an operand that lies in a channel, of which a device may do all in one kernel: an
 // operation by itself, whose entry and end the ranks tell each other in the kernel.
@@ -21,6 +22,9 @@ struct DirectSum {
   double factor = 1;
   at::Tensor bias;  // [columns] of this rank, contiguous; or undefined
 
+  Begin begin() const {
+    return {.rows = rows.rows, .way = everywhere ? Way::everywhere() : Way::chunks()};
+  }
   int64_t columns() const { return out.size(1); }
   int64_t row_bytes() const { return columns() * static_cast<int64_t>(out.element_size()); }
   bool in_one_shot() const {

@@ -80,17 +80,17 @@ void run_direct_sum(std::string_view op, OverlapChannel& channel, const DirectGe
   CheckedGemm product(op, std::move(args));
   OverlapDevice& device = channel.device();
   const bool has_kernel = device.has_kernel(sum);
-  channel.operate(
-      op,
-      [&](OverlapChannel::Session& session) {
-        session.gemm(0, product);
-        if (has_kernel) {
-          session.lanes.run(0, "direct", [&] { device.run_direct(session.transport, sum); });
-        } else {
-          put_direct_sum(channel, session, sum);
-        }
-      },
-      {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = has_kernel});
+  channel.operate(op,
+                  [&](OverlapChannel::Session& session) {
+                    session.gemm(0, product);
+                    if (has_kernel) {
+                      session.lanes.run(0, "direct",
+                                        [&] { device.run_direct(session.transport, sum); });
+                    } else {
+                      put_direct_sum(channel, session, sum);
+                    }
+                  },
+                  {.begin = sum.begin(), .as_one = true, .begins_itself = has_kernel});
 }
 
 void run_direct_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {

@@ -12,37 +12,49 @@ namespace {
 constexpr int kRowBits = 27;
 constexpr uint32_t kRows = (1U << kRowBits) - 1;
 
-// Codes: from each of these on, by count or by width.
+// Codes: 0 for chunks, behind these by count or by width, and the rest.
 constexpr int kPieces = 0;
 constexpr int kMostPieces = 4;
 constexpr int kColumns = kPieces + kMostPieces;
 constexpr int kKernel = 16;
 constexpr int kMostColumns = kKernel - 1 - kColumns;
 constexpr int kWidth = 32;
-constexpr int kMostWidth = (31 - kKernel) * kWidth;
+constexpr int kMostWidth = 256;
+constexpr int kRowsToAll = kKernel + kMostWidth / kWidth + 1;
+constexpr int kColumnsToAll = kRowsToAll + 1;
+constexpr int kEverywhere = kRowsToAll + 2;
+
+Way way_of(int code) { return Way(static_cast<uint32_t>(code)); }
 
 }  // namespace
 
 Way Way::pieces(int count) {
   TORCH_OVERLAP_CHECK(count >= 1 && count <= kMostPieces, kValue, "expected 1 to ", kMostPieces,
                       " pieces, got ", count);
-  return Way(static_cast<uint32_t>(kPieces + count));
+  return count == 1 ? chunks() : way_of(kPieces + count);
 }
 
 Way Way::columns(int count) {
   TORCH_OVERLAP_CHECK(count >= 1, kValue, "expected a piece at least, got ", count);
-  return Way(static_cast<uint32_t>(kColumns + std::min(count, kMostColumns)));
+  return way_of(kColumns + std::min(count, kMostColumns));
 }
 
 Way Way::kernel(int tile_columns) {
   TORCH_OVERLAP_CHECK(tile_columns >= 0 && tile_columns % kWidth == 0 && tile_columns <= kMostWidth,
                       kValue, "expected a multiple of ", kWidth, " up to ", kMostWidth, ", got ",
                       tile_columns);
-  return Way(static_cast<uint32_t>(kKernel + tile_columns / kWidth));
+  return way_of(kKernel + tile_columns / kWidth);
 }
+
+Way Way::rows_to_all() { return way_of(kRowsToAll); }
+Way Way::columns_to_all() { return way_of(kColumnsToAll); }
+Way Way::everywhere() { return way_of(kEverywhere); }
 
 std::string Way::str() const {
   const auto code = static_cast<int>(code_);
+  if (code == kEverywhere) return "sums of all rows on every rank";
+  if (code == kColumnsToAll) return "an all-to-all of columns";
+  if (code == kRowsToAll) return "an all-to-all of rows";
   if (code > kKernel) {
     return concat("a kernel that sends tiles of ", (code - kKernel) * kWidth, " columns");
   }
@@ -55,17 +67,16 @@ std::string Way::str() const {
 }
 
 uint32_t Begin::word() const {
-  TORCH_OVERLAP_CHECK(rows >= 0 && rows <= int64_t{kRows}, kValue, "expected at most ", kRows,
-                      " rows of all ranks together, got ", rows);
-  return static_cast<uint32_t>(rows) | way.code() << kRowBits;
+  return (static_cast<uint32_t>(rows) & kRows) | way.code() << kRowBits;
 }
 
 Begin Begin::of(uint32_t word) { return {int64_t{word & kRows}, Way(word >> kRowBits)}; }
 
 std::string describe_unlike_begins(const std::string& name, const Begin& own,
                                    const std::string& here, const Begin& other, int rank) {
-  if (own.rows != other.rows) {
-    return concat(name, ": expected the same number of rows on all ranks, got ", own.rows, " ",
+  const int64_t own_rows = Begin::of(own.word()).rows;
+  if (own_rows != other.rows) {
+    return concat(name, ": expected the same number of rows on all ranks, got ", own_rows, " ",
                   here, " and ", other.rows, " on rank ", rank,
                   "; call set_active_tokens() alike, with equal shapes");
   }

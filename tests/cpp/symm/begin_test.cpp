@@ -14,10 +14,11 @@ namespace torch_overlap {
 namespace {
 
 TEST(Begin, AWordSaysRowsAndWay) {
-  std::vector<Way> ways{Way::chunks()};
-  for (int count = 1; count <= 4; ++count) ways.push_back(Way::pieces(count));
+  std::vector<Way> ways{Way::chunks(), Way::rows_to_all(), Way::columns_to_all(),
+                        Way::everywhere()};
+  for (int count = 2; count <= 4; ++count) ways.push_back(Way::pieces(count));
   for (int count = 1; count <= 11; ++count) ways.push_back(Way::columns(count));
-  for (int columns = 0; columns <= 480; columns += 32) ways.push_back(Way::kernel(columns));
+  for (int columns = 0; columns <= 256; columns += 32) ways.push_back(Way::kernel(columns));
   std::set<uint32_t> words;
   std::set<std::string> names;
   for (const Way& way : ways) {
@@ -32,14 +33,16 @@ TEST(Begin, AWordSaysRowsAndWay) {
   EXPECT_EQ(words.size(), 4 * ways.size());
   EXPECT_EQ(names.size(), ways.size());
   EXPECT_EQ(Way::columns(1000).str(), Way::columns(11).str());
+  EXPECT_EQ(Way::pieces(1).str(), Way::chunks().str());
 }
 
-TEST(Begin, WhatAWordHasNoRoomForIsAnError) {
-  EXPECT_THROW((void)Begin{.rows = int64_t{1} << 27}.word(), Error);
-  EXPECT_THROW((void)Begin{.rows = -1}.word(), Error);
+TEST(Begin, WhatAWordHasNoRoomFor) {
+  const Begin large{.rows = (int64_t{1} << 40) + 5, .way = Way::columns(3)};
+  EXPECT_EQ(Begin::of(large.word()).rows, 5);
+  EXPECT_EQ(Begin::of(large.word()).way.str(), large.way.str());
   for (const int count : {0, 5}) EXPECT_THROW(Way::pieces(count), Error) << count;
   EXPECT_THROW(Way::columns(0), Error);
-  for (const int columns : {-32, 40, 512}) EXPECT_THROW(Way::kernel(columns), Error) << columns;
+  for (const int columns : {-32, 40, 288}) EXPECT_THROW(Way::kernel(columns), Error) << columns;
 }
 
 TEST(Begin, WhatDiffersIsNamed) {

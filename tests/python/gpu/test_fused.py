@@ -254,6 +254,21 @@ def test_gradients_where_ranks_have_more_features(comm):
         torch.testing.assert_close(got, want, rtol=3e-2, atol=2.0)
 
 
+@pytest.mark.parametrize("users", [[], [0], [1], [0, 1]])
+def test_a_gathered_x_that_some_ranks_use(comm, users):
+    """What these add to the gradient of x does not lead them another way."""
+    x, w = (torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264))
+    grad = torch.randn(256 * comm.get_size(), 264, device="cuda").bfloat16()
+    results = {}
+    for algorithm in ("fused", "sequential"):
+        inputs = [t.clone().requires_grad_() for t in (x, w)]
+        (out,), gathered = ops.all_gather_matmul(inputs[0], inputs[1:], comm, return_gathered=True, algorithm=algorithm)
+        loss = (out * grad).sum() + (gathered.sum() if comm.get_rank() in users else 0)
+        results[algorithm] = torch.autograd.grad(loss, inputs)
+    for got, want in zip(results["fused"], results["sequential"], strict=True):
+        torch.testing.assert_close(got, want, rtol=3e-2, atol=0.5)
+
+
 def test_what_it_cannot_do_is_an_error(comm):
     x, w = torch.randn(128, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     with pytest.raises(to.UnsupportedError, match="bfloat16 or float16"):

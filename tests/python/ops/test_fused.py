@@ -328,3 +328,26 @@ def test_what_needs_shared_memory_says_why_it_cannot_run(algorithm):
                 ops.matmul_all_reduce(x, w, comm, algorithm=algorithm)
 
     run_ranks(rank, 2, backend="fake")
+
+
+def gathered_by_some(comm, algorithm, number, users, create_graph):
+    me, size, data = comm.get_rank(), comm.get_size(), Data(number)
+    xs = [data(4, 5) for _ in range(size)]
+    weights = [data(3 + r, 5) for r in range(size)]
+    grads = [data(4 * size, 3 + r) for r in range(size)]
+    x, w = leaf(xs[me]), leaf(weights[me])
+    (out,), gathered = ops.all_gather_matmul(x, [w], comm, return_gathered=True, algorithm=algorithm)
+    loss = (out * grads[me]).sum() + (gathered.square().sum() if me in users else 0)
+    of_x, of_w = torch.autograd.grad(loss, [x, w], create_graph=create_graph)
+    whole = torch.cat(xs)
+    total = sum(g @ w for g, w in zip(grads, weights, strict=True)) + 2 * len(users) * whole
+    check(of_x.detach(), total.chunk(size)[me])
+    check(of_w.detach(), grads[me].t() @ whole)
+
+
+@pytest.mark.parametrize("algorithm", FORCED)
+@pytest.mark.parametrize("users", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_some_ranks_use_the_gathered_x(algorithm, users, create_graph, seed):
+    """And each has other features: what a rank does alone does not lead it another way."""
+    on_ranks(gathered_by_some, 2, algorithm, seed, users, create_graph)

@@ -126,10 +126,10 @@ void HostWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {
 bool HostWork::is_completed() { return done_; }
 
 WorkStatus HostWork::status() {
-  const auto error = exception();
-  if (!error) return is_completed() ? WorkStatus::COMPLETED : WorkStatus::INPROGRESS;
+  if (!done_) return WorkStatus::INPROGRESS;
+  if (!error_) return WorkStatus::COMPLETED;
   try {
-    std::rethrow_exception(error);
+    std::rethrow_exception(error_);
   } catch (const Error& thrown) {
     return thrown.kind() == ErrorKind::kTimeout ? WorkStatus::TIMEDOUT : WorkStatus::ERROR;
   } catch (...) {

@@ -81,7 +81,7 @@ void run_direct(CudaTransport& transport, const DirectSum& sum) {
     begin = std::min(rank * part, total);
     own_at = begin * kVector;
   }
-  DirectSumParams params{.operation = operation_of(transport, {.rows = sum.rows.rows}),
+  DirectSumParams params{.operation = operation_of(transport, sum.begin()),
                          .products = {},
                          .begin = static_cast<uint32_t>(begin),
                          .count = static_cast<uint32_t>(std::min(part, total - begin)),
