@@ -57,7 +57,8 @@ def all_gather_matmul(
         weights: each [n_i, k].
         biases: none, or one entry for each weight; None stands for no bias.
         gather_dim: the dimension of rows to gather along, not the last one. 0 needs no copies.
-        return_gathered: whether to return the gathered x too. Then the backward pass does not gather it again.
+        return_gathered: whether to return the gathered x too. Then the backward pass does not gather it again. By
+            "fused" a loss uses it on all ranks or on none.
 
     Returns: the products [..., n_i], and the gathered x, or an empty tensor.
     """

@@ -89,9 +89,9 @@ std::tuple<Tensor, std::vector<Tensor>> gather_gradients_over_channels(
     sum.weights = {at::cat(weights, 0)};
   }
   if (algorithm == Algorithm::ring || algorithm == Algorithm::fused) {
-    // What is added to the sums of some ranks, as the gradient of the gathered x may be, no kernel
-    // adds, and all go the same way.
-    sum.sum.fused = algorithm == Algorithm::fused && !gathered;
+    // No kernel adds the gradient of the gathered x. Where some ranks only have one, they are told
+    // that they went different ways.
+    sum.sum.fused = algorithm == Algorithm::fused;
     sum.sum.ranks_share_k = false;  // each has as many output features as it likes
     ring_multiply_scatter(kAllGatherGradients, comm, sum);
     finish_gather();

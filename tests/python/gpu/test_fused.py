@@ -254,19 +254,38 @@ def test_gradients_where_ranks_have_more_features(comm):
         torch.testing.assert_close(got, want, rtol=3e-2, atol=2.0)
 
 
-@pytest.mark.parametrize("users", [[], [0], [1], [0, 1]])
-def test_a_gathered_x_that_some_ranks_use(comm, users):
-    """What these add to the gradient of x does not lead them another way."""
-    x, w = (torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264))
+def gradients_of_gathered(comm, inputs, grad, algorithm, is_user):
+    x, w = (t.clone().requires_grad_() for t in inputs)
+    (out,), gathered = ops.all_gather_matmul(x, [w], comm, return_gathered=True, algorithm=algorithm)
+    loss = (out * grad).sum() + (gathered.sum() if is_user else 0)
+    return torch.autograd.grad(loss, [x, w])
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_gathered_x_that_is_used(comm, is_used):
+    """Its gradient is added to what ranks send each other."""
+    inputs = [torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264)]
     grad = torch.randn(256 * comm.get_size(), 264, device="cuda").bfloat16()
-    results = {}
-    for algorithm in ("fused", "sequential"):
-        inputs = [t.clone().requires_grad_() for t in (x, w)]
-        (out,), gathered = ops.all_gather_matmul(inputs[0], inputs[1:], comm, return_gathered=True, algorithm=algorithm)
-        loss = (out * grad).sum() + (gathered.sum() if comm.get_rank() in users else 0)
-        results[algorithm] = torch.autograd.grad(loss, inputs)
-    for got, want in zip(results["fused"], results["sequential"], strict=True):
-        torch.testing.assert_close(got, want, rtol=3e-2, atol=0.5)
+    got, want = (gradients_of_gathered(comm, inputs, grad, way, is_used) for way in ("fused", "sequential"))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=0.5)
+
+
+def test_a_gathered_x_that_one_rank_uses(comm, make_comm):
+    """That rank goes another way; all are told."""
+    other = make_comm("fused_gathered", timeout=timedelta(seconds=60))
+    inputs = [torch.randn(n, 512, device="cuda").bfloat16() for n in (256, 264)]
+    grad = torch.randn(256 * other.get_size(), 264, device="cuda").bfloat16()
+    gradients_of_gathered(other, inputs, grad, "fused", False)  # makes the memory
+    torch.cuda.synchronize()
+
+    def backward():
+        gradients_of_gathered(other, inputs, grad, "fused", other.get_rank() == 0)
+        torch.cuda.synchronize()
+
+    with pytest.raises(to.Error, match=r"expected the same operator and algorithm on all ranks|has given up"):
+        run_until_an_error(backward)
+    other.abort()
 
 
 def test_what_it_cannot_do_is_an_error(comm):
