@@ -26,7 +26,7 @@ class TORCH_OVERLAP_API ProcessStamp {
 // all of these first, so that the child finds them free, and what they guard whole.
 //
 // Hold it briefly, and take no lock of Python's under it: the thread that forks has that. fork()
-// leaves alone what it has not got after two seconds.
+// leaves alone what was not free once in two seconds.
 class TORCH_OVERLAP_API ForkSafeMutex : public std::mutex {
  public:
   ForkSafeMutex();

@@ -53,8 +53,8 @@ void Backend::abort_within(Milliseconds limit) {
 
 void register_backend(const std::string& name, BackendEntry entry) {
   const std::lock_guard lock(registry().mutex);
-  std::swap(registry().entries[name],
-            entry);  // the old one may be Python's: it dies after the lock
+  // The old one may be Python's: it dies after the lock.
+  std::swap(registry().entries[name], entry);
 }
 
 std::optional<BackendEntry> find_backend(const std::string& name) {

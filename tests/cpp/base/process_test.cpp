@@ -3,43 +3,24 @@
 #include "torch_overlap/base/process.h"
 
 #include <gtest/gtest.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstddef>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
 
+#include "base/in_fork.h"
+
 namespace torch_overlap {
 namespace {
 
+using testing::in_fork;
 using Clock = std::chrono::steady_clock;
-
-// The exit status of a fork that runs `body`; it ends by SIGALRM if the body does not end.
-int in_fork(const std::function<bool()>& body) {
-  const pid_t pid = fork();
-  if (pid == 0) {
-    alarm(20);
-    const auto ends = [&]() noexcept { return body(); };  // what it throws does not go on in a test
-    // Not _exit(): the sanitizers look there for threads that were not joined, the parent's.
-    syscall(SYS_exit_group, ends() ? 0 : 1);
-  }
-  EXPECT_GT(pid, 0) << std::strerror(errno);
-  int status = -1;
-  if (pid > 0) {
-    EXPECT_EQ(waitpid(pid, &status, 0), pid);
-  }
-  return status;
-}
 
 TEST(ProcessStamp, TellsAForkFromItsParent) {
   const ProcessStamp stamp;

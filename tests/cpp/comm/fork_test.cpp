@@ -1,17 +1,11 @@
 // What a fork uses while other threads of its parent are in the middle of it, and what it may ask
 // of its parent's works.
 
-#include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <csignal>
-#include <cstring>
-
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <algorithm>
+
+#include "base/in_fork.h"
 #include "comm/local_ranks.h"
 #include "torch_overlap/comm/recorder.h"
 #include "torch_overlap/comm/registry.h"
@@ -63,25 +57,6 @@ void use_windows() {
   (void)window_names();
   window->tensor_deregister();
   comm->finalize();
-}
-
-// The exit status of a fork that runs `body`: 1 if that says false, a signal if it throws or does
-// not end.
-int in_fork(const std::function<bool()>& body) {
-  const pid_t pid = fork();
-  if (pid == 0) {
-    alarm(20);
-    const auto ends = [&]() noexcept { return body(); };
-    // Not _exit(): the sanitizers look there for threads that were not joined, the parent's.
-    syscall(SYS_exit_group, ends() ? 0 : 1);
-  }
-  EXPECT_GT(pid, 0) << std::strerror(errno);
-  int status = -1;
-  if (pid > 0) {
-    EXPECT_EQ(waitpid(pid, &status, 0), pid);
-  }
-  EXPECT_FALSE(WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) << "the fork did not end";
-  return status;
 }
 
 struct Use {
