@@ -221,7 +221,7 @@ def main() -> None:
         for name, shape in shapes_of(args.tp).items():
             if args.only and name not in args.only:
                 continue
-            samples = measure(library, name, products_of(shape, dtype, "nk", False), args.tp, args.rounds)
+            samples = measure(library, name, products_of(shape, dtype, "mk", "nk", False), args.tp, args.rounds)
             rows += rows_of(name, shape, dtype, args.tp, samples)
             print(line_of(rows[-len(samples) :]), flush=True)
     print(write(result("fused_alone", rows), args.tp, args.out))

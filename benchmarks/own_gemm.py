@@ -3,8 +3,8 @@
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --out results
     python benchmarks/own_gemm.py --tp 4 --dtype bf16 --cutlass cutlass_gemm.so --out results
 
-One GPU; the shapes are those of one of `tp` ranks, weights [n, k] or with --weights kn (16 bits) [k, n], results
-bfloat16; fp8: e4m3 with one factor for each operand; --residual: a matrix like the result is added. Each variant is
+One GPU; the shapes are those of one of `tp` ranks, weights [n, k] or with --weights kn (16 bits) [k, n], with
+--lhs km too the other operand [k, m], as in the gradient of a weight; results bfloat16; fp8: e4m3 with one factor for each operand; --residual: a matrix like the result is added. Each variant is
 captured in a CUDA graph of several calls on operands that rotate; variants take turns within every round, and a ratio
 is the median over rounds of the ratio within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the
 quickest of its heuristics.
@@ -47,7 +47,7 @@ def shapes_of(tp: int) -> dict[str, tuple[int, int, int]]:
     return gather | {f"{name} rs": (m, n, k // tp) for name, (m, n, k) in SCATTERS.items()}
 
 
-def products_of(shape: tuple[int, int, int], dtype: str, weights: str, adds: bool) -> list[GemmArgs]:
+def products_of(shape: tuple[int, int, int], dtype: str, lhs: str, weights: str, adds: bool) -> list[GemmArgs]:
     """As many as do not fit into the L2 cache together, and two at least."""
     m, n, k = shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -61,6 +61,9 @@ def products_of(shape: tuple[int, int, int], dtype: str, weights: str, adds: boo
             data.to(torch.float8_e4m3fn), transposed, scaling=ScalingMode.CURRENT_TENSOR_SCALING, scale_inv=factor
         )
 
+    def random_lhs() -> GemmOperand:
+        return random(m, k, False) if lhs == "mk" else random(k, m, True)
+
     def random_weights() -> GemmOperand:
         return random(n, k, True) if weights == "nk" else random(k, n, False)
 
@@ -68,7 +71,7 @@ def products_of(shape: tuple[int, int, int], dtype: str, weights: str, adds: boo
         return torch.randn(m, n, device="cuda").bfloat16() if adds else None
 
     sets = Case("gemm", shape, dtype).sets(1)
-    return [GemmArgs(random(m, k, False), random_weights(), out, residual=random_residual()) for _ in range(sets)]
+    return [GemmArgs(random_lhs(), random_weights(), out, residual=random_residual()) for _ in range(sets)]
 
 
 def sampler_of(call: Call, products: list[GemmArgs]) -> Callable[[], float]:
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=4, help="the ranks that share a layer (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
     parser.add_argument("--weights", choices=["nk", "kn"], default="nk")
+    parser.add_argument("--lhs", choices=["mk", "km"], default="mk")
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--cutlass", type=Path, help="a library of CUTLASS's kernels")
@@ -153,12 +157,14 @@ def main() -> None:
         parser.error("CUTLASS's kernels are compiled for weights [n, k] and without a residual: leave out --cutlass")
     if args.dtype == "fp8" and args.weights != "nk":
         parser.error("expected weights [n, k] of 8 bits, got --weights kn: give --dtype bf16")
+    if args.lhs == "km" and args.weights != "kn":
+        parser.error("expected weights [k, n] with --lhs km, got --weights nk: give --weights kn")
     kernels = CutlassKernels(args.cutlass) if args.cutlass else None
     set_gemm_tuning("measured")
     torch.manual_seed(0)
     rows, best = [], defaultdict(list)
     for name, shape in shapes_of(args.tp).items():
-        products = products_of(shape, args.dtype, args.weights, args.residual)
+        products = products_of(shape, args.dtype, args.lhs, args.weights, args.residual)
         settings = cutlass_settings(kernels, products, args.dtype) if kernels else {}
         others = {
             CUTLASS + kernel: partial(kernels.run, kernel=kernel, setting=setting)
@@ -176,6 +182,7 @@ def main() -> None:
                 "shape": list(shape),
                 "dtype": args.dtype,
                 "tp": args.tp,
+                "lhs": args.lhs,
                 "weights": args.weights,
                 "residual": args.residual,
                 "mode": "graph",
@@ -190,7 +197,7 @@ def main() -> None:
         text = "  ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in ratios.items())
         print(f"{name:12s} {shape!s:22s} {spread_of(samples[BASELINE]).median:8.1f} us  {text}", flush=True)
     print(f"tp {args.tp}: {summary(best)}")
-    parts = {"fp8": args.dtype == "fp8", "kn": args.weights == "kn", "residual": args.residual}
+    parts = {"fp8": args.dtype == "fp8", "km": args.lhs == "km", "kn": args.weights == "kn", "residual": args.residual}
     name = "_".join(["own_gemm", *(part for part, is_so in parts.items() if is_so)])
     versions = {"cutlass": kernels.version} if kernels else {}
     print(write(result(name, rows, **versions), 1, args.out))

@@ -19,8 +19,9 @@ constexpr size_t kMi = 1024 * kKi;
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
 // (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s
-// (bench_collective_ways-h200-tp4-*.json), where push is quicker than NCCL up to the largest size
-// measured, 128 MiB in all, with a block on nearly every SM; of more: below where prototypes did.
+// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
+// where push is quicker than NCCL up to the largest size measured, 128 MiB in all, with a block on
+// nearly every SM; of more: below where prototypes did.
 // NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave one of them: NCCL,
 // which hands them on, is ahead from 1 MiB on.
 struct Limits {
@@ -34,6 +35,10 @@ struct Limits {
   size_t bulk;         // before push and two_shot, where it can be done
   size_t norm = 0;     // of all_reduce, with an RMSNorm in the kernel
   size_t norm_ll = 0;  // the same by lines
+  // From so many on without copies, where the communicator has windows: there NCCL's own kernels
+  // over such memory are quicker than any way from elsewhere. For less the round in which ranks
+  // tell each other where their tensors lie costs more than it saves.
+  size_t zero_copy = 0;
 };
 
 constexpr Limits kLimits[] = {
@@ -42,13 +47,13 @@ constexpr Limits kLimits[] = {
      256 * kKi},
     {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
     {Primitive::all_gather, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_gather, 4, 4 * kKi, 256 * kKi, 128 * kKi, 32 * kMi, 0, 0},
+    {Primitive::all_gather, 4, 4 * kKi, 4 * kMi, 128 * kKi, 32 * kMi, 0, 0, 0, 0, 8 * kMi},
     {Primitive::all_gather, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::reduce_scatter, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::reduce_scatter, 4, 0, 256 * kKi, 256 * kKi, 32 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 4, 0, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::reduce_scatter, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::all_to_all, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_to_all, 4, 16 * kKi, 256 * kKi, 256 * kKi, 32 * kMi, 0, 0},
+    {Primitive::all_to_all, 4, 0, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::all_to_all, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::broadcast, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::broadcast, 4, 64 * kKi, 512 * kKi, 128 * kKi, 512 * kKi, 0, 0},
@@ -97,24 +102,19 @@ bool pays_in_wide_slices(const DirectProblem& problem) {
   return others * problem.bytes > in_two_shots + kBytesOfWait;
 }
 
-// A unit for each warp. Two where that makes it one round, between which and the next blocks would
-// meet; else rounds that are alike.
+// A unit for each warp, of rounds that are alike: a last one of few blocks waits as long as others.
 DirectPlan plan_ll128(const DirectProblem& problem) {
   if (!problem.has_ll128) return {};
   constexpr size_t kWideUnitsOfBlock = 4;
-  constexpr size_t kWarps = G::kThreads / 32;
   const bool has_slices = pays_in_wide_slices(problem);
   const size_t part = has_slices ? divide_up(problem.bytes, problem.size) : problem.bytes;
   const size_t units = divide_up(part, G::kWideUnitData);
-  int blocks = std::min(G::most_wide_blocks(problem.size), kBlocksAlone);
-  size_t of_block = kWarps;
-  if (units > blocks * kWarps) {
-    blocks = G::most_wide_blocks(problem.size);
-    of_block = divide_up(units, blocks);
-    if (of_block > G::kWideUnits) of_block = divide_up(of_block, divide_up(of_block, kWarps));
-  }
+  const int blocks = blocks_for(units, G::kWideUnits, G::most_wide_blocks(problem.size));
+  const auto most_blocks = static_cast<size_t>(blocks);
+  const size_t rounds = divide_up(units, G::kWideUnits * most_blocks);
+  const size_t most_units = rounds > 1 ? divide_up(units, rounds * most_blocks) : G::kWideUnits;
   DirectPlan plan = share_out(DirectProtocol::ll128, units, kWideUnitsOfBlock, blocks,
-                              static_cast<int>(of_block));
+                              static_cast<int>(most_units));
   plan.has_slices = has_slices;
   return plan;
 }
@@ -297,14 +297,15 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (is_bulk && problem.has_few_blocks) {
     if (const auto plan = plan_bulk(problem)) return plan;
   }
+  if (limits->zero_copy > 0 && problem.bytes >= limits->zero_copy) {
+    if (const auto plan = plan_zero_copy(problem)) return plan;
+  }
   if (problem.bytes > limits->few && problem.bytes <= limits->ll128) {
     if (const auto plan = plan_ll128(problem)) return plan;
   }
   // The limit is for lines of 12 bytes: with 8 there are as many for less.
   if (problem.bytes * 12 <= limits->ll * problem.line_data) return plan_lines(problem);
   const bool is_always = mode == DirectMode::always;
-  // Not by itself: a round more is what tensors outside of windows pay for it, and those within
-  // hardly gain (benchmarks/results/bench_collectives*-h100-80gb-hbm3-tp2-*.json).
   if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }

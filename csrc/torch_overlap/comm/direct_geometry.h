@@ -6,8 +6,8 @@
 namespace torch_overlap {
 
 // What a rank keeps for the others to write to, for each block of a kernel. Two rounds of lines,
-// four of plain data and sixteen of bulk copies have slots: why these are enough is in
-// docs/kernels.md.
+// four of lines of 128 bytes and of plain data, and sixteen of bulk copies have slots: why these
+// are enough is in docs/kernels.md.
 struct DirectGeometry {
   static constexpr int kMostRanks = 8;
   static constexpr int kThreads = 256;     // at most, of a block
@@ -21,7 +21,8 @@ struct DirectGeometry {
   static constexpr int kWideLineData = 120;
   static constexpr int kWideUnitBytes = 4 * kWideLineBytes;
   static constexpr int kWideUnitData = 4 * kWideLineData;
-  static constexpr int kWideUnits = 16;  // of a block in a round, from each rank: two a warp
+  static constexpr int kWideUnits = 8;  // of a block in a round, from each rank: one a warp
+  static constexpr int kWideSlots = 4;  // rounds of them
   static constexpr int most_wide_blocks(int size) {
     if (size <= 2) return 192;
     return size <= 4 ? 128 : 64;
@@ -30,7 +31,7 @@ struct DirectGeometry {
   static constexpr int wide_kinds(int size) { return size <= 2 ? 1 : 2; }
   static constexpr int kVectorBytes = 16;  // a store of push
   static constexpr int kVectors = 512;     // of a block in a round, from each rank
-  static constexpr int kLineSlots = 2;     // rounds of lines, of either kind
+  static constexpr int kLineSlots = 2;     // rounds of lines of 16 bytes
   static constexpr int kVectorSlots = 4;   // rounds of push
   static constexpr int kFlagBytes = 128;   // the flags of one source: a line of the cache
   // Kernels that push, of two ranks, up to four, and up to eight: as much memory for each.

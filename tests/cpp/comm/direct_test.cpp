@@ -255,9 +255,10 @@ TEST(Direct, WideLinesOfFourRanksHaveWhatIsMoreThanAFewKilobytes) {
       for (const size_t bytes : {64 * kKi + 1, 256 * kKi}) {
         EXPECT_EQ(ll128_plan(primitive, 4, bytes, mode).protocol, DirectProtocol::ll128);
       }
-      const bool scatters = primitive == Primitive::reduce_scatter;
+      const bool has_many_sources =
+          primitive == Primitive::reduce_scatter || primitive == Primitive::all_to_all;
       EXPECT_EQ(ll128_plan(primitive, 4, 4 * kKi, mode).protocol,
-                scatters ? DirectProtocol::ll128 : DirectProtocol::ll);
+                has_many_sources ? DirectProtocol::ll128 : DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 4, 16 * kMi + 1, mode).protocol, DirectProtocol::ll128);
       EXPECT_EQ(ll128_plan(primitive, 8, 4 * kKi, mode).protocol, DirectProtocol::ll);
     }
@@ -279,21 +280,23 @@ TEST(Direct, WideLinesLeaveLargeMessagesToBulkCopiesThatAreToTakeFewBlocks) {
   }
 }
 
-// What fits into one round is not cut into two, and rounds are alike.
-TEST(Direct, WideLinesHaveFewRoundsAndEvenOnes) {
-  const auto rounds_of = [](size_t units) {
+// What fits into one round is not cut into two, and no warp of a block waits for the others'.
+TEST(Direct, WideLinesHaveFewRoundsOfAUnitForEachWarp) {
+  const auto rounds_of = [](int size, size_t units) {
     const auto plan =
-        ll128_plan(Primitive::all_gather, 2, units * G::kWideUnitData, DirectMode::ll128);
+        ll128_plan(Primitive::all_gather, size, units * G::kWideUnitData, DirectMode::ll128);
+    EXPECT_LE(plan.chunk, static_cast<uint32_t>(G::kThreads / 32));
     const size_t of_round = size_t{plan.chunk} * plan.blocks;
-    EXPECT_LE(of_round * ((units + of_round - 1) / of_round) - units, 2U * plan.blocks);
-    return (units + of_round - 1) / of_round;
+    const size_t rounds = (units + of_round - 1) / of_round;
+    EXPECT_LT(of_round * rounds - units, rounds * plan.blocks);  // which are alike
+    return rounds;
   };
-  const size_t all = G::most_wide_blocks(2);
-  for (size_t units = 1; units <= 128 * 8; ++units) EXPECT_EQ(rounds_of(units), 1U);
-  EXPECT_EQ(rounds_of(128 * 8 + 1), 1U);
-  EXPECT_EQ(rounds_of(all * 16), 1U);
-  EXPECT_EQ(rounds_of(all * 16 + 1), 3U);
-  EXPECT_EQ(rounds_of(all * 80), 10U);
+  for (const int size : {2, 4, 8}) {
+    const size_t all = G::most_wide_blocks(size);
+    for (size_t units = 1; units <= all * 8; ++units) EXPECT_EQ(rounds_of(size, units), 1U);
+    EXPECT_EQ(rounds_of(size, all * 8 + 1), 2U);
+    EXPECT_EQ(rounds_of(size, all * 80), 10U);
+  }
 }
 
 TEST(Direct, WideLinesOfSplitsThatOnlyPairsKnowTakeAllThereIs) {
@@ -420,13 +423,16 @@ TEST(Direct, ZeroCopyHasTheBlocksOfWhatItFallsBackTo) {
   }
 }
 
+// But for large gathers of four ranks.
 TEST(Direct, WindowsChangeNothingThatIsSmallOrNotAskedFor) {
   for (const Primitive primitive : kDirect) {
     for (int size = 2; size <= G::kMostRanks; ++size) {
       EXPECT_EQ(window_plan(primitive, size, 64 * kKi, DirectMode::automatic).protocol,
                 DirectProtocol::ll);
       for (const size_t bytes : {kMi, 8 * kMi, 256 * kMi}) {
-        EXPECT_FALSE(window_plan(primitive, size, bytes, DirectMode::automatic).zero_copy);
+        const bool gains = primitive == Primitive::all_gather && size > 2 && size <= 4;
+        EXPECT_EQ(window_plan(primitive, size, bytes, DirectMode::automatic).zero_copy,
+                  gains && bytes > kMi);
       }
       EXPECT_TRUE(window_plan(primitive, size, 256 * kMi, DirectMode::always).zero_copy);
       for (const DirectMode mode : {DirectMode::ll, DirectMode::push}) {

@@ -7,6 +7,7 @@ from gemm_cases import make_case
 from torch_overlap._gemm import run_own_gemm_kernel
 
 TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]  # of our own kernels
+OWN_LAYOUTS = ["NN", "NT", "TN"]  # which they take, of 16 bits
 GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
 # Beside float32 sums, relative to the sum of |lhs||rhs|:
 TRUNCATED = 2.0**-20  # tensor cores do not round to nearest

@@ -1,5 +1,6 @@
 """Data, references and captured steps for the tests of direct collectives."""
 
+import itertools
 import json
 
 import torch
@@ -9,6 +10,7 @@ from torch_overlap import ReduceOp, ops
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGERS = [torch.int32, torch.int64]
+NOT_BFLOAT16 = [dtype for dtype in FLOATS + INTEGERS if dtype != torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]  # sums of pairs
 # What is only moved, whatever it is.
 OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -152,9 +154,9 @@ def algorithms(action):
 class Poison:
     """NaN in the slots that the next operation's data comes to, of all blocks and ranks.
 
-    Lines of both kinds and vectors count rounds together, and have two slots, two and four: gathers of one round of
-    all blocks fill one after the other. An operation of one round then finds what came as NaN, by any way. So do sums
-    of lines of 128 bytes, by two all-reduces in as many shots."""
+    Lines of both kinds and vectors count rounds together, and have two slots, four and four: gathers of one round of
+    all blocks, of lines of 128 bytes of two, fill one after the other. An operation of one round then finds what came
+    as NaN, by any way. So do sums of lines of 128 bytes, by two all-reduces in as many shots."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -177,9 +179,24 @@ class Poison:
             self.comm.all_reduce(sums, ReduceOp.SUM, async_op=False, hints={"direct_collectives": "ll128"})
 
 
+def at_call(which, calls, act):
+    """Acts at one of so many calls, and again at that of the next ones."""
+    numbers = itertools.count()
+    return lambda: act() if next(numbers) % calls == which else None
+
+
+def unwritten(like):
+    """All bits are set: NaN, or a number that nobody has."""
+    out = torch.empty_like(like)
+    out.view(torch.uint8).fill_(0xFF)
+    return out
+
+
 class Step:
     """Every operation once, on inputs that a counter on the device changes; differences are counted there. `before`
     is called before each. all_to_all_v takes all blocks that there are."""
+
+    CALLS = 8  # of `before`; has_unequal: one more
 
     def __init__(self, comm, count, dtype=torch.bfloat16, *, before=lambda: None, has_unequal=True):
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
@@ -204,7 +221,7 @@ class Step:
         sent = [self.part(self.rank, r) for r in range(self.size)]
         received = [every[r][self.part(r, self.rank)] for r in range(self.size)]
         expected = torch.cat(received)
-        out = torch.full_like(expected, 77)
+        out = unwritten(expected)
         x = torch.cat([every[self.rank][part] for part in sent])
         self.comm.all_to_all_v_single(out, x, [len(one) for one in received], [s.stop - s.start for s in sent],
                                       async_op=False)  # fmt: skip
@@ -222,14 +239,15 @@ class Step:
             comm.all_reduce(x, ReduceOp.SUM, async_op=False, hints=hints)
             self.same(x, sum(part[0] for part in parts))
         self.before()
-        out = torch.full_like(x, 77)
+        out = unwritten(x)
         comm.reduce_scatter_single(out, mine, ReduceOp.SUM, async_op=False)
         self.same(out, sum(part[self.rank] for part in parts))
         self.before()
-        gathered = torch.full_like(mine, 77)
+        gathered = unwritten(mine)
         comm.all_gather_single(gathered, parts[self.rank][0], async_op=False)
         self.same(gathered, torch.cat([part[0] for part in parts]))
         self.before()
+        gathered = unwritten(mine)
         work = comm.all_to_all_single(gathered, mine, async_op=True)
         work.wait()
         self.same(gathered, torch.cat([part[self.rank] for part in parts]))
@@ -238,7 +256,7 @@ class Step:
             self.unequal(every)
         for _ in range(2):
             self.before()
-            x.copy_(parts[self.rank][self.rank])
+            x = parts[1][1].clone() if self.rank == 1 else unwritten(x)
             comm.broadcast(x, 1, async_op=False)
             self.same(x, parts[1][1])
 

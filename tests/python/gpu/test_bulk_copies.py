@@ -9,11 +9,13 @@ from small_cases import (
     FLOATS,
     INTEGERS,
     KI,
+    NOT_BFLOAT16,
     OPS,
     OTHERS,
     Framed,
     Step,
     algorithms,
+    at_call,
     check_reduced,
     draw_all,
     draw_bytes,
@@ -51,18 +53,18 @@ def sizes_of(size, seed):
 
 
 class Poison:
-    """NaN in all slots of all blocks: of parts, by a gather, and of sums, by an all-reduce."""
+    """NaN in all slots of all blocks, by an all-reduce, whose sum is NaN, too. Of two ranks it has parts alone; of
+    more, in half as many blocks, a slice for each, and then its sum, which has slots of its own."""
 
     def __init__(self, comm):
         self.comm = comm
         size = comm.get_size()
-        self.mine = torch.full((BLOCKS * SLOTS * chunk_bytes(size),), 0xFF, dtype=torch.uint8, device="cuda")
-        self.all = torch.empty(size * self.mine.numel(), dtype=torch.uint8, device="cuda")
-        self.sums = self.all.view(torch.float32)
+        slots = BLOCKS * SLOTS if size == 2 else size * BLOCKS // 2 * SLOTS
+        nans = torch.full((slots * chunk_bytes(size),), 0xFF, dtype=torch.uint8, device="cuda")
+        self.nans = nans.view(torch.float32)
 
     def __call__(self):
-        self.comm.all_gather_single(self.all, self.mine, async_op=False, hints=BULK)
-        self.comm.all_reduce(self.sums, ReduceOp.SUM, async_op=False, hints=BULK)
+        self.comm.all_reduce(self.nans, ReduceOp.SUM, async_op=False, hints=BULK)
 
 
 # --- Values ------------------------------------------------------------------------------------------------------
@@ -280,9 +282,12 @@ def test_two_communicators_at_once(make_comm, bulk):
         step.check()
 
 
-@pytest.mark.parametrize("count", [64, 200_000])
-def test_two_hundred_replays_with_a_late_rank(bulk, seed, count):
-    step = Step(bulk, count, before=Poison(bulk))
+LATE = [(count, torch.bfloat16) for count in (64, 200_000)] + [(60_000, dtype) for dtype in NOT_BFLOAT16]
+
+
+@pytest.mark.parametrize(("count", "dtype"), LATE, ids=str)
+def test_two_hundred_replays_with_a_late_rank(bulk, seed, count, dtype):
+    step = Step(bulk, count, dtype, before=Poison(bulk))
     graph = step.capture()
     replay_with_late_ranks(bulk, graph, seed)
     step.check()
@@ -291,7 +296,18 @@ def test_two_hundred_replays_with_a_late_rank(bulk, seed, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [64, 60_000, 600_000])
 def test_ten_thousand_replays(bulk, count):
-    step = Step(bulk, count, has_unequal=False)
+    step = Step(bulk, count, before=Poison(bulk), has_unequal=False)
     graph = step.capture()
     replay_ten_thousand_times(graph)
     step.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
+def test_ten_thousand_replays_of_other_dtypes(bulk, dtype):
+    """Of graphs in turns, in each of which slots are filled with NaN before another operation."""
+    poison, calls = Poison(bulk), Step.CALLS
+    steps = [Step(bulk, 60_000, dtype, before=at_call(i, calls, poison), has_unequal=False) for i in range(calls)]
+    replay_ten_thousand_times(*[step.capture() for step in steps])
+    for step in steps:
+        step.check()

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
+from replays import replay_with_late_ranks
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
@@ -215,6 +216,19 @@ def take_turns(comm, seed, cases):
 def test_any_order_with_late_ranks(comm, seed):
     """Kernels of one and of two shots, and what has no kernel, on one memory."""
     take_turns(comm, seed, soak_cases(comm))
+
+
+def replay_two_hundred_times(comm, seed, case):
+    """With a late rank."""
+    case.run()
+    graph, _ = capture(case.run)
+    replay_with_late_ranks(comm, graph, seed)
+    assert case.wrong.item() == 0
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
+    replay_two_hundred_times(comm, seed, soak_cases(comm)[case])
 
 
 def replay_ten_thousand_times(case):

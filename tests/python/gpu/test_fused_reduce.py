@@ -15,6 +15,7 @@ from test_direct import (
     late,
     replay_ten_thousand_times,
     replay_two_at_once,
+    replay_two_hundred_times,
     stay_away,
     take_turns,
 )
@@ -94,6 +95,11 @@ def test_any_order_with_late_ranks(comm, make_comm, seed):
     """Lines and vectors, over the memory of two communicators."""
     comms = [comm, make_comm("fused_reduce_beside")]
     take_turns(comm, seed, [soaked(one, case) for one in comms for case in range(len(SOAKED))])
+
+
+@pytest.mark.parametrize("case", range(len(SOAKED)))
+def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
+    replay_two_hundred_times(comm, seed, soaked(comm, case))
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from graph_nodes import nodes_of
+from shared_gpus import SHARES_GPU
 from test_fused import comm_gather, gather_tiles, poison, replay, soak
 
 import torch_overlap as to
@@ -22,6 +24,7 @@ SHAPES = [(1, 16, 8), (24, 64, 136), (128, 256, 256), (200, 144, 1000), (257, 11
 FULL = [(4096, 4096, 7168), (1024, 4096, 2048)]
 LARGE = (2048, 272, 4160)
 PIECES = (4200, 144, 2056)  # see test_fused.py
+SOAKED = (192, 336, 528)
 WIDE = (500, 272, 7112)  # the gather takes tiles of 128 x 224, of which the last ones are cut off on both sides
 FAST_SUMS = 2.0**-10  # of sum |lhs||rhs|: tensor cores keep some 14 bits of partial sums
 
@@ -49,9 +52,9 @@ class Scaled:
         factors = comm_gather(self.comm, scale)
         return [p.view(data.dtype).double() * f.double() for p, f in zip(parts, factors, strict=True)]
 
-    def close(self, got, want, magnitude):
+    def close(self, got, want, magnitude, bias):
         step = torch.finfo(self.out_dtype).eps
-        bias = self.bias.double() if self.bias is not None else 0
+        bias = bias.double() if bias is not None else 0
         # Partial sums of every rank are rounded, and the result.
         bound = step * (want + bias).abs() + (FAST_SUMS + step) * magnitude + 1e-5
         assert torch.isfinite(got).all()
@@ -62,17 +65,18 @@ class Scaled:
 class Gather(Scaled):
     """x of all ranks has one factor."""
 
-    def run(self, algorithm="fused"):
-        products, whole, _ = ops.scaled_all_gather_matmul(
-            self.x, self.factor, [self.weight, self.weight[: self.weight.shape[0] // 16 * 8 or 8]],
-            [self.scales[1]] * 2, self.comm, [self.bias, None], out_dtype=self.out_dtype, algorithm=algorithm,
-            return_gathered=True,
-        )  # fmt: skip
-        return [*products, whole]
-
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.factor = torch.empty(1, device="cuda")
+        self.weights = [self.weight, self.weight[: self.weight.shape[0] // 16 * 8 or 8]]
+
+    def run(self, algorithm="fused"):
+        count = len(self.weights)
+        products, whole, _ = ops.scaled_all_gather_matmul(
+            self.x, self.factor, self.weights, [self.scales[1]] * count, self.comm, [self.bias, None][:count],
+            out_dtype=self.out_dtype, algorithm=algorithm, return_gathered=True,
+        )  # fmt: skip
+        return [*products, whole]
 
     def fill(self):
         super().fill()
@@ -81,13 +85,19 @@ class Gather(Scaled):
 
     def check(self, outs):
         x = torch.cat(self.values(self.x, self.factor))
-        w = self.weight.double() * self.scales[1].double()
-        self.close(outs[0], x @ w.t(), x.abs() @ w.abs().t())
-        bias, self.bias = self.bias, None
-        half = w[: outs[1].shape[1]]
-        self.close(outs[1], x @ half.t(), x.abs() @ half.abs().t())
-        self.bias = bias
-        assert torch.equal(outs[2].view(torch.uint8), torch.cat(comm_gather(self.comm, self.x.view(torch.uint8))))
+        *products, whole = outs
+        for product, weight, bias in zip(products, self.weights, [self.bias, None], strict=False):
+            w = weight.double() * self.scales[1].double()
+            self.close(product, x @ w.t(), x.abs() @ w.abs().t(), bias)
+        assert torch.equal(whole.view(torch.uint8), torch.cat(comm_gather(self.comm, self.x.view(torch.uint8))))
+
+
+class GatherOfOne(Gather):
+    """Of one product: its kernel brings the rows itself, if they are few."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.weights = self.weights[:1]
 
 
 class Scatter(Scaled):
@@ -117,7 +127,7 @@ class Scatter(Scaled):
         magnitude = sum(x.abs() @ w.abs().t() for x, w in zip(xs, ws, strict=True))
         if self.op == "avg":
             want, magnitude = want / self.size, magnitude / self.size
-        self.close(outs[0], want, magnitude)
+        self.close(outs[0], want, magnitude, self.bias)
 
 
 class Mean(Scatter):
@@ -132,7 +142,7 @@ class AllReduce(Scatter):
         return rows
 
 
-KINDS = [Gather, Scatter, Mean, AllReduce]
+KINDS = [Gather, GatherOfOne, Scatter, Mean, AllReduce]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -154,6 +164,31 @@ def test_tiles_of_the_gather(comm, types):
     case.fill()
     case.run()  # memory is shared before the capture
     assert gather_tiles(case)[0] == (128, 224)  # of the whole weight
+
+
+def has_kernel(case, name):
+    kernels, _ = nodes_of(case.run)
+    return any(name in kernel.name for kernel in kernels)
+
+
+@pytest.mark.skipif(SHARES_GPU, reason="there one kernel sends all tiles")
+@pytest.mark.parametrize("types", list(TYPES))
+@pytest.mark.parametrize("shape", [LARGE, PIECES], ids=str)
+def test_sums_of_pieces_that_copy_engines_bring(comm, shape, types):
+    case = Scatter(comm, *shape, types=TYPES[types], out_dtype=torch.bfloat16, bias=True)
+    case.fill()
+    case.run()
+    assert has_kernel(case, "fused_sum_kernel")
+    assert not has_kernel(case, "fused_scatter_kernel")
+
+
+@pytest.mark.parametrize("types", list(TYPES))
+def test_a_gather_of_one_product_begins_in_its_kernel(comm, types):
+    case = GatherOfOne(comm, *SOAKED, types=TYPES[types], out_dtype=torch.bfloat16, bias=True)
+    case.fill()
+    case.run()
+    assert has_kernel(case, "fused_gather_kernel")
+    assert not has_kernel(case, "begin_kernel")
 
 
 @pytest.mark.parametrize("shape", FULL, ids=str)
@@ -183,12 +218,18 @@ def test_replays_with_changing_inputs_late_ranks_and_eager_calls(comm, seed, kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", list(TYPES))
-@kinds
-def test_ten_thousand_replays(comm, kind, types):
+@pytest.mark.parametrize(
+    ("types", "out_dtype"), [("4x4", torch.bfloat16), ("5x4", torch.float16), ("4x5", torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*((kind, SOAKED) for kind in KINDS), (Scatter, PIECES)],
+    ids=[*(kind.__name__ for kind in KINDS), "Scatter in pieces"],
+)
+def test_ten_thousand_replays(comm, kind, shape, types, out_dtype):
     """Nobody is held up. Inputs are made, what the operator will write to is poisoned, and results are compared with
     those of the copy engine's way, inside the graph."""
-    case = kind(comm, 192, 336, 528, types=TYPES[types], out_dtype=torch.bfloat16, bias=True)
+    case = kind(comm, *shape, types=TYPES[types], out_dtype=out_dtype, bias=True)
     case.fill()
     source = torch.randn(case.x.shape, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -6,6 +6,9 @@ other ranks, which have begun when all before them has ended; what runs beside i
 for other ranks may.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from graph_branches import beside, held_up, reachable
@@ -27,6 +30,29 @@ pytestmark = [
 separate = pytest.mark.skipif(SHARES_GPU, reason="copies within a GPU need SMs")
 
 
+# What a product and its sums are one of: where tiles are sent by the kernel, where copies take pieces, and of few rows.
+REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel", "fused_reduce_kernel")
+# Of these all blocks wait for other ranks, and they may have all SMs.
+WIDE = ("fused_gather_kernel", "direct_gather_kernel", "direct_sum_kernel", *REDUCTIONS)
+NARROW = ("begin_kernel", "await_kernel")
+# What else waits for ranks: collectives, and signals of windows.
+COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "ll128_copy_kernel", "ll128_reduce_kernel",
+               "push_copy_kernel", "push_reduce_kernel", "push_norm_kernel", "two_shot_kernel", "bulk_kernel",
+               "zero_copy", "nccl", "wait_kernel")  # fmt: skip
+WAITS = (*WIDE, *NARROW, *COLLECTIVES)
+QUIET = {"bump_kernel", "norm_kernel", "push_kernel", "put_kernel", "signal_kernel", "sum_kernel", "tell_kernel"}
+
+
+def test_what_waits_is_known_of_every_kernel():
+    """Of those that know of other ranks."""
+    sources = Path(__file__).parents[3] / "csrc" / "torch_overlap"
+    files = [file for folder in ("symm", "comm", "overlap") for file in (sources / folder).rglob("*.cu*")]
+    text = "\n".join(file.read_text() for file in files)
+    names = re.findall(r"__global__[^;{]*?(\w+_kernel)\(", text)
+    assert len(names) == text.count("__global__") > len(QUIET)
+    assert {name for name in names if not any(part in name for part in WAITS)} == QUIET
+
+
 def random(*shape):
     return torch.randn(shape, device="cuda").bfloat16()
 
@@ -34,10 +60,6 @@ def random(*shape):
 def named(nodes, *parts):
     """The kernels among them that have one of these in their names."""
     return [n for n in nodes if isinstance(n, Kernel) and any(part in n.name for part in parts)]
-
-
-# What a product and its sums are one of: where tiles are sent by the kernel, where copies take pieces, and of few rows.
-REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel", "fused_reduce_kernel")
 
 
 def around(issue, *names):
@@ -107,7 +129,7 @@ def test_a_fused_gather_of_few_rows_is_one_kernel(comm):
 def nothing_waits_in(found):
     """Of what may run beside each kernel."""
     for others in found:
-        assert named(others, "begin_kernel", "await", "fused_gather", *REDUCTIONS) == []
+        assert named(others, *WAITS) == []
 
 
 @pytest.mark.parametrize("rows", [1024, 8192])
@@ -191,8 +213,8 @@ def test_a_reduction_begins_beside_its_first_product(comm, algorithm):
 def waiting_kernels(issue):
     issue()
     nodes, _ = captured(issue)
-    assert named(nodes, "fused_gather", *REDUCTIONS) == []
-    return named(nodes, "begin_kernel", "await_kernel")
+    assert named(nodes, *WIDE) == []
+    return named(nodes, *NARROW)
 
 
 APART = [case for case in WAITING if case not in IN_ONE_KERNEL]
@@ -259,19 +281,19 @@ def test_products_of_chunks_wait_for_copies_alone(comm, op):
 
 # --- A layer ------------------------------------------------------------------------------------------------------
 
-# Of these all blocks wait for other ranks, and they may have all SMs.
-WIDE = ("fused_gather_kernel", "fused_scatter_kernel", "direct_gather_kernel", "direct_sum_kernel", "fused_sum_kernel")
-NARROW = ("begin_kernel", "await_kernel")
-COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "ll128_copy_kernel", "ll128_reduce_kernel",
-               "push_copy_kernel", "push_reduce_kernel", "push_norm_kernel", "two_shot_kernel", "bulk_kernel",
-               "zero_copy", "nccl")  # fmt: skip
 # What must be found, with sequence parallelism and without.
-WAYS = {"fused": (WIDE[:2], WIDE[1:2]), "direct": (WIDE[2:4], WIDE[3:4]), "ring": (NARROW, NARROW),
-        "bulk": (NARROW, ()), "chunked": ((), ()), "auto": ((), ())}  # fmt: skip
+WAYS = {
+    "fused": (("fused_gather_kernel", "fused_scatter_kernel"), ("fused_scatter_kernel",)),
+    "direct": (("direct_gather_kernel", "direct_sum_kernel"), ("direct_sum_kernel",)),
+    "ring": (NARROW, NARROW),
+    "bulk": (NARROW, ()),
+    "chunked": ((), ()),
+    "auto": ((), ()),
+}
 
 
-def step_of_a_layer(comm, algorithm, sequence_parallel):
-    features, heads, hidden, rows = 1024, 16, 2048, 512
+def step_of_a_layer(comm, algorithm, sequence_parallel, rows=512):
+    features, heads, hidden = 1024, 16, 2048
     block = tnn.ParallelTransformerBlock(
         features, heads, hidden, comm, norm="rms", activation="swiglu", bias=False, dtype=torch.bfloat16,
         algorithm=algorithm, sequence_parallel=sequence_parallel,
@@ -287,13 +309,10 @@ def step_of_a_layer(comm, algorithm, sequence_parallel):
     return step
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
-@pytest.mark.parametrize("algorithm", list(WAYS))
-def test_a_layer_forward_and_backward(comm, algorithm, sequence_parallel):
+def check_branches(step):
     """What waits with all its blocks has nothing beside it that waits for ranks, too, and no copy to one that comes
     behind what needs an SM; beside a fused gather, copies to other devices alone. What else waits over a channel is one
     block."""
-    step = step_of_a_layer(comm, algorithm, sequence_parallel)
     for _ in range(2):
         step()
     nodes, edges = captured(step)
@@ -303,12 +322,25 @@ def test_a_layer_forward_and_backward(comm, algorithm, sequence_parallel):
         return isinstance(nodes[i], Copy) and nodes[i].to_device != own
 
     assert all(n.blocks == 1 for n in named(nodes, *NARROW))
-    for name in WAYS[algorithm][0 if sequence_parallel else 1]:
-        assert named(nodes, name), name
     for wide in (i for i in everything if named([nodes[i]], *WIDE)):
         others = beside(wide, everything, edges)
-        assert named([nodes[i] for i in others], *WIDE, *NARROW, *COLLECTIVES) == []
+        assert named([nodes[i] for i in others], *WAITS) == []
         held = held_up(wide, everything, edges, lambda i: not goes_out(i))
         assert not [nodes[i] for i in held if goes_out(i)]
         if "fused_gather_kernel" in nodes[wide].name:
             assert all(goes_out(i) for i in others), [nodes[i] for i in others]
+    return nodes
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize("algorithm", list(WAYS))
+def test_a_layer_forward_and_backward(comm, algorithm, sequence_parallel):
+    nodes = check_branches(step_of_a_layer(comm, algorithm, sequence_parallel))
+    for name in WAYS[algorithm][0 if sequence_parallel else 1]:
+        assert named(nodes, name), name
+
+
+def test_a_layer_of_few_rows(comm):
+    nodes = check_branches(step_of_a_layer(comm, "fused", sequence_parallel=False, rows=64))
+    assert named(nodes, "fused_reduce_kernel")
+    assert not named(nodes, "fused_scatter_kernel")

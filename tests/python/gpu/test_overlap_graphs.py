@@ -28,6 +28,7 @@ from overlap_gpu_cases import (
     late,
     replay,
 )
+from replays import replay_ten_thousand_times, replay_with_late_ranks
 
 import torch_overlap as to
 
@@ -168,16 +169,10 @@ def capture_all(case):
 
 @pytest.mark.slow
 @SOAKED
-def test_ten_thousand_replays(comm, seed, kind, dtype):
+def test_ten_thousand_replays(comm, kind, dtype):
+    """Nobody is held up."""
     case = kind(comm, dtype, **SMALL)
-    graph = capture_all(case)
-    draw = random.Random(seed + comm.get_rank())
-    for i in range(10_000):
-        if draw.random() < 0.01:
-            time.sleep(draw.uniform(1e-3, 5e-3))
-        graph.replay()
-        if i % 1000 == 999:
-            torch.cuda.synchronize()
+    replay_ten_thousand_times(capture_all(case))
     assert case.wrong.item() == 0
 
 
@@ -185,14 +180,7 @@ def test_ten_thousand_replays(comm, seed, kind, dtype):
 @EACH
 def test_two_hundred_replays_with_a_late_rank(comm, seed, kind, dtype):
     case = kind(comm, dtype, **SMALL)
-    graph = capture_all(case)
-    draw = random.Random(seed)
-    for _ in range(200):
-        rank, delay = draw.randrange(comm.get_size()), draw.uniform(1e-3, 10e-3)
-        if comm.get_rank() == rank:
-            time.sleep(delay)
-        graph.replay()
-    torch.cuda.synchronize()
+    replay_with_late_ranks(comm, capture_all(case), seed)
     assert case.wrong.item() == 0
 
 

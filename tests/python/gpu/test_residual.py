@@ -15,7 +15,7 @@ from torch_overlap.gemm import GemmArgs, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
 from gemm_cases import E4M3, E5M2, EPILOGUES
-from gemm_gpu_cases import TILES, case_of, on_hopper, run_twice
+from gemm_gpu_cases import OWN_LAYOUTS, TILES, case_of, on_hopper, run_twice
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
@@ -62,12 +62,12 @@ def run_all(case):
 
 @on_hopper
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("layout", ["NN", "NT"])
+@pytest.mark.parametrize("layout", OWN_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_our_own_kernels(dtype, layout, sizes):
     for epilogue in FUSED:
         kernels = run_all(rounded_once(*sizes, dtype=dtype, layout=layout, epilogue=epilogue))
-        assert kernels == TILES
+        assert kernels == (TILES if layout != "TN" or sizes[0] % 8 == 0 else [])
 
 
 @on_hopper

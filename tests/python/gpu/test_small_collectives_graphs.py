@@ -8,7 +8,19 @@ from datetime import timedelta
 import pytest
 import torch
 from replays import replay_and_call_in_turn, replay_at_once, replay_ten_thousand_times, replay_with_late_ranks
-from small_cases import FLOATS, INTEGERS, KI, WAYS, Poison, Step, algorithms, call_of, small_way
+from small_cases import (
+    FLOATS,
+    INTEGERS,
+    KI,
+    NOT_BFLOAT16,
+    WAYS,
+    Poison,
+    Step,
+    algorithms,
+    at_call,
+    call_of,
+    small_way,
+)
 from timeout_cases import run_until_an_error
 
 import torch_overlap as to
@@ -58,12 +70,28 @@ def test_two_communicators_at_once(make_comm):
         step.check()
 
 
-@pytest.mark.parametrize("count", [64, 5000, 200_001])
-def test_two_hundred_replays_with_a_late_rank(always, seed, count):
-    step = Step(always, count, before=Poison(always))
+LATE = [(count, torch.bfloat16) for count in (64, 5000, 200_001)] + [(5000, dtype) for dtype in NOT_BFLOAT16]
+
+
+@pytest.mark.parametrize(("count", "dtype"), LATE, ids=str)
+def test_two_hundred_replays_with_a_late_rank(always, seed, count, dtype):
+    step = Step(always, count, dtype, before=Poison(always))
     graph = step.capture()
     replay_with_late_ranks(always, graph, seed)
     step.check()
+
+
+@pytest.mark.parametrize("count", [1_500_001, 4_000_003])
+def test_many_rounds_with_late_ranks(make_comm, seed, count):
+    """Copies, sums of both kinds, unequal and empty parts, in turns with few of them, which have other blocks."""
+    wide = make_comm(f"wide_{count}", hints={"direct_collectives": "ll128"})
+    steps = [Step(wide, n) for n in (count, 7, 5000)]
+    graphs = [step.capture() for step in steps]
+    for i in range(10):
+        for graph in graphs:
+            replay_with_late_ranks(wide, graph, seed + i, times=3)
+    for step in steps:
+        step.check()
 
 
 @pytest.mark.slow
@@ -73,6 +101,18 @@ def test_ten_thousand_replays(always, count):
     graph = step.capture()
     replay_ten_thousand_times(graph)
     step.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
+def test_ten_thousand_replays_of_other_dtypes(always, dtype):
+    """Of graphs in turns, in each of which slots are filled with NaN before another operation: before each it would
+    take most of the time."""
+    poison, calls = Poison(always), Step.CALLS + 1
+    steps = [Step(always, 5000, dtype, before=at_call(i, calls, poison)) for i in range(calls)]
+    replay_ten_thousand_times(*[step.capture() for step in steps])
+    for step in steps:
+        step.check()
 
 
 @pytest.mark.slow

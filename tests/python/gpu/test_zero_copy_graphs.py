@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from replays import replay_at_once, replay_ten_thousand_times, replay_with_late_ranks
-from small_cases import FLOATS, INTEGERS, KI, Poison, check_reduced, draw
+from small_cases import KI, NOT_BFLOAT16, Poison, at_call, check_reduced, draw
 from timeout_cases import run_until_an_error
 
 import torch_overlap as to
@@ -28,6 +28,8 @@ class Step:
     """Every operation once where all ranks' tensors lie in a window, and once where one rank's do not; between them
     others of the same communicator. Inputs change with a counter on the device; differences are counted there. What is
     written to is NaN before, or a number that nobody has, and so is, by `before`, what is staged in."""
+
+    CALLS = 6  # of `before`
 
     def __init__(self, comm, count, dtype=torch.bfloat16, *, before=lambda: None):
         self.comm, self.rank, self.size = comm, comm.get_rank(), comm.get_size()
@@ -114,7 +116,7 @@ class Step:
 
 
 SIZES = [(count, torch.bfloat16) for count in (8, 5000, 80_008, 600_000)]
-SIZES += [(5000, dtype) for dtype in (*FLOATS, *INTEGERS) if dtype != torch.bfloat16]
+SIZES += [(5000, dtype) for dtype in NOT_BFLOAT16]
 
 
 @pytest.mark.parametrize(("count", "dtype"), SIZES, ids=str)
@@ -150,9 +152,12 @@ def test_two_communicators_at_once(make_comm):
         step.end(graph)
 
 
-@pytest.mark.parametrize("count", [64, 5000, 200_000])
-def test_two_hundred_replays_with_a_late_rank(zero, seed, count):
-    step = Step(zero, count, before=Poison(zero))
+LATE = [(count, torch.bfloat16) for count in (64, 5000, 200_000)] + [(5000, dtype) for dtype in NOT_BFLOAT16]
+
+
+@pytest.mark.parametrize(("count", "dtype"), LATE, ids=str)
+def test_two_hundred_replays_with_a_late_rank(zero, seed, count, dtype):
+    step = Step(zero, count, dtype, before=Poison(zero))
     graph = step.capture()
     replay_with_late_ranks(zero, graph, seed)
     step.check()
@@ -167,6 +172,20 @@ def test_ten_thousand_replays(zero, count):
     replay_ten_thousand_times(graph)
     step.check()
     step.end(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NOT_BFLOAT16, ids=str)
+def test_ten_thousand_replays_of_other_dtypes(zero, dtype):
+    """Of graphs in turns, in each of which slots are filled with NaN before another operation that is staged."""
+    poison, calls = Poison(zero), Step.CALLS
+    steps = [Step(zero, 5000, dtype, before=at_call(i, calls, poison)) for i in range(calls)]
+    graphs = [step.capture() for step in steps]
+    replay_ten_thousand_times(*graphs)
+    for step in steps:
+        step.check()
+    for step, graph in zip(steps, graphs, strict=True):
+        step.end(graph)
 
 
 def test_a_graph_keeps_the_window(zero, seed):

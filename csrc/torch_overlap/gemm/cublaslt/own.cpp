@@ -35,7 +35,8 @@ bool is_scaled_as_ours(const PlanKey& key, at::ScalarType lhs) {
   if (!sm90::is_8_bit(lhs)) return key.scale_mode_a == -1 && key.scale_mode_b == -1;
   const bool is_one = key.scale_mode_a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F &&
                       key.scale_mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
-  return (is_one || is_scaled_by_row(key)) && key.fast_accumulation != 0 && key.transpose_a != 0;
+  return (is_one || is_scaled_by_row(key)) && key.fast_accumulation != 0 && key.transpose_a != 0 &&
+         key.transpose_b == 0;
 }
 
 }  // namespace
@@ -50,8 +51,8 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
   const bool has_gelu =
       key.epilogue == CUBLASLT_EPILOGUE_GELU || key.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
   if (!lhs || !rhs || !out || !sm90::multiplies(*lhs, *rhs, *out) ||
-      !is_scaled_as_ours(key, *lhs) || key.transpose_b != 0 || key.quantized_out != 0 ||
-      key.sm_target != 0 || (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
+      !is_scaled_as_ours(key, *lhs) || key.quantized_out != 0 || key.sm_target != 0 ||
+      (!has_bias && !has_gelu && key.epilogue != CUBLASLT_EPILOGUE_DEFAULT)) {
     return std::nullopt;
   }
   const auto bias_type = key.type_bias == CUDA_R_16BF  ? sm90::VectorType::bf16
@@ -65,6 +66,7 @@ std::optional<sm90::Product> own_product(const LtCall& call, void* d) {
                        .k = key.k,
                        .lhs = call.b,
                        .lhs_stride = key.ldb,
+                       .lhs_along_k = key.transpose_b == 0,
                        .rhs = call.a,
                        .rhs_stride = key.lda,
                        .rhs_along_k = key.transpose_a != 0,

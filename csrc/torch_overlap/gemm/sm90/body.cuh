@@ -41,6 +41,20 @@
 //   factor()                          and what the sum is multiplied by
 namespace torch_overlap::sm90 {
 
+// This block's rows of lhs, which no other one reads.
+template <typename Config>
+__device__ __forceinline__ void load_lhs(uint32_t to, const CUtensorMap* lhs, uint32_t full,
+                                         int depth, int row) {
+  if constexpr (Config::kLhsAlongK) {
+    tensor_load(to, lhs, full, depth, row);
+  } else {
+#pragma unroll
+    for (int first = 0; first < Config::kRows; first += Config::kLhsBlock) {
+      tensor_load(to + first * 128, lhs, full, row + first, depth);
+    }
+  }
+}
+
 // This block's part of rhs, to all blocks of the cluster: as many rows along k as each other's, or
 // every so many-th of the blocks of columns.
 template <typename Config>
@@ -128,7 +142,7 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
         const uint32_t to = shared + at.stage * Config::kStageBytes;
         const int depth = k * Config::kDepth;
         barrier_expect(full, Config::kStageBytes);
-        tensor_load(to, lhs, full, depth, row);
+        load_lhs<Config>(to, lhs, full, depth, row);
         load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
       }
     };

@@ -28,10 +28,10 @@ struct Tile {
                                  ((kRows + kColumns) * 128);
 };
 
-template <typename Kernel, typename T, typename In, typename Out, bool kRhsAlongK>
+template <typename Kernel, typename T, typename In, typename Out, bool kLhsAlongK, bool kRhsAlongK>
 KernelInfo instance() {
-  using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kRhsAlongK, T::kCluster,
-                            T::kStages, T::kStoreBuffers, T::kSets>;
+  using Config = TileConfig<In, Out, T::kRows, T::kColumns, T::kRowGroups, kLhsAlongK, kRhsAlongK,
+                            T::kCluster, T::kStages, T::kStoreBuffers, T::kSets>;
   constexpr int kRhsBytes = 2;  // of an element that does not lie along k
   return {.kernel = Kernel::template of<Config>(),
           .rows = Config::kRows,
@@ -43,9 +43,10 @@ KernelInfo instance() {
           .shared_bytes = Config::kSharedBytes};
 }
 
-template <typename Kernel, typename In, typename Out, bool kRhsAlongK, typename... Tiles>
+template <typename Kernel, typename In, typename Out, bool kLhsAlongK, bool kRhsAlongK,
+          typename... Tiles>
 const KernelInfo* find_tile(const KernelKey& key) {
-  static const KernelInfo all[] = {instance<Kernel, Tiles, In, Out, kRhsAlongK>()...};
+  static const KernelInfo all[] = {instance<Kernel, Tiles, In, Out, kLhsAlongK, kRhsAlongK>()...};
   for (const KernelInfo& one : all) {
     if (one.rows == key.rows && one.columns == key.columns) return &one;
   }
@@ -81,8 +82,24 @@ auto for_types(const KernelKey& key, const Act& act)
 // Kernel::of<Config>() is the kernel's address.
 template <typename Kernel, typename... Tiles>
 const KernelInfo* find_instance(const KernelKey& key) {
+  if (!key.lhs_along_k) return nullptr;
   return for_types(key, [&](auto in, auto out, auto along_k) {
-    return find_tile<Kernel, decltype(in), decltype(out), along_k(), Tiles...>(key);
+    return find_tile<Kernel, decltype(in), decltype(out), true, along_k(), Tiles...>(key);
+  });
+}
+
+// Those of which neither operand runs along k, too.
+template <typename Kernel, typename... Tiles>
+const KernelInfo* find_any_instance(const KernelKey& key) {
+  if (key.lhs_along_k) return find_instance<Kernel, Tiles...>(key);
+  if (key.rhs_along_k) return nullptr;
+  return for_types(key, [&](auto in, auto out, auto) -> const KernelInfo* {
+    using In = decltype(in);
+    if constexpr (In::kBytes == 2) {
+      return find_tile<Kernel, In, decltype(out), false, false, Tiles...>(key);
+    } else {
+      return nullptr;
+    }
   });
 }
 

@@ -25,9 +25,9 @@ struct PlainKernel {
 }  // namespace
 
 const KernelInfo* find_kernel(const KernelKey& key) {
-  return find_instance<PlainKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 224, 2, 2, 2>,
-                       Tile<128, 192, 2, 2, 1, 2>, Tile<128, 128, 2, 1, 2>, Tile<64, 256, 1, 1, 2>>(
-      key);
+  return find_any_instance<PlainKernel, Tile<128, 256, 2, 2, 2>, Tile<128, 224, 2, 2, 2>,
+                           Tile<128, 192, 2, 2, 1, 2>, Tile<128, 128, 2, 1, 2>,
+                           Tile<64, 256, 1, 1, 2>>(key);
 }
 
 cudaError_t launch_gemm(const KernelInfo& kernel, const GemmParams& params, int blocks,

@@ -9,7 +9,7 @@ namespace torch_overlap::sm90 {
 
 enum class OperandType : int { bf16, f16, e4m3, e5m2 };
 
-// Which kernel; rows of lhs lie along k.
+// Which kernel.
 struct KernelKey {
   OperandType lhs;
   OperandType rhs;   // as lhs, or the other one of 8 bits; not both e5m2
@@ -17,6 +17,9 @@ struct KernelKey {
   bool rhs_along_k;  // always, of 8 bits
   int rows;          // of a tile
   int columns;
+  // Else the operands have 16 bits, rhs is not along k either, and nobody but plain products has
+  // it.
+  bool lhs_along_k = true;
 };
 
 struct KernelInfo {

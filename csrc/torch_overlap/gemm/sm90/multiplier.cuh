@@ -67,9 +67,10 @@ class Multiplier {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kSteps; ++step) {
-      wgmma<0, !Config::kRhsAlongK>(typename Config::In{}, Columns<Config::kWidth>{}, sums,
-                                    operand<true>(lhs, step),
-                                    operand<Config::kRhsAlongK>(rhs, step), !is_first || step != 0);
+      wgmma<!Config::kLhsAlongK, !Config::kRhsAlongK>(
+          typename Config::In{}, Columns<Config::kWidth>{}, sums,
+          operand<Config::kLhsAlongK, Config::kLhsBlock>(lhs, step),
+          operand<Config::kRhsAlongK, Config::kRhsBlock>(rhs, step), !is_first || step != 0);
     }
     wgmma_commit();
     before_ = last_;
@@ -98,10 +99,10 @@ class Multiplier {
   }
 
  private:
-  template <bool kAlongK>
+  template <bool kAlongK, int kBlock>
   static __device__ __forceinline__ uint64_t operand(uint32_t address, int step) {
     if constexpr (kAlongK) return descriptor_k(address + step * 32);
-    return descriptor_mn<Config::kRhsBlock>(address + step * Config::kRhsBlock * 32);
+    return descriptor_mn<kBlock>(address + step * kBlock * 32);
   }
   __device__ __forceinline__ void release(int stage) {
     const uint32_t lane = threadIdx.x % 32;

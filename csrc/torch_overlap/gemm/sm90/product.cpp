@@ -31,7 +31,8 @@ const KernelInfo* kernel_of(const Product& product, const Choice& choice) {
                .out = vector_type(product.out_type),
                .rhs_along_k = product.rhs_along_k,
                .rows = choice.rows,
-               .columns = choice.columns});
+               .columns = choice.columns,
+               .lhs_along_k = product.lhs_along_k});
 }
 
 int64_t tiles_of(const Product& product, const KernelInfo& kernel) {
@@ -97,8 +98,10 @@ void run(const Product& product, const Choice& choice) {
                       "gemm: expected a kernel of this tile, got none");
   load(*kernel);
   GemmParams params{};
-  params.lhs = matrix_map(product.lhs, product.lhs_type, product.m, product.k, product.lhs_stride,
-                          kernel->rows);
+  params.lhs = product.lhs_along_k ? matrix_map(product.lhs, product.lhs_type, product.m, product.k,
+                                                product.lhs_stride, kernel->rows)
+                                   : matrix_map(product.lhs, product.lhs_type, product.k, product.m,
+                                                product.lhs_stride, kernel->depth);
   params.rhs = product.rhs_along_k
                    ? matrix_map(product.rhs, product.rhs_type, product.n, product.k,
                                 product.rhs_stride, kernel->columns / kernel->cluster)

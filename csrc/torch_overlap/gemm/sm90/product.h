@@ -20,8 +20,9 @@ struct Product {
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
-  const void* lhs = nullptr;  // [m, k]
+  const void* lhs = nullptr;  // [m, k] where lhs_along_k, else [k, m]
   int64_t lhs_stride = 0;
+  bool lhs_along_k = true;
   const void* rhs = nullptr;  // [n, k] where rhs_along_k, else [k, n]
   int64_t rhs_stride = 0;
   bool rhs_along_k = true;

@@ -42,9 +42,9 @@ struct ResidualKernel {
 }  // namespace
 
 const KernelInfo* find_residual(const KernelKey& key) {
-  return find_instance<ResidualKernel, Tile<128, 256, 2, 2, 4>, Tile<128, 224, 2, 2, 4>,
-                       Tile<128, 192, 2, 2, 3, 2>, Tile<128, 128, 2, 1, 2>, Tile<64, 256, 1, 1, 2>>(
-      key);
+  return find_any_instance<ResidualKernel, Tile<128, 256, 2, 2, 4>, Tile<128, 224, 2, 2, 4>,
+                           Tile<128, 192, 2, 2, 3, 2>, Tile<128, 128, 2, 1, 2>,
+                           Tile<64, 256, 1, 1, 2>>(key);
 }
 
 cudaError_t launch_residual(const KernelInfo& kernel, const ResidualParams& params, int blocks,

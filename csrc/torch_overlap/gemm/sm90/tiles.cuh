@@ -10,9 +10,9 @@
 namespace torch_overlap::sm90 {
 
 // Two warpgroups compute a tile of kRows x kColumns: one below the other (kRowGroups 2) or side by
-// side (1). Rows of lhs run along k in memory; `RhsAlongK`: whether those of rhs do.
-template <typename In_, typename Out_, int kRows_, int kColumns_, int kRowGroups_, bool kRhsAlongK_,
-          int kCluster_, int kStages_, int kStoreBuffers_, int kSets_>
+// side (1). `LhsAlongK`, `RhsAlongK`: whether the rows of an operand run along k in memory.
+template <typename In_, typename Out_, int kRows_, int kColumns_, int kRowGroups_, bool kLhsAlongK_,
+          bool kRhsAlongK_, int kCluster_, int kStages_, int kStoreBuffers_, int kSets_>
 struct TileConfig {
   using In = In_;
   using Out = Out_;
@@ -20,6 +20,7 @@ struct TileConfig {
   static constexpr int kColumns = kColumns_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kColumnGroups = 2 / kRowGroups;
+  static constexpr bool kLhsAlongK = kLhsAlongK_;
   static constexpr bool kRhsAlongK = kRhsAlongK_;
   // Blocks of a cluster compute tiles that lie one below the other, and share what they read of
   // rhs: each loads a part of it for all.
@@ -46,7 +47,8 @@ struct TileConfig {
 
   static constexpr int kLhsBytes = kRows * 128;
   static constexpr int kRhsBytes = kColumns * 128;
-  // Where rhs does not lie along k, a stage has blocks of so many of its columns.
+  // Where an operand does not lie along k, a stage has blocks of so many of its columns.
+  static constexpr int kLhsBlock = 64;
   static constexpr int kRhsBlock = kColumns % 64 == 0 ? 64 : 32;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes;
   static constexpr int kStoreBytes = 64 * 128;
@@ -56,7 +58,7 @@ struct TileConfig {
 
   static_assert(kRows == 64 * kRowGroups);
   static_assert(kWidth % 64 == 0 || (kWidth % 32 == 0 && kColumnGroups == 1));
-  static_assert(kRhsAlongK || !kIsScaled, "8-bit operands run along k");
+  static_assert((kLhsAlongK && kRhsAlongK) || !kIsScaled, "8-bit operands run along k");
   static_assert(kColumns % kRhsBlock == 0);
   static_assert(kSets * kAccumulators <= 192 && kSets <= 2, "the sums of a thread");
   static_assert(kColumns % (8 * kCluster) == 0);

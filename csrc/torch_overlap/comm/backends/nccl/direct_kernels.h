@@ -44,7 +44,7 @@ struct DirectLayout {
     return kLines + size_t(G::most_line_blocks(size)) * G::kLineSlots * size * lines_of_one_rank();
   }
   static constexpr size_t vectors(int size) {
-    return wide(size) + size_t(G::most_wide_blocks(size)) * G::kLineSlots * G::wide_kinds(size) *
+    return wide(size) + size_t(G::most_wide_blocks(size)) * G::kWideSlots * G::wide_kinds(size) *
                             size * wide_of_one_rank();
   }
   static constexpr size_t bulk(int size, int most_blocks) {

@@ -13,32 +13,22 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const uint64_t bytes = p.send_bytes[0];
   const Lane lane = this_lane();
   Sender<Case> sender(p, lane);
-  // What was sent is what is added, too; a warp that has sent more since loads it again.
-  const bool has_own = p.one_source && p.chunk <= kMostWarps;
+  // What was sent is what is added, too, until the next is loaded.
+  const bool has_own = p.one_source && p.most_chunks <= gridDim.x;
 
-  const auto send = [&](uint32_t chunk, uint32_t round) {
-    send_chunk(
-        p, state, sender, chunk, round, [](int) { return true; },
-        [&](const UnitPart& part, uint32_t) { return part.has_line(lane); });
-  };
-  const auto take = [&](uint32_t chunk, uint32_t round) {
+  exchange_units<Case>(p, state, sender, [&](const Round& round) __attribute__((always_inline)) {
     bool failed = false;
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      const UnitPart part = part_of(p, chunk, unit, bytes);
-      const auto own = [&]() __attribute__((always_inline)) {
-        return has_own ? sender.piece() : load_piece<Case>(p.send[p.rank], part, lane);
-      };
-      const auto sum =
-          reduce_unit<T, Case>(p, state, lane, round, unit, part.has_line(lane), own, failed);
-      store_piece<Case>(p.recv[0], part, lane, sum);
-    });
+    const UnitPart part = part_of(p, round.chunk, bytes);
+    const auto own = [&]() __attribute__((always_inline)) {
+      return has_own ? sender.piece() : load_piece<Case>(p.send[p.rank], part, lane);
+    };
+    const auto sum =
+        reduce_unit<T, Case>(p, state, lane, round.number, is_line_due(part, lane), own, failed);
+    store_piece<Case>(p.recv[0], part, lane, sum);
     return failed;
-  };
-  exchange_lines<Case>(p, state, send, take);
+  });
 }
 
-// As with lines of 16 bytes, a pair of ranks of which one has less to say still exchanges a line in
-// every round.
 template <typename Case>
 __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
     ll128_copy_kernel(const __grid_constant__ DirectParams p) {
@@ -46,29 +36,19 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const Lane lane = this_lane();
   Sender<Case> sender(p, lane);
 
-  const auto send = [&](uint32_t chunk, uint32_t round) {
-    send_chunk(
-        p, state, sender, chunk, round, [&](int peer) { return chunk < p.chunks[peer]; },
-        [&](const UnitPart& part, uint32_t unit) { return is_line_due(part, unit, lane); });
-  };
-  const auto take = [&](uint32_t chunk, uint32_t round) {
+  exchange_units<Case>(p, state, sender, [&](const Round& round) __attribute__((always_inline)) {
     bool failed = false;
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      const auto copy_own = [&]() __attribute__((always_inline)) {
-        if (p.recv[p.rank] == p.send[p.rank]) return;
-        const UnitPart part = part_of(p, chunk, unit, p.recv_bytes[p.rank]);
-        store_piece<Case>(p.recv[p.rank], part, lane, load_piece<Case>(p.send[p.rank], part, lane));
-      };
-      receive_unit<Case>(p, state, lane, chunk, round, unit, Kind::parts, copy_own, failed);
-    });
+    const auto copy_own = [&]() __attribute__((always_inline)) {
+      if (p.recv[p.rank] == p.send[p.rank]) return;
+      const UnitPart part = part_of(p, round.chunk, p.recv_bytes[p.rank]);
+      store_piece<Case>(p.recv[p.rank], part, lane, load_piece<Case>(p.send[p.rank], part, lane));
+    };
+    receive_unit<Case>(p, state, lane, round.chunk, round.number, Kind::parts, copy_own, failed);
     return failed;
-  };
-  exchange_lines<Case>(p, state, send, take);
+  });
 }
 
-// Each rank adds up a slice of the message, and sends it to all. To write lines of round e a rank
-// has the sums of round e - 1 of all others, who sent them behind the barrier at the end of their
-// round e - 2, when all that had come in it was read: so two slots are enough here, too.
+// Each rank adds up a slice of the message, and sends it to all.
 template <typename T, typename Case>
 __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
     ll128_two_shot_kernel(const __grid_constant__ DirectParams p) {
@@ -76,38 +56,30 @@ __global__ void __launch_bounds__(G::kThreads, kWideBlocksOfSm<Case>)
   const Lane lane = this_lane();
   Sender<Case> sender(p, lane);
 
-  const auto send = [&](uint32_t chunk, uint32_t round) {
-    send_chunk(
-        p, state, sender, chunk, round, [](int) { return true; },
-        [&](const UnitPart& part, uint32_t unit) { return is_line_due(part, unit, lane); });
-  };
-  const auto take = [&](uint32_t chunk, uint32_t round) {
+  const auto answer = [&](const Round& round) __attribute__((always_inline)) {
     bool failed = false;
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      if (failed) return;
-      const UnitPart part = part_of(p, chunk, unit, p.send_bytes[p.rank]);
-      const bool is_due = is_line_due(part, unit, lane);
-      const auto own = [&]() __attribute__((always_inline)) {
-        return load_piece<Case>(p.send[p.rank], part, lane);
-      };
-      const auto sum = reduce_unit<T, Case>(p, state, lane, round, unit, is_due, own, failed);
-      if (failed) return;  // what would be sent is no sum
+    const UnitPart part = part_of(p, round.chunk, p.send_bytes[p.rank]);
+    const bool is_due = is_line_due(part, lane);
+    const auto own = [&]() __attribute__((always_inline)) {
+      return load_piece<Case>(p.send[p.rank], part, lane);
+    };
+    const auto sum = reduce_unit<T, Case>(p, state, lane, round.number, is_due, own, failed);
+    if (failed) return true;  // what would be sent is no sum
 #pragma unroll
-      for (int peer = 0; peer < Case::kMostRanks; ++peer) {
-        if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        const uint32_t epoch = state.epoch[peer] + 1 + round;
-        store_wide(unit_of<Case>(p, peer, p.rank, epoch, unit, Kind::sums), sum, lane, epoch,
-                   is_due);
-      }
-      store_piece<Case>(p.recv[p.rank], part, lane, sum);
-    });
-    for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-      if (failed) return;
-      receive_unit<Case>(p, state, lane, chunk, round, unit, Kind::sums, [] {}, failed);
-    });
+    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
+      if (peer >= size_of<Case>(p) || peer == p.rank) continue;
+      const uint32_t epoch = state.epoch[peer] + 1 + round.number;
+      store_wide(unit_of<Case>(p, peer, p.rank, epoch, Kind::sums), sum, lane, epoch, is_due);
+    }
+    store_piece<Case>(p.recv[p.rank], part, lane, sum);
+    return false;
+  };
+  const auto take = [&](const Round& round) __attribute__((always_inline)) {
+    bool failed = false;
+    receive_unit<Case>(p, state, lane, round.chunk, round.number, Kind::sums, [] {}, failed);
     return failed;
   };
-  exchange_lines<Case>(p, state, send, take);
+  exchange_answered_units<Case>(p, state, sender, answer, take);
 }
 
 }  // namespace

@@ -5,15 +5,16 @@
 // it by one. Links carry such a store as a whole, and the cache of the owner takes and gives 128
 // bytes at once, so that a load that sees the epoch has the data too. That is what GPUs behind
 // NVLink do, and one GPU's own memory (DirectProblem::has_ll128), and no promise of the memory
-// model's. For .cu files.
+// model's. Each warp does a unit of four lines in a round, and meets no other until it has done all
+// of its rounds. For .cu files.
 #include "torch_overlap/comm/backends/nccl/direct_line_device.h"
 
 namespace torch_overlap::cuda::ll128 {
 
 constexpr unsigned int kAll = ~0U;
 constexpr int kLanesOfLine = G::kWideLineBytes / G::kVectorBytes;
-constexpr uint32_t kMostWarps = G::kThreads / kWarp;
 static_assert(kWarp / kLanesOfLine * G::kWideLineBytes == G::kWideUnitBytes);
+static_assert(G::kWideUnits * kWarp <= G::kThreads);
 // Room for two communicators' kernels of most_wide_blocks() on 128 SMs, as kBlocksOfSm has it for
 // others on fewer: with registers for four blocks on an SM, sums of two ranks are spilled.
 template <typename Case>
@@ -41,7 +42,7 @@ __device__ __forceinline__ Lane this_lane() {
   return {line_at, line_at + in_line, is_short};
 }
 
-// A unit of a message.
+// This warp's unit of a chunk, of a message.
 struct UnitPart {
   uint64_t begin;
   uint32_t bytes;  // that there are
@@ -50,10 +51,9 @@ struct UnitPart {
   __device__ __forceinline__ bool has_data(const Lane& lane) const { return lane.at < bytes; }
 };
 
-// Unit `unit` of a chunk, of a message of `bytes`.
-__device__ __forceinline__ UnitPart part_of(const DirectParams& p, uint32_t chunk, uint32_t unit,
-                                            uint64_t bytes) {
-  const uint64_t begin = (static_cast<uint64_t>(chunk) * p.chunk + unit) * G::kWideUnitData;
+__device__ __forceinline__ UnitPart part_of(const DirectParams& p, uint32_t chunk, uint64_t bytes) {
+  const uint64_t unit = static_cast<uint64_t>(chunk) * p.chunk + warp_of_block();
+  const uint64_t begin = unit * G::kWideUnitData;
   const uint64_t left = begin < bytes ? bytes - begin : 0;
   return {begin, static_cast<uint32_t>(min(left, uint64_t{G::kWideUnitData}))};
 }
@@ -93,15 +93,16 @@ __device__ __forceinline__ void store_piece(char* message, const UnitPart& part,
 
 enum class Kind : int { parts, sums };
 
-// Where unit `unit` of a chunk lies that `source` writes to `owner`.
+// Where this warp's unit lies that `source` writes to `owner` in the round that makes the epoch
+// `epoch`.
 template <typename Case>
 __device__ __forceinline__ char* unit_of(const DirectParams& p, int owner, int source,
-                                         uint32_t epoch, uint32_t unit, Kind kind = Kind::parts) {
+                                         uint32_t epoch, Kind kind = Kind::parts) {
   const int size = size_of<Case>(p);
-  const size_t slot = size_t{blockIdx.x} * G::kLineSlots + epoch % G::kLineSlots;
+  const size_t slot = size_t{blockIdx.x} * G::kWideSlots + epoch % G::kWideSlots;
   const size_t of_kind = slot * G::wide_kinds(size) + static_cast<int>(kind);
   return p.base[owner] + p.wide_at + (of_kind * size + source) * DirectLayout::wide_of_one_rank() +
-         unit * G::kWideUnitBytes;
+         warp_of_block() * G::kWideUnitBytes;
 }
 
 // Of a whole warp, as all that follows: where this lane's line is due it is so for the whole line.
@@ -150,91 +151,85 @@ __device__ __forceinline__ Words<4> words_of(const uint4& line) {
   return {{line.x, line.y, line.z, line.w}};
 }
 
-// Calls act(unit) for the units of a chunk that are this warp's.
-template <typename Act>
-__device__ __forceinline__ void for_units(const DirectParams& p, const Act& act) {
-#pragma unroll 1
-  for (uint32_t unit = warp_of_block(); unit < p.chunk; unit += kMostWarps) act(unit);
+// A pair of ranks exchanges the first line of every unit, whether either has data for the other or
+// not: it tells how far the other is (exchange_units).
+__device__ __forceinline__ bool is_line_due(const UnitPart& part, const Lane& lane) {
+  return part.has_line(lane) || lane.line_at == 0;
 }
 
-// What a warp sends, unit by unit. The first piece of what goes to the next rank, often of all that
-// goes out, is loaded while the block still asks whether it may send.
+// What a warp sends, a unit to every peer in each round. It is loaded a round ahead where there are
+// registers for that, and of the first round while the block still asks whether it may send.
 template <typename Case>
 class Sender {
+  static constexpr bool kLoadsAhead = Case::kMostRanks <= 4;
+
  public:
-  __device__ __forceinline__ Sender(const DirectParams& p, const Lane& lane)
-      : p_(p), lane_(lane), next_(rank_after<Case>(p, 1)) {
-    piece_ = load(next_, part(blockIdx.x, warp_of_block(), next_));
+  __device__ __forceinline__ Sender(const DirectParams& p, const Lane& lane) : p_(p), lane_(lane) {
+    load(blockIdx.x);
   }
 
-  // Of a unit that follows the one before.
-  __device__ __forceinline__ void begin_unit(uint32_t chunk, uint32_t unit) {
-    if (!is_first_) piece_ = load(next_, part(chunk, unit, next_));
-    is_first_ = false;
+  __device__ __forceinline__ void send(const LineState& state, uint32_t chunk, uint32_t round) {
+    if (!kLoadsAhead && round > 0) load(chunk);
+    for_peers(chunk, [&](int peer) __attribute__((always_inline)) {
+      const uint32_t epoch = state.epoch[peer] + 1 + round;
+      store_wide(unit_of<Case>(p_, peer, p_.rank, epoch), piece_for(peer, chunk), lane_, epoch,
+                 is_line_due(part(chunk, peer), lane_));
+    });
+    if (kLoadsAhead && chunk + gridDim.x < p_.most_chunks) load(chunk + gridDim.x);
   }
-  // To a peer, in the round that makes the epoch `epoch`. is_due(part): see store_wide().
-  template <typename IsDue>
-  __device__ __forceinline__ void send(int peer, uint32_t chunk, uint32_t unit, uint32_t epoch,
-                                       const IsDue& is_due) const {
-    const UnitPart of_peer = part(chunk, unit, peer);
-    const bool is_loaded = Case::kMostRanks == 2 || p_.one_source || peer == next_;
-    const auto words = is_loaded ? piece_ : load(peer, of_peer);
-    store_wide(unit_of<Case>(p_, peer, p_.rank, epoch, unit), words, lane_, epoch, is_due(of_peer));
-  }
-  // What has gone to the next rank.
-  __device__ __forceinline__ const Words<4>& piece() const { return piece_; }
+  // What was loaded last, where all peers get the same.
+  __device__ __forceinline__ Words<4> piece() const { return pieces_[0]; }
 
  private:
-  __device__ __forceinline__ UnitPart part(uint32_t chunk, uint32_t unit, int peer) const {
-    return part_of(p_, chunk, unit, p_.send_bytes[peer]);
+  template <typename Act>
+  __device__ __forceinline__ void for_peers(uint32_t chunk, const Act& act) const {
+#pragma unroll
+    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
+      if (peer >= size_of<Case>(p_) || peer == p_.rank || chunk >= p_.chunks[peer]) continue;
+      act(peer);
+    }
   }
-  __device__ __forceinline__ Words<4> load(int peer, const UnitPart& part) const {
-    return load_piece<Case>(p_.send[peer], part, lane_);
+  __device__ __forceinline__ UnitPart part(uint32_t chunk, int peer) const {
+    return part_of(p_, chunk, p_.send_bytes[peer]);
+  }
+  __device__ __forceinline__ Words<4> load_for(int peer, uint32_t chunk) const {
+    return load_piece<Case>(p_.send[peer], part(chunk, peer), lane_);
+  }
+  __device__ __forceinline__ Words<4> piece_for(int peer, uint32_t chunk) const {
+    if constexpr (kLoadsAhead) return pieces_[peer];
+    return p_.one_source ? pieces_[0] : load_for(peer, chunk);
+  }
+  __device__ __forceinline__ void load(uint32_t chunk) {
+    if (p_.one_source) {
+      const auto words = load_for(rank_after<Case>(p_, 1), chunk);
+#pragma unroll
+      for (auto& piece : pieces_) piece = words;
+    } else if constexpr (kLoadsAhead) {
+      for_peers(chunk, [&](int peer) __attribute__((always_inline)) {
+        pieces_[peer] = load_for(peer, chunk);
+      });
+    }
   }
 
   const DirectParams& p_;
   const Lane& lane_;
-  const int next_;
-  Words<4> piece_;
-  bool is_first_ = true;
+  Words<4>
+      pieces_[kLoadsAhead ? Case::kMostRanks : 1];  // by rank; one for all, if they get the same
 };
-
-// A chunk to the peers that take part in it: takes_part(peer). is_due(part, unit): see
-// store_wide().
-template <typename Case, typename TakesPart, typename IsDue>
-__device__ __forceinline__ void send_chunk(const DirectParams& p, const LineState& state,
-                                           Sender<Case>& sender, uint32_t chunk, uint32_t round,
-                                           const TakesPart& takes_part, const IsDue& is_due) {
-  for_units(p, [&](uint32_t unit) __attribute__((always_inline)) {
-    sender.begin_unit(chunk, unit);
-#pragma unroll
-    for (int peer = 0; peer < Case::kMostRanks; ++peer) {
-      if (peer >= size_of<Case>(p) || peer == p.rank || !takes_part(peer)) continue;
-      sender.send(peer, chunk, unit, state.epoch[peer] + 1 + round,
-                  [&](const UnitPart& part) { return is_due(part, unit); });
-    }
-  });
-}
-
-// The line of a pair of ranks that tells of the round itself, where neither need have anything for
-// the other.
-__device__ __forceinline__ bool is_line_due(const UnitPart& part, uint32_t unit, const Lane& lane) {
-  return part.has_line(lane) || (unit == 0 && lane.line_at == 0);
-}
 
 // What all ranks have for this one's unit, in the order of ranks: own(), and what comes.
 template <typename T, typename Case, typename GetOwn>
 __device__ __forceinline__ Words<4> reduce_unit(const DirectParams& p, const LineState& state,
-                                                const Lane& lane, uint32_t round, uint32_t unit,
-                                                bool is_due, const GetOwn& own, bool& failed) {
-  const auto from = [&](int source, uint32_t epoch) __attribute__((always_inline)) {
-    return unit_of<Case>(p, p.rank, source, epoch, unit);
+                                                const Lane& lane, uint32_t round, bool is_due,
+                                                const GetOwn& own, bool& failed) {
+  const auto from = [&](int source) __attribute__((always_inline)) {
+    return unit_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round);
   };
   uint4 seen[Case::kMostRanks];
 #pragma unroll
   for (int source = 0; source < Case::kMostRanks; ++source) {
     if (source >= size_of<Case>(p) || source == p.rank) continue;
-    seen[source] = load_wide(from(source, state.epoch[source] + 1 + round), is_due);
+    seen[source] = load_wide(from(source), is_due);
   }
   const Words<4> mine = own();
   Accumulator<Case, T, 4> sum;
@@ -244,8 +239,7 @@ __device__ __forceinline__ Words<4> reduce_unit(const DirectParams& p, const Lin
     Words<4> words = mine;
     if (source != p.rank) {
       const uint32_t epoch = state.epoch[source] + 1 + round;
-      failed =
-          await_wide(p, seen[source], from(source, epoch), source, lane, epoch, is_due) || failed;
+      failed = await_wide(p, seen[source], from(source), source, lane, epoch, is_due) || failed;
       words = words_of(seen[source]);
     }
     if (source == 0) {
@@ -262,8 +256,7 @@ __device__ __forceinline__ Words<4> reduce_unit(const DirectParams& p, const Lin
 template <typename Case, typename Meanwhile>
 __device__ __forceinline__ void receive_unit(const DirectParams& p, const LineState& state,
                                              const Lane& lane, uint32_t chunk, uint32_t round,
-                                             uint32_t unit, Kind kind, const Meanwhile& meanwhile,
-                                             bool& failed) {
+                                             Kind kind, const Meanwhile& meanwhile, bool& failed) {
   uint4 seen[Case::kMostRanks];
   // act(source, epoch, part, its unit, its line)
   const auto for_sources = [&](const auto& act) __attribute__((always_inline)) {
@@ -271,21 +264,79 @@ __device__ __forceinline__ void receive_unit(const DirectParams& p, const LineSt
     for (int source = 0; source < Case::kMostRanks; ++source) {
       if (source >= size_of<Case>(p) || source == p.rank || chunk >= p.chunks[source]) continue;
       const uint32_t epoch = state.epoch[source] + 1 + round;
-      act(source, epoch, part_of(p, chunk, unit, p.recv_bytes[source]),
-          unit_of<Case>(p, p.rank, source, epoch, unit, kind), seen[source]);
+      act(source, epoch, part_of(p, chunk, p.recv_bytes[source]),
+          unit_of<Case>(p, p.rank, source, epoch, kind), seen[source]);
     }
   };
-  for_sources([&](int, uint32_t, const UnitPart& part, const char* from, uint4& line)
-                  __attribute__((always_inline)) {
-                    line = load_wide(from, is_line_due(part, unit, lane));
-                  });
+  for_sources(
+      [&](int, uint32_t, const UnitPart& part, const char* from, uint4& line)
+          __attribute__((always_inline)) { line = load_wide(from, is_line_due(part, lane)); });
   meanwhile();
   for_sources([&](int source, uint32_t epoch, const UnitPart& part, const char* from, uint4& line)
                   __attribute__((always_inline)) {
-                    const bool is_due = is_line_due(part, unit, lane);
+                    const bool is_due = is_line_due(part, lane);
                     failed = await_wide(p, line, from, source, lane, epoch, is_due) || failed;
                     store_piece<Case>(p.recv[source], part, lane, words_of(line));
                   });
+}
+
+// A round of a warp, and its chunk.
+struct Round {
+  uint32_t number = 0;
+  uint32_t chunk = blockIdx.x;
+
+  __device__ __forceinline__ void next() {
+    ++number;
+    chunk += gridDim.x;
+  }
+};
+
+// A warp sends one round ahead of what it takes. When it sends that of round e it has taken those
+// of e - 2, which the peers sent when they had taken all to e - 4, whose slots it writes to. So it
+// is with the kernels before: by the end of the last one in which a block and a peer had rounds the
+// peer's had begun it, so that it had ended all earlier ones, and of its rounds had taken all but
+// the last two. Rounds 0 and 1 of the next kernel write to slots of those before these, and round 2
+// goes out when the peer is in that kernel, too. take(round) -> whether a wait failed.
+template <typename Case, typename Take>
+__device__ __forceinline__ void exchange_units(const DirectParams& p, const LineState& state,
+                                               Sender<Case>& sender, const Take& take) {
+  bool failed = !may_send(p, state.entry);
+  for (Round sent, taken; taken.chunk < p.most_chunks && !failed;) {
+    if (sent.chunk < p.most_chunks && sent.number <= taken.number + 1) {
+      sender.send(state, sent.chunk, sent.number);
+      sent.next();
+    } else {
+      failed = take(taken);
+      taken.next();
+    }
+  }
+  end_lines<Case>(p, state);
+}
+
+// The same where what comes is answered, answer(round) -> whether a wait failed, and the answers of
+// the others are taken. Parts go a round ahead of answers, and answers two ahead of what is taken:
+// parts of round e go out when all answers to e - 4 are there, for which the peers have read the
+// parts whose slots these write to; and an answer when all parts of its round are there, whose
+// senders had taken the answers to e - 4.
+template <typename Case, typename Answer, typename Take>
+__device__ __forceinline__ void exchange_answered_units(const DirectParams& p,
+                                                        const LineState& state,
+                                                        Sender<Case>& sender, const Answer& answer,
+                                                        const Take& take) {
+  bool failed = !may_send(p, state.entry);
+  for (Round sent, answered, taken; taken.chunk < p.most_chunks && !failed;) {
+    if (sent.chunk < p.most_chunks && sent.number <= answered.number + 1) {
+      sender.send(state, sent.chunk, sent.number);
+      sent.next();
+    } else if (answered.chunk < p.most_chunks && answered.number <= taken.number + 1) {
+      failed = answer(answered);
+      answered.next();
+    } else {
+      failed = take(taken);
+      taken.next();
+    }
+  }
+  end_lines<Case>(p, state);
 }
 
 }  // namespace torch_overlap::cuda::ll128
