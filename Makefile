@@ -145,7 +145,7 @@ SANITIZED_DIRECT = lists_and_in_place or nan_and_infinity or ranks_have_the_same
   or protocols_take_turns or unequal_parts or (every_reduction and ll128 and bfloat16)
 SANITIZED_PRODUCTS = a_mean or same_bits_every_time or (our_own_kernels and 264) or (RowScatter and 257 and 4x4) \
   or (RowGather and 257 and 4x4) or test_double or (no_rows and ring) or (any_alignment and off-4) or (watched_graphs and sync) \
-  or operands_at_any_offset or same_bits_everywhere
+  or operands_at_any_offset or same_bits_everywhere or (test_values and GatherOfOne and bias and along_k and bfloat16)
 GPU_TESTS ?= $(patsubst %,tests/python/gpu/test_%.py,windows small_collectives bulk_copies zero_copy rms_norm fused fused_reduce \
   fused_scaled fused_row_scales overlap ops direct own_gemm residual graph_timeouts) -k '$(SANITIZED_WINDOWS) or $(SANITIZED_DIRECT) or $(SANITIZED_PRODUCTS)'
 sanitize-gpu: export FORCE_CUDA = 1

@@ -90,9 +90,10 @@ def set_gemm_tuning(tuning: Literal["heuristic", "measured", "best"]) -> None:
     """How the algorithm for a new problem is chosen, in the whole process.
 
     "heuristic" (the default) takes cuBLASLt's first proposal. "measured" times its first eight on the operands of the
-    first call outside of a capture, for which that call waits; choices that were measured stay. "best" times our own
-    kernels too, which an sm_90 has for float16, bfloat16 and 8-bit floats: with rhs transposed or not, lhs as it is, a
-    bias, GELU, a residual.
+    first call outside of a capture, for which that call waits; choices that were measured stay. Chunks and pieces of
+    overlapped operators are multiplied by the first proposal: what is quickest alone need not be so beside copies.
+    "best" times our own kernels too, which an sm_90 has for float16, bfloat16 and 8-bit floats: with rhs transposed or
+    not, lhs as it is, or of 16 bits lhs transposed and rhs not, a bias, GELU, a residual.
     """
     _gemm.set_gemm_tuning(tuning)
 

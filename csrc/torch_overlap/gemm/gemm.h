@@ -80,6 +80,8 @@ struct GemmArgs {
   at::Tensor out_amax;
   // How many SMs the product is made for; 0: all.
   int sm_target = 0;
+  // Data travel beside it: what is quickest alone need not be so then, and is not measured.
+  bool beside_transfers = false;
   // Contiguous memory for the library to work in; it is used from its first 256-byte boundary on.
   // Undefined: a cached one of the device and stream.
   at::Tensor workspace;

@@ -132,6 +132,7 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
   std::vector<at::Tensor> blocks;
   std::vector<CheckedGemm> products;
   GemmArgs args = problem.gemm;
+  args.beside_transfers = true;
   AmaxOfParts largest(std::exchange(args.out_amax, {}), found.size());
   const CheckedGemm whole(op, std::move(args));
   for (const Piece& piece : found) {
@@ -196,7 +197,10 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
   const auto received =
       problem.gathers ? at::Tensor() : room_for(channel, rows, problem.columns, problem.dtype);
   std::vector<CheckedGemm> products;
-  for (const GemmArgs& args : problem.gemms) products.emplace_back(op, args);
+  for (GemmArgs args : problem.gemms) {
+    args.beside_transfers = true;
+    products.emplace_back(op, std::move(args));
+  }
   channel.operate(
       op,
       [&](OverlapChannel::Session& session) {

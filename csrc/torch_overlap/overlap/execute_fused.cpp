@@ -137,6 +137,7 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
   std::vector<Exchange> exchanges;
   std::vector<std::vector<CheckedGemm>> products;
   if (fused.pieces > 0) {
+    fused.gemm.beside_transfers = true;
     const CheckedGemm all(op, fused.gemm);
     exchanges = scatter_schedule(rank, size).exchanges;
     products = products_of_pieces(op, all, fused, exchanges);

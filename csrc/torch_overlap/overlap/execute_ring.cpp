@@ -47,6 +47,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   std::vector<AmaxOfParts> largest;
   for (GemmArgs whole : problem.gemms) {
     largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
+    whole.beside_transfers = true;
     gemms.emplace_back(op, std::move(whole));
   }
   // By step; checked before anything is sent.
@@ -131,11 +132,13 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
                                      : channel.data(problem.at + peer * slot, {length, columns},
                                                     problem.partial.scalar_type()));
   }
-  GemmArgs first = problem.gemms.at(0);
-  AmaxOfParts largest(std::exchange(first.out_amax, {}), schedule.steps.size());
+  std::vector<GemmArgs> terms = problem.gemms;
+  AmaxOfParts largest(std::exchange(terms.at(0).out_amax, {}), schedule.steps.size());
   std::vector<CheckedGemm> gemms;
-  gemms.emplace_back(op, std::move(first));
-  for (size_t j = 1; j < problem.gemms.size(); ++j) gemms.emplace_back(op, problem.gemms[j]);
+  for (GemmArgs& term : terms) {
+    term.beside_transfers = true;
+    gemms.emplace_back(op, std::move(term));
+  }
   // By step; checked before anything is sent.
   std::vector<std::vector<CheckedGemm>> products(schedule.steps.size());
   for (size_t i = 0; i < schedule.steps.size(); ++i) {

@@ -19,7 +19,8 @@ from overlap_gpu_cases import (
 )
 from trace_cases import GEMM, traced_tasks
 
-from torch_overlap.gemm import gemm_statistics, reset_gemm_statistics
+from torch_overlap import ops
+from torch_overlap.gemm import gemm_statistics, reset_gemm_statistics, set_gemm_tuning
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -140,6 +141,22 @@ def test_rs_overlap_first_gemm_issues_a_product_before_the_sum_of_the_one_before
         order, _ = names(Pipeline, num_splits=4, rs_overlap_first_gemm=first)
         found[first] = "".join({"gemm": "G", "sum": "R"}.get(name, "") for name in order)
     assert found == {False: "GRGRGRGR", True: "GGRGRGRR"}
+
+
+@pytest.mark.usefixtures("gemm_draws")
+def test_products_of_chunks_are_not_measured(comm):
+    """The whole product is."""
+    set_gemm_tuning("measured")
+    x = torch.randn(512, 520, device="cuda").bfloat16()
+    w = torch.randn(264, 520, device="cuda").bfloat16()
+
+    def measured(algorithm):
+        reset_gemm_statistics()
+        ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)
+        return gemm_statistics()["measured"]
+
+    assert measured("ring") == 0
+    assert measured("sequential") > 0
 
 
 def test_aggregate_ag_makes_half_as_many_products(comm, names):

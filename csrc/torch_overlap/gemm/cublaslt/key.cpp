@@ -136,6 +136,7 @@ LtCall make_call(const GemmProblem& problem, cublasLtEpilogue_t epilogue, const 
       .fast_accumulation = has_fast_sums(b.scaling) && !args.use_split_accumulator,
       .reductions = reductions_of(b.data.scalar_type()),
       .sm_target = args.sm_target,
+      .beside_transfers = args.beside_transfers,
       .workspace = workspace.bytes,
       .align_a = alignment_of(call.a),
       .align_b = alignment_of(call.b),

@@ -27,6 +27,7 @@ struct PlanKey {
   int64_t fast_accumulation;
   int64_t reductions;  // cublasLtReductionScheme_t that are allowed
   int64_t sm_target;
+  int64_t beside_transfers;
   int64_t workspace;  // bytes
   // Bytes, up to 256; 0: there is none.
   int64_t align_a, align_b, align_c, align_d, align_bias, align_aux;

@@ -123,7 +123,9 @@ cublasStatus_t Plan::launch(cublasLtHandle_t handle, const LtCall& call, void* d
 bool Plan::run(cublasLtHandle_t handle, const LtCall& call, const Workspace& workspace,
                cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  if (!measured_ && gemm_tuning() != GemmTuning::kHeuristic && !cuda::capture_of(stream)) {
+  const bool is_to_be_measured =
+      !measured_ && key_.beside_transfers == 0 && gemm_tuning() != GemmTuning::kHeuristic;
+  if (is_to_be_measured && !cuda::capture_of(stream)) {
     set_addresses(call);
     measure(handle, call, workspace, stream);
   }
