@@ -70,7 +70,8 @@ std::tuple<std::vector<Tensor>, Tensor> all_gather_matmul_kernel(
   const auto multiply = [&](const Tensor& input, int64_t begin) {
     for (size_t i = 0; i < weights.size(); ++i) {
       linear_out(kAllGatherMatmul, row_view(products[i], begin, input.size(0)), input, weights[i],
-                 biases.empty() ? std::nullopt : biases.get(i));
+                 biases.empty() ? std::nullopt : biases.get(i),
+                 /*beside_transfers=*/input.size(0) < products[i].size(0));
     }
   };
   std::optional<Tensor> gathered;

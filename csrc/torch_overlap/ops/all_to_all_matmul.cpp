@@ -54,7 +54,8 @@ Tensor all_to_all_matmul_kernel(const Tensor& x, const Tensor& weight,
     const auto input = inputs->wait(step);
     const Span span("chunk_gemm", step);
     const auto [begin, length] = inputs->range(step);
-    linear_out(kAllToAllMatmul, rows.narrow(0, begin, length), input, weight, bias);
+    linear_out(kAllToAllMatmul, rows.narrow(0, begin, length), input, weight, bias,
+               /*beside_transfers=*/length < rows.size(0));
   }
   inputs->finish();
   return out;

@@ -63,11 +63,11 @@ struct Product {
   std::optional<Tensor> bias;
 };
 
-void multiply(const std::vector<Product>& products) {
+void multiply(const std::vector<Product>& products, bool beside_transfers) {
   for (size_t i = 0; i < products.size(); ++i) {
     const Span span("chunk_gemm", i);
     linear_out(kBulkOverlapMatmul, products[i].out, products[i].lhs, products[i].rhs.t(),
-               products[i].bias);
+               products[i].bias, beside_transfers);
   }
 }
 
@@ -79,7 +79,10 @@ constexpr int64_t kMostColumns = 4096;
 void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& own,
                          const std::vector<GemmArgs>& products, const Tensor& out) {
   ChannelGather gather(kBulkOverlapMatmul, comm, own.view({1, own.numel()}));
-  for (const auto& args : products) gemm(kBulkOverlapMatmul, args);
+  for (GemmArgs args : products) {
+    args.beside_transfers = true;
+    gemm(kBulkOverlapMatmul, args);
+  }
   gather.finish();
   out.copy_(gather.rows().view(out.sizes()));
 }
@@ -158,7 +161,7 @@ void run_beside(const std::shared_ptr<TorchComm>& comm, std::string_view algorit
       work = gather ? comm->all_gather_single(out, own, async)
                     : comm->reduce_scatter_single(out, own, RedOpType::SUM, async);
     }
-    multiply(products);
+    multiply(products, async);
     if (work) {
       const Span span("chunk_wait", 0);
       work->wait();

@@ -47,7 +47,8 @@ Tensor matmul_all_reduce_kernel(const Tensor& x, const Tensor& weight,
                           [&](const RowRange& range, const Tensor& to) {
                             linear_out(kMatmulAllReduce, to,
                                        row_view(inputs, range.begin, range.length), weight,
-                                       std::nullopt);
+                                       std::nullopt,
+                                       /*beside_transfers=*/range.length < inputs.size(0));
                           },
                       .arguments =
                           [&](const RowRange& range) {

@@ -84,7 +84,8 @@ std::vector<Tensor> matmul_all_to_all_kernel(const Tensor& x, at::TensorList wei
         const int64_t begin = outputs->chunk(step) * part.size(1);
         auto bias = bias_of(i);
         if (bias) bias = bias->narrow(0, begin, part.size(1));
-        linear_out(kMatmulAllToAll, part, inputs, weights[i].narrow(0, begin, part.size(1)), bias);
+        linear_out(kMatmulAllToAll, part, inputs, weights[i].narrow(0, begin, part.size(1)), bias,
+                   /*beside_transfers=*/true);
       }
       outputs->send(i, step);
     }

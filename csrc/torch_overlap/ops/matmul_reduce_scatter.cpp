@@ -104,7 +104,7 @@ Tensor matmul_reduce_scatter_kernel(const Tensor& x, const Tensor& weight,
         const bool with_bias = scatter.is_own(step) && !mean;
         linear_out(kMatmulReduceScatter, scatter.partial(step),
                    row_view(inputs, scatter.chunk(step) * rows, rows), weight,
-                   with_bias ? bias : std::nullopt);
+                   with_bias ? bias : std::nullopt, /*beside_transfers=*/true);
       }
       scatter.send(step);
     }

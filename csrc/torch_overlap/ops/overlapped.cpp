@@ -250,7 +250,10 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
   const OverlapChannel::Use use(*place.channel);
   auto products = products_of(problem);
   add_up_in(place, sum.start, products);
-  for (const auto& args : products) gemm(op, args);
+  for (GemmArgs& args : products) {
+    args.beside_transfers = true;  // those that before_sum() ends
+    gemm(op, args);
+  }
   before_sum();
   run_bulk_gemm(op, *place.channel,
                 {.gemms = beside,

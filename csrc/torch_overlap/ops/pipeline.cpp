@@ -88,13 +88,15 @@ void ScatterPipeline::reduce(const at::Tensor& out, bool mean) {
 }
 
 void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
-                const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+                const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                bool beside_transfers) {
   if (out.is_cuda() && at::isFloatingType(out.scalar_type())) {
     GemmArgs args;
     args.lhs = gemm_operand(x, false, ScalingMode::NO_SCALING, std::nullopt, false);
     args.rhs = gemm_operand(weight, true, ScalingMode::NO_SCALING, std::nullopt, false);
     args.out = out;
     if (bias && bias->defined()) args.epilogue.bias = bias->contiguous();
+    args.beside_transfers = beside_transfers;
     gemm(op, args);
     return;
   }

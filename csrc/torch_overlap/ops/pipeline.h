@@ -76,9 +76,10 @@ class ScatterPipeline {
 };
 
 // out = x w^T + bias, all 2-D; `out` may be rows of a larger tensor. Floats on GPUs by the GEMM
-// layer, with its tuning; the rest by torch.
+// layer, with its tuning; the rest by torch. beside_transfers: see GemmArgs.
 void linear_out(std::string_view op, const at::Tensor& out, const at::Tensor& x,
-                const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+                const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                bool beside_transfers = false);
 
 // `x` as [rows, features]: all but the last dimension flattened.
 at::Tensor as_rows(const at::Tensor& x);

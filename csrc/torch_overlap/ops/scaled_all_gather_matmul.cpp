@@ -64,6 +64,7 @@ struct ScaledSteps {
     part.lhs.data = data;
     if (scales.defined()) part.lhs.scale_inv = scales;
     part.out = row_view(gemms[i].out, begin, data.size(0));
+    part.beside_transfers = data.size(0) < gemms[i].out.size(0);
     return part;
   }
   void check(const Tensor& data, const Tensor& scales) const {

@@ -54,6 +54,7 @@ Tensor scaled_all_reduce_kernel(const Tensor& x, const Tensor& x_scale_inv, cons
   const auto multiply_args = [&](const RowRange& rows, const Tensor& to) {
     GemmArgs part = arguments(rows);
     part.out = to;
+    part.beside_transfers = rows.length < inputs.size(0);
     return part;
   };
   const SummedProduct product{

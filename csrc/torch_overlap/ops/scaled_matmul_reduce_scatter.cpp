@@ -57,6 +57,7 @@ Tensor scaled_scatter_kernel(const Tensor& x, const Tensor& x_scale_inv, const T
     part.lhs.data = row_view(inputs, begin, length);
     if (scales.defined()) part.lhs.scale_inv = row_view(scales, begin, length);
     part.out = to;
+    part.beside_transfers = length < inputs.size(0);
     return part;
   };
   // Each way checks its first product before it sends. Of blocks a chunk is one by itself.

@@ -6,12 +6,9 @@ other ranks, which have begun when all before them has ended; what runs beside i
 for other ranks may.
 """
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from graph_branches import beside, held_up, reachable
+from graph_branches import NARROW, REDUCTIONS, WAITS, WIDE, beside, held_up, reachable
 from graph_nodes import Copy, Kernel, captured
 from overlap_gpu_cases import KINDS, SMALL
 from shared_gpus import SHARES_GPU
@@ -28,29 +25,6 @@ pytestmark = [
     ),
 ]
 separate = pytest.mark.skipif(SHARES_GPU, reason="copies within a GPU need SMs")
-
-
-# What a product and its sums are one of: where tiles are sent by the kernel, where copies take pieces, and of few rows.
-REDUCTIONS = ("fused_scatter_kernel", "fused_sum_kernel", "fused_reduce_kernel")
-# Of these all blocks wait for other ranks, and they may have all SMs.
-WIDE = ("fused_gather_kernel", "direct_gather_kernel", "direct_sum_kernel", *REDUCTIONS)
-NARROW = ("begin_kernel", "await_kernel")
-# What else waits for ranks: collectives, and signals of windows.
-COLLECTIVES = ("line_copy_kernel", "line_reduce_kernel", "line_norm_kernel", "ll128_copy_kernel", "ll128_reduce_kernel",
-               "push_copy_kernel", "push_reduce_kernel", "push_norm_kernel", "two_shot_kernel", "bulk_kernel",
-               "zero_copy", "nccl", "wait_kernel")  # fmt: skip
-WAITS = (*WIDE, *NARROW, *COLLECTIVES)
-QUIET = {"bump_kernel", "norm_kernel", "push_kernel", "put_kernel", "signal_kernel", "sum_kernel", "tell_kernel"}
-
-
-def test_what_waits_is_known_of_every_kernel():
-    """Of those that know of other ranks."""
-    sources = Path(__file__).parents[3] / "csrc" / "torch_overlap"
-    files = [file for folder in ("symm", "comm", "overlap") for file in (sources / folder).rglob("*.cu*")]
-    text = "\n".join(file.read_text() for file in files)
-    names = re.findall(r"__global__[^;{]*?(\w+_kernel)\(", text)
-    assert len(names) == text.count("__global__") > len(QUIET)
-    assert {name for name in names if not any(part in name for part in WAITS)} == QUIET
 
 
 def random(*shape):

@@ -143,20 +143,30 @@ def test_rs_overlap_first_gemm_issues_a_product_before_the_sum_of_the_one_before
     assert found == {False: "GRGRGRGR", True: "GGRGRGRR"}
 
 
+def gather(x, w, comm, algorithm):
+    return ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)
+
+
+def scatter(x, w, comm, algorithm):
+    return ops.matmul_reduce_scatter(x, w, comm, algorithm=algorithm)
+
+
 @pytest.mark.usefixtures("gemm_draws")
-def test_products_of_chunks_are_not_measured(comm):
-    """The whole product is."""
+@pytest.mark.parametrize("operator", [gather, scatter], ids=lambda operator: operator.__name__)
+def test_products_of_chunks_are_not_measured(comm, seed, operator):
+    """The whole product is. Of features that no plan is there for."""
     set_gemm_tuning("measured")
-    x = torch.randn(512, 520, device="cuda").bfloat16()
-    w = torch.randn(264, 520, device="cuda").bfloat16()
-
-    def measured(algorithm):
+    features = 264 + 8 * (seed % 1000)
+    x = torch.randn(512 * comm.get_size(), 136, device="cuda").bfloat16()
+    w = torch.randn(features, 136, device="cuda").bfloat16()
+    measured = {}
+    for algorithm in ("ring", "chunked", "sequential"):
         reset_gemm_statistics()
-        ops.all_gather_matmul(x, [w], comm, algorithm=algorithm)
-        return gemm_statistics()["measured"]
-
-    assert measured("ring") == 0
-    assert measured("sequential") > 0
+        operator(x, w, comm, algorithm)
+        measured[algorithm] = gemm_statistics()["measured"]
+    torch.cuda.synchronize()
+    assert measured["ring"] == measured["chunked"] == 0
+    assert measured["sequential"] > 0
 
 
 def test_aggregate_ag_makes_half_as_many_products(comm, names):

@@ -2,10 +2,12 @@
 
 import os
 import random
+import re
 import sys
+from pathlib import Path
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpu"))
-from graph_branches import beside, held_up, reachable
+from graph_branches import QUIET, WAITS, beside, held_up, reachable
 
 FORK = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "e"), ("d", "f"), ("e", "f")]
 
@@ -43,3 +45,13 @@ def test_random_graphs(seed):
             assert beside(node, range(size), edges) == apart
             behind = {j for j in apart if any(leads[i][j] for i in apart if i % 3 == 0)}
             assert held_up(node, range(size), edges, lambda i: i % 3 == 0) == behind
+
+
+def test_what_waits_is_known_of_every_kernel():
+    """Of those that know of other ranks."""
+    sources = Path(__file__).parents[3] / "csrc" / "torch_overlap"
+    files = [file for folder in ("symm", "comm", "overlap") for file in (sources / folder).rglob("*.cu*")]
+    text = "\n".join(file.read_text() for file in files)
+    names = re.findall(r"__global__[^;{]*?(\w+_kernel)\(", text)
+    assert len(names) == text.count("__global__") > len(QUIET)
+    assert {name for name in names if not any(part in name for part in WAITS)} == QUIET

@@ -17,8 +17,7 @@ struct KernelKey {
   bool rhs_along_k;  // always, of 8 bits
   int rows;          // of a tile
   int columns;
-  // Else the operands have 16 bits, rhs is not along k either, and nobody but plain products has
-  // it.
+  // Else the operands have 16 bits, rhs is not along k either, and no fused kernel has it.
   bool lhs_along_k = true;
 };
 
