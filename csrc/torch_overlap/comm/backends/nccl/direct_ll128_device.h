@@ -162,6 +162,7 @@ __device__ __forceinline__ bool is_line_due(const UnitPart& part, const Lane& la
 template <typename Case>
 class Sender {
   static constexpr bool kLoadsAhead = Case::kMostRanks <= 4;
+  static constexpr int kPieces = kLoadsAhead ? Case::kMostRanks : 1;
 
  public:
   __device__ __forceinline__ Sender(const DirectParams& p, const Lane& lane) : p_(p), lane_(lane) {
@@ -213,8 +214,7 @@ class Sender {
 
   const DirectParams& p_;
   const Lane& lane_;
-  Words<4>
-      pieces_[kLoadsAhead ? Case::kMostRanks : 1];  // by rank; one for all, if they get the same
+  Words<4> pieces_[kPieces];  // by rank; one for all, if they get the same
 };
 
 // What all ranks have for this one's unit, in the order of ranks: own(), and what comes.
