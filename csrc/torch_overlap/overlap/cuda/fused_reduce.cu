@@ -201,6 +201,25 @@ __device__ __forceinline__ void add(int rank, const uint32_t* words, float (&tot
   }
 }
 
+// What all ranks have, in their order: `mine`, and of another one what take(rank, part) brings.
+template <typename Config, int kWords, typename Take>
+__device__ __forceinline__ void put_sums(const ChannelWords& words, const Outputs<Config>& outputs,
+                                         const uint32_t (&mine)[kWords], const Take& take) {
+  using Out = typename Config::Out;
+  float total[Config::kOwnSums];
+#pragma unroll 1
+  for (int rank = 0; rank < words.size; ++rank) {
+    if (rank == words.rank) {
+      add<Out>(rank, mine, total);
+      continue;
+    }
+    uint32_t part[kWords] = {};
+    take(rank, part);
+    add<Out>(rank, part, total);
+  }
+  outputs.put(total);
+}
+
 // Whether what carries the epoch `seen` is of this operation, or as far ahead of it as its sender
 // may be. Words that no operation has written for long are not.
 __device__ __forceinline__ bool is_of(uint32_t seen, uint32_t epoch, uint32_t ahead) {
@@ -292,18 +311,9 @@ __device__ __forceinline__ bool reduce_lines(const FusedReduceParams& p, uint32_
       if (look % kLooks == 0 && !lines_come<Config>(p, from, lines, epoch, source)) return false;
     }
   };
-  float total[Config::kOwnSums];
-#pragma unroll 1
-  for (int rank = 0; rank < words.size; ++rank) {
-    if (rank == words.rank) {
-      add<Out>(rank, mine, total);
-      continue;
-    }
-    uint32_t part[3 * P::kLines] = {};
-    is_good = is_good && take(rank, part);
-    add<Out>(rank, part, total);
-  }
-  outputs.put(total);
+  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[3 * P::kLines]) {
+    is_good = is_good && take(source, part);
+  });
   return is_good;
 }
 
@@ -341,15 +351,8 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
   }
   __syncwarp();
   sm90::meet_threads(kRead, Config::kMultipliers);
-  float total[Config::kOwnSums];
-#pragma unroll 1
-  for (int rank = 0; rank < words.size; ++rank) {
-    if (rank == words.rank) {
-      add<Out>(rank, mine, total);
-      continue;
-    }
-    const char* const from = slot_of<Config>(p, epoch, words.rank, rank) + threadIdx.x * 16;
-    uint32_t part[P::kWords] = {};
+  put_sums(words, outputs, mine, [&](int source, uint32_t (&part)[P::kWords]) {
+    const char* const from = slot_of<Config>(p, epoch, words.rank, source) + threadIdx.x * 16;
 #pragma unroll
     for (int j = 0; j < P::kVectors; ++j) {
       if (j >= vectors) break;
@@ -360,9 +363,7 @@ __device__ __forceinline__ bool reduce_vectors(const FusedReduceParams& p, uint3
       part[4 * j + 2] = vector.z;
       part[4 * j + 3] = vector.w;
     }
-    add<Out>(rank, part, total);
-  }
-  outputs.put(total);
+  });
   return is_good;
 }
 
