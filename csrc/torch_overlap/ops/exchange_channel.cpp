@@ -25,7 +25,7 @@ class ChannelRowExchange final : public RowExchange {
       : RowExchange(*comm, matrices, pieces),
         channel_(operator_channel(op, comm, OperatorChannel::gather, channel_bytes(matrices))),
         operation_(op, *channel_,
-                   {.begin = {.rows = matrices[0].size(0), .way = Way::rows_to_all()}}) {
+                   {.begin = Begin{.rows = matrices[0].size(0), .way = Way::rows_to_all()}}) {
     operation_.put([&](OverlapChannel::Session& session) {
       joined_ = channel_->data(0, {own(), total_}, matrices[0].scalar_type());
       for (size_t step = 0; step < steps(); ++step) send(session, step);
@@ -86,7 +86,7 @@ class ChannelColumnExchange final : public ColumnExchange {
         channel_(
             operator_channel(op, comm, OperatorChannel::scatter, channel_bytes(bytes_of(into)))),
         operation_(op, *channel_,
-                   {.begin = {.rows = into[0].size(0), .way = Way::columns_to_all()},
+                   {.begin = Begin{.rows = into[0].size(0), .way = Way::columns_to_all()},
                     .begins_beside = channel_->is_captured()}) {
     operation_.put([&](const OverlapChannel::Session&) {
       int64_t at = 0;

@@ -294,9 +294,9 @@ OverlapChannel::Operation::Operation(std::string_view op, OverlapChannel& channe
     channel.enter();
     if (call.fills_device) turn_ = channel.device().take_turn(channel.group_->device());
     const bool is_beside = call.begins_beside && channel.transport_->may_begin_beside();
-    if (!call.begins_itself && !is_beside) channel.transport_->begin(call.begin);
+    if (call.begin && !is_beside) channel.transport_->begin(*call.begin);
     session_.lanes.fork(call.as_one);
-    if (!call.begins_itself && is_beside) session_.begin(call.begin);
+    if (call.begin && is_beside) session_.begin(*call.begin);
   } catch (...) {
     fail();
     throw;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "torch_overlap/base/export.h"
@@ -68,12 +69,11 @@ class OverlapChannel;
 
 // What is said of one operation.
 struct OverlapCall {
-  // What all ranks say alike. Where two differ, both are told.
-  Begin begin;
+  // What all ranks say alike, and wait until all have; where two differ, both are told. Empty: a
+  // kernel of the operation does that.
+  std::optional<Begin> begin;
   OverlapChannel* lender = nullptr;  // whose lanes are used; null: the channel's own
   bool as_one = false;               // see Lanes::fork()
-  // A kernel of the operation waits by itself until the other ranks have begun it.
-  bool begins_itself = false;
   // It begins first on the lane of communication, and others come behind that where they first
   // exchange, wait or tell, or say so: for what no other rank sees before a product is there, since
   // the begin may come late beside one that has all SMs. Otherwise, and where the transport cannot,

@@ -103,7 +103,7 @@ BackgroundGather::BackgroundGather(std::string_view op, OverlapChannel& channel,
                                    const RowShare& rows, const at::Tensor& own,
                                    const at::Tensor& gathered, bool with_own, bool as_one)
     : flags_(flags_of_others(channel.group(), 0)) {
-  operation_.emplace(op, channel, OverlapCall{.begin = {.rows = rows.rows}, .as_one = as_one});
+  operation_.emplace(op, channel, OverlapCall{.begin = Begin{.rows = rows.rows}, .as_one = as_one});
   operation_->put([&](OverlapChannel::Session& session) {
     const int comm = session.lanes.comm();
     put_all_gather(channel, session, comm, rows, {.own = own, .all = gathered, .copy = {}}, 0);
@@ -182,9 +182,10 @@ int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const Pipel
     }
     put_end_of_reads(channel, session, comm, count * size);
   };
-  channel.operate(op, body,
-                  {.begin = {.rows = problem.rows.rows, .way = Way::columns(std::max(1, count))},
-                   .begins_beside = channel.is_captured()});
+  channel.operate(
+      op, body,
+      {.begin = Begin{.rows = problem.rows.rows, .way = Way::columns(std::max(1, count))},
+       .begins_beside = channel.is_captured()});
   largest.finish();
   return count;
 }
@@ -231,7 +232,7 @@ void run_bulk_gemm(std::string_view op, OverlapChannel& channel, const BulkGemm&
           session.gemm(static_cast<int>(i) % lanes.computes(), products[i]);
         }
       },
-      {.begin = {.rows = rows.rows, .way = problem.gathers ? Way::chunks() : Way::columns(1)},
+      {.begin = Begin{.rows = rows.rows, .way = problem.gathers ? Way::chunks() : Way::columns(1)},
        .lender = problem.lender});
 }
 

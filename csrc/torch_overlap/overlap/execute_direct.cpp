@@ -1,5 +1,7 @@
 #include <ATen/ops/add.h>
 
+#include <optional>
+
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/execute_parts.h"
@@ -80,17 +82,17 @@ void run_direct_sum(std::string_view op, OverlapChannel& channel, const DirectGe
   CheckedGemm product(op, std::move(args));
   OverlapDevice& device = channel.device();
   const bool has_kernel = device.has_kernel(sum);
-  channel.operate(op,
-                  [&](OverlapChannel::Session& session) {
-                    session.gemm(0, product);
-                    if (has_kernel) {
-                      session.lanes.run(0, "direct",
-                                        [&] { device.run_direct(session.transport, sum); });
-                    } else {
-                      put_direct_sum(channel, session, sum);
-                    }
-                  },
-                  {.begin = sum.begin(), .as_one = true, .begins_itself = has_kernel});
+  channel.operate(
+      op,
+      [&](OverlapChannel::Session& session) {
+        session.gemm(0, product);
+        if (has_kernel) {
+          session.lanes.run(0, "direct", [&] { device.run_direct(session.transport, sum); });
+        } else {
+          put_direct_sum(channel, session, sum);
+        }
+      },
+      {.begin = has_kernel ? std::nullopt : std::optional(sum.begin()), .as_one = true});
 }
 
 void run_direct_gather(std::string_view op, OverlapChannel& channel, const GatherGemm& problem) {
@@ -116,7 +118,8 @@ void run_direct_gather(std::string_view op, OverlapChannel& channel, const Gathe
         for (CheckedGemm& product : products) session.gemm(0, product);
         if (data.copy.defined()) lanes.run(0, "copy", [&] { data.copy.copy_(data.all); });
       },
-      {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = has_kernel});
+      {.begin = has_kernel ? std::nullopt : std::optional(Begin{.rows = problem.rows.rows}),
+       .as_one = true});
 }
 
 }  // namespace torch_overlap

@@ -1,5 +1,7 @@
 #include <ATen/record_function.h>
 
+#include <optional>
+
 #include "torch_overlap/overlap/execute.h"
 #include "torch_overlap/overlap/execute_parts.h"
 
@@ -59,11 +61,10 @@ void run_fused_gather(std::string_view op, OverlapChannel& channel, const Gather
       put_copy(session.lanes, 0, part, problem.rows, rank);
     }
   };
+  std::optional<Begin> begin;
+  if (fused.senders == 0) begin = Begin{.rows = problem.rows.rows};
   channel.operate(op, body,
-                  {.begin = {.rows = problem.rows.rows},
-                   .as_one = problem.as_one,
-                   .begins_itself = fused.senders > 0,
-                   .fills_device = fused.senders > 0});
+                  {.begin = begin, .as_one = problem.as_one, .fills_device = fused.senders > 0});
 }
 
 namespace {
@@ -151,14 +152,11 @@ void run_fused_scatter(std::string_view op, OverlapChannel& channel, const Scatt
     RECORD_USER_SCOPE("torch_overlap::fused");  // on the caller's stream: no lane is begun for it
     channel.device().run_fused(session.transport, fused);
   };
-  // The kernel says by itself which tiles it sends.
-  const Way way = fused.pieces > 0 ? Way::pieces(fused.pieces) : Way::kernel();
+  std::optional<Begin> begin;
+  if (fused.pieces > 0) begin = Begin{.rows = problem.rows.rows, .way = Way::pieces(fused.pieces)};
   // Ranks that share a device may be threads of this process, and would wait for each other's turn.
-  channel.operate(op, body,
-                  {.begin = {.rows = problem.rows.rows, .way = way},
-                   .begins_itself = fused.pieces == 0,
-                   .begins_beside = true,
-                   .fills_device = !channel.shares_devices()});
+  channel.operate(
+      op, body, {.begin = begin, .begins_beside = true, .fills_device = !channel.shares_devices()});
 }
 
 void run_fused_reduce(std::string_view op, OverlapChannel& channel, const DirectGemm& problem) {
@@ -175,7 +173,7 @@ void run_fused_reduce(std::string_view op, OverlapChannel& channel, const Direct
                     session.lanes.run(
                         0, "fused", [&] { channel.device().run_fused(session.transport, fused); });
                   },
-                  {.begin = {.rows = problem.rows.rows}, .as_one = true, .begins_itself = true});
+                  {.begin = {}, .as_one = true});
 }
 
 }  // namespace torch_overlap

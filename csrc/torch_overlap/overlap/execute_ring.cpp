@@ -109,7 +109,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
       }
     }
   };
-  channel.operate(op, body, {.begin = {.rows = rows.rows}, .as_one = problem.as_one});
+  channel.operate(op, body, {.begin = Begin{.rows = rows.rows}, .as_one = problem.as_one});
   for (const auto& one : largest) one.finish();
 }
 
@@ -182,7 +182,7 @@ void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const Scatte
     if (length > 0) session.sum(lane, sum);
   };
   channel.operate(op, body,
-                  {.begin = {.rows = rows.rows},
+                  {.begin = Begin{.rows = rows.rows},
                    .as_one = problem.as_one,
                    .begins_beside = channel.is_captured()});
   largest.finish();
