@@ -90,8 +90,8 @@ def set_gemm_tuning(tuning: Literal["heuristic", "measured", "best"]) -> None:
     """How the algorithm for a new problem is chosen, in the whole process.
 
     "heuristic" (the default) takes cuBLASLt's first proposal. "measured" times its first eight on the operands of the
-    first call outside of a capture, for which that call waits; choices that were measured stay. Chunks and pieces of
-    overlapped operators are multiplied by the first proposal: what is quickest alone need not be so beside copies.
+    first call outside of a capture, for which that call waits; choices that were measured stay. What overlapped
+    operators multiply beside transfers goes by the first proposal: what is quickest alone need not be so there.
     "best" times our own kernels too, which an sm_90 has for float16, bfloat16 and 8-bit floats: with rhs transposed or
     not, lhs as it is, or of 16 bits lhs transposed and rhs not, a bias, GELU, a residual.
     """

@@ -79,10 +79,7 @@ constexpr int64_t kMostColumns = 4096;
 void gather_over_channel(const std::shared_ptr<TorchComm>& comm, const Tensor& own,
                          const std::vector<GemmArgs>& products, const Tensor& out) {
   ChannelGather gather(kBulkOverlapMatmul, comm, own.view({1, own.numel()}));
-  for (GemmArgs args : products) {
-    args.beside_transfers = true;
-    gemm(kBulkOverlapMatmul, args);
-  }
+  for (const auto& args : products) gemm(kBulkOverlapMatmul, args);
   gather.finish();
   out.copy_(gather.rows().view(out.sizes()));
 }
@@ -116,6 +113,7 @@ std::vector<GemmArgs> gemms_of(const std::vector<Product>& products) {
     args.rhs = operand(product.rhs);
     args.out = product.out;
     args.epilogue.bias = product.bias.value_or(Tensor());
+    args.beside_transfers = true;
     check_gemm(kBulkOverlapMatmul, args);
     gemms.push_back(std::move(args));
   }

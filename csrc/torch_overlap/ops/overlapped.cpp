@@ -56,6 +56,7 @@ std::vector<GemmArgs> products_of(const ScatterMultiply& problem) {
     GemmArgs args;
     args.lhs = operand(problem.inputs[i]);
     args.rhs = operand(problem.weights[i]);
+    args.beside_transfers = true;
     products.push_back(std::move(args));
   }
   return products;
@@ -250,10 +251,7 @@ void bulk_multiply_scatter(std::string_view op, const std::shared_ptr<TorchComm>
   const OverlapChannel::Use use(*place.channel);
   auto products = products_of(problem);
   add_up_in(place, sum.start, products);
-  for (GemmArgs& args : products) {
-    args.beside_transfers = true;  // those that before_sum() ends
-    gemm(op, args);
-  }
+  for (const auto& args : products) gemm(op, args);
   before_sum();
   run_bulk_gemm(op, *place.channel,
                 {.gemms = beside,

@@ -8,6 +8,14 @@ from torch_overlap._gemm import run_own_gemm_kernel
 
 TILES = ["128x256", "128x224", "128x192", "128x128", "64x256"]  # of our own kernels
 OWN_LAYOUTS = ["NN", "NT", "TN"]  # which they take, of 16 bits
+
+
+def tiles_of(layout, m):
+    """Of 16-bit operands without gaps between their rows, which tensor copies want to begin at multiples of 16 bytes:
+    those of lhs have m elements where it is transposed; all other sizes are such multiples."""
+    return TILES if layout in OWN_LAYOUTS and (layout != "TN" or m % 8 == 0) else []
+
+
 GELU_ERROR = 2.0**-7  # the fused epilogues take the tanh of the hardware
 # Beside float32 sums, relative to the sum of |lhs||rhs|:
 TRUNCATED = 2.0**-20  # tensor cores do not round to nearest

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.nn.functional as F
-from replays import replay_with_late_ranks
+from replays import replay_ten_thousand_times, replay_with_late_ranks
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
@@ -218,32 +218,22 @@ def test_any_order_with_late_ranks(comm, seed):
     take_turns(comm, seed, soak_cases(comm))
 
 
-def replay_two_hundred_times(comm, seed, case):
-    """With a late rank."""
+def check_replays(case, replay):
     case.run()
     graph, _ = capture(case.run)
-    replay_with_late_ranks(comm, graph, seed)
+    replay(graph)
     assert case.wrong.item() == 0
 
 
 @pytest.mark.parametrize("case", range(12))
 def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
-    replay_two_hundred_times(comm, seed, soak_cases(comm)[case])
-
-
-def replay_ten_thousand_times(case):
-    case.run()
-    graph, _ = capture(case.run)
-    for i in range(10_000):
-        graph.replay()
-        if i % 1000 == 999:
-            assert case.wrong.item() == 0, i
+    check_replays(soak_cases(comm)[case], lambda graph: replay_with_late_ranks(comm, graph, seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(12))
 def test_ten_thousand_replays(comm, case):
-    replay_ten_thousand_times(soak_cases(comm)[case])
+    check_replays(soak_cases(comm)[case], replay_ten_thousand_times)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "sequential", "chunked"])

@@ -5,17 +5,17 @@ from datetime import timedelta
 
 import pytest
 import torch
+from replays import replay_ten_thousand_times, replay_with_late_ranks
 from test_direct import (
     Problem,
     Sums,
     capture,
     check_eager_and_captured,
+    check_replays,
     differ,
     have_the_same_bits,
     late,
-    replay_ten_thousand_times,
     replay_two_at_once,
-    replay_two_hundred_times,
     stay_away,
     take_turns,
 )
@@ -99,13 +99,13 @@ def test_any_order_with_late_ranks(comm, make_comm, seed):
 
 @pytest.mark.parametrize("case", range(len(SOAKED)))
 def test_two_hundred_replays_with_a_late_rank(comm, seed, case):
-    replay_two_hundred_times(comm, seed, soaked(comm, case))
+    check_replays(soaked(comm, case), lambda graph: replay_with_late_ranks(comm, graph, seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(SOAKED)))
 def test_ten_thousand_replays(comm, case):
-    replay_ten_thousand_times(soaked(comm, case))
+    check_replays(soaked(comm, case), replay_ten_thousand_times)
 
 
 def test_sizes_in_turn_with_nothing_between(comm, seed):

@@ -18,7 +18,7 @@ from torch_overlap.gemm import GemmArgs, GemmOperand, gemm, gemm_statistics
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "gemm"))
 from gemm_cases import E4M3, E5M2, EPILOGUES, LAYOUTS
-from gemm_gpu_cases import OWN_LAYOUTS, TILES, capability, case_of, on_hopper, run_twice
+from gemm_gpu_cases import OWN_LAYOUTS, TILES, capability, case_of, on_hopper, run_twice, tiles_of
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("gemm_draws")]
 
@@ -43,8 +43,7 @@ def test_our_own_kernels(dtype, layout, sizes):
             continue  # that is for who calls
         case = case_of(*sizes, dtype=dtype, layout=layout, epilogue=epilogue)
         kernels = own_gemm_kernels(case.args)
-        has_maps = layout in OWN_LAYOUTS and (layout != "TN" or sizes[0] % 8 == 0)
-        assert kernels == (TILES if has_maps and epilogue in fused else [])
+        assert kernels == (tiles_of(layout, sizes[0]) if epilogue in fused else [])
         for kernel in kernels:
             run_twice(case, kernel)
 

@@ -235,11 +235,12 @@ def test_the_recorder_names_the_way(make_comm, comm):
             on.all_gather_single(out[: 1001 * comm.get_size()], x[:1001], async_op=False)
             on.all_gather_single(out[: 1024 * comm.get_size()], x[:1024], async_op=False)
 
-    has_ll128 = torch.cuda.get_device_capability()[0] >= 9
-    large = small_way(comm) if comm.get_size() <= 2 else "direct_two_shot" if comm.get_size() <= 4 else "nccl"
-    medium = small_way(comm) if comm.get_size() <= 2 else "direct_push" if comm.get_size() <= 4 else "nccl"
-    if has_ll128 and comm.get_size() <= 4:
+    if comm.get_size() > 4:
+        large = medium = "nccl"
+    elif torch.cuda.get_device_capability()[0] >= 9:
         large = medium = "direct_ll128"
+    else:
+        large, medium = (small_way(comm),) * 2 if comm.get_size() == 2 else ("direct_two_shot", "direct_push")
     assert algorithms(calls) == ["nccl"] * 4 + [large, medium, "direct_ll", "direct_ll"]
     windows = [on.new_window(t) for on in (zero, auto) for t in (x, out)]
     name = "direct_zero_copy"

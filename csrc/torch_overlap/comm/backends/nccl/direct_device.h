@@ -185,7 +185,7 @@ static __device__ __noinline__ bool wait_long(const DirectParams& p, const uint3
     const uint64_t waited = now - begin;
     if (waited > kSpinNs) __nanosleep(500);
     if (waited < p.control.timeout_ns) continue;
-    // A line's slot still has one of rounds ago, though the last one has been there.
+    // A line's slot still has that of an earlier round, though the last one has been there.
     if (slots == 1) seen = expected - 1;
     note_late(p, peer, expected, seen);
     if (waited < p.control.timeout_ns + kGraceNs) continue;
