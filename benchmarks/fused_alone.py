@@ -2,6 +2,8 @@
 
     python benchmarks/fused_alone.py --tp 4 --library <build>/benchmarks/cpp/libtorch_overlap_fused_alone.so
 
+    python benchmarks/fused_alone.py --check --library ...
+
 One GPU, one process, no rank but this one: the library is made by the target torch_overlap_benchmarks. The kernels and
 what launches them are those of `algorithm="fused"`, in a channel whose flags have all come and whose memory, that of
 the other ranks too, is on this device. Shapes are those of one of `tp` ranks of the operators' benchmark.
@@ -19,11 +21,16 @@ Beside them cuBLASLt with `set_gemm_tuning("measured")`, the baseline, and our p
 Results are compared with torch's before anything is timed. Each variant is captured in a CUDA graph of several calls on
 operands that rotate beyond the L2 cache; variants take turns within every round, and a ratio is the median over rounds
 of the ratio within one: `ratio_gemm` to cuBLASLt, `ratio_own` to the quickest tile of our plain product.
+
+--check measures nothing: "sums, one rank" of 2 to 7 ranks, of odd sizes, few and many stages of k, one scale or one for
+each row, is compared with fp64, every element. Two GPUs show what is added of one other rank alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -160,6 +167,45 @@ def measure(library: Any, name: str, products: Sequence[GemmArgs], tp: int, roun
     return interleave({kind: sampler_of(call, list(products)) for kind, call in calls.items()}, rounds)
 
 
+def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
+    """Of `shape`, the rows of each rank, n, k. `kind`: "16 bits", or what scales 8-bit operands: "tensor", "rows"."""
+    rows, n, k = shape
+    x, w = (torch.randn(count, k, device="cuda") * 0.5 for count in (size * rows, n))
+    x, w = (data.to(dtype if kind == "16 bits" else torch.float8_e4m3fn) for data in (x, w))
+    scales = None, None
+    own = x[:rows].double() @ w.double().t()
+    if kind != "16 bits":
+        scales = tuple(torch.rand(1 if kind == "tensor" else len(data), device="cuda") - 0.5 for data in (x, w))
+        own *= (scales[0] if kind == "tensor" else scales[0][:rows, None]).double() * scales[1].double()
+    scatter = Scatter(library, (size * rows, n, k), size, True)
+    out = torch.full((rows, n), float("nan"), dtype=dtype, device="cuda")
+    like = torch.empty(rows, n, dtype=dtype, device="meta")
+    total = own.clone()
+    for rank in range(1, size):
+        came = scatter.ranks.tiles(0, rank, like)
+        total += came.copy_(torch.randn(rows, n, device="cuda") * float(own.std())).double()
+    scatter.ranks.scatter(x, w, out, rows, PIECES, *scales)
+    # One rounding, and sums in another order; the tensor cores keep some 14 bits of those of 8-bit operands.
+    rounding = torch.finfo(dtype).eps / 2 * total.abs() * 1.01
+    bound = rounding + (2.0**-11 if kind == "16 bits" else 2.0**-6) * float(own.std())
+    wrong = int((~((out.double() - total).abs() <= bound)).sum())
+    if wrong:
+        raise RuntimeError(f"{size} ranks, {shape}, {kind}, {dtype}: expected the sum, got {wrong} other elements")
+
+
+def check_all(library: Any) -> str:
+    choose, cases = random.Random(), 0
+    for size in range(2, MOST_RANKS):
+        for kind in ("16 bits", "tensor", "rows"):
+            for dtype in (torch.bfloat16, torch.float16):
+                for k in (16, 48, 128, 192, 256, 320, 448, 640, 1024):
+                    rows = choose.choice([128, 130, 257, 384, 1000])
+                    n = choose.choice([136, 256, 264, 1032, 4096, 8192])
+                    check_sums(library, size, (rows, n, k), kind, dtype)
+                    cases += 1
+    return f"{cases} sums are right"
+
+
 def rows_of(name: str, shape: tuple[int, int, int], dtype: str, tp: int, samples: Samples) -> list[dict[str, Any]]:
     """A row for each variant: of one rank's product, its time beside the library's and our quickest tile."""
     medians = {kind: spread_of(values).median for kind, values in samples.items()}
@@ -193,6 +239,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help='shapes, such as "small-up ag" (default: all)')
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--check", action="store_true", help="compares sums with fp64, and measures nothing")
     args = parser.parse_args(arguments)
     if not 2 <= args.tp < MOST_RANKS:  # one more takes part where nothing is added
         parser.error(f"expected --tp from 2 to {MOST_RANKS - 1}, got {args.tp}")
@@ -215,7 +262,10 @@ def main() -> None:
     torch.classes.load_library(str(args.library.resolve()))
     library = torch.classes.fused_alone
     set_gemm_tuning("measured")
-    torch.manual_seed(0)
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little") if args.check else 0)
+    if args.check:
+        print(check_all(library))
+        return
     rows = []
     for dtype in args.dtype:
         for name, shape in shapes_of(args.tp).items():

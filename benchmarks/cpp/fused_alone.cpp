@@ -71,7 +71,8 @@ GemmOperand operand_of(const at::Tensor& data, bool transposed,
                        const std::optional<at::Tensor>& scale) {
   GemmOperand operand{.data = data, .transposed = transposed};
   if (scale) {
-    operand.scaling = torch_overlap::ScalingMode::CURRENT_TENSOR_SCALING;
+    operand.scaling = scale->numel() == 1 ? torch_overlap::ScalingMode::CURRENT_TENSOR_SCALING
+                                          : torch_overlap::ScalingMode::ROW_SCALING;
     operand.scale_inv = *scale;
   }
   return operand;
@@ -126,15 +127,21 @@ class Rank final : public torch::CustomClassHolder {
   }
 
   // out = this rank's rows of x * weight^T, and what tiles() has of the other ranks. Each rank has
-  // `chunk_rows` of the rows, as long as there are any. `pieces`: see FusedScatter.
+  // `chunk_rows` of the rows, as long as there are any. `pieces`: see FusedScatter. Scales: one of
+  // each operand, or one for each row of both.
   void scatter(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& out,
                int64_t chunk_rows, int64_t pieces, const std::optional<at::Tensor>& x_scale,
                const std::optional<at::Tensor>& weight_scale) {
     const RowShare rows{x.size(0), layout_.size, chunk_rows};
-    const at::Tensor computed = pieces > 0 ? x.narrow(0, rows.begin(rank_), rows.length(rank_)) : x;
+    const auto computed = [&](const at::Tensor& of) {
+      const bool is_whole = pieces == 0 || of.size(0) != x.size(0);
+      return is_whole ? of : of.narrow(0, rows.begin(rank_), rows.length(rank_));
+    };
+    const std::optional<at::Tensor> scale =
+        x_scale ? std::optional(computed(*x_scale)) : std::nullopt;
     overlap_.run_fused(
         *transport_,
-        torch_overlap::FusedScatter{.gemm = args_of(computed, weight, out, x_scale, weight_scale),
+        torch_overlap::FusedScatter{.gemm = args_of(computed(x), weight, out, scale, weight_scale),
                                     .rows = rows,
                                     .at = 0,
                                     .out = out,

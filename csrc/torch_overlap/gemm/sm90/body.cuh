@@ -8,7 +8,7 @@
 // A persistent matrix product for Hopper. One block an SM, three warpgroups:
 //
 //   0     one thread loads the stages of both operands by tensor copies, as far ahead as
-//         shared memory goes, over the borders of tiles
+//         shared memory goes, over the borders of tiles; another one what is added to outputs
 //   1, 2  each multiplies its part of the tile out of shared memory into registers (wgmma) and
 //         applies the epilogue; while the next tile is computed, 64 x 64 outputs at a time go to
 //         shared memory, from where each warp stores its rows by a tensor copy
@@ -27,18 +27,12 @@
 //   end()
 //   lhs_scale(unit, rows)             the scales of the rows that unit.row counts, and how many
 //   store(unit, from, column, row)    stores 16 x 64 outputs
-//   kFetches                          whether something is added to the outputs before they are
-//                                     rounded
-//   residual(), loaded()              then its map, and this warp's barrier for it. The part of a
-//                                     tile comes to where its outputs will lie, while it is
-//                                     multiplied
-//   kAdds                             whether matrices like the product are added to it before the
-//                                     epilogue
-//   addends(), addend(unit, i)        then how many, one at least, and the map of one, by 64 x 64;
-//                                     called by the thread that loads before it does: waits until
-//                                     it is there. Their parts of a tile come in stages of their
-//                                     own
-//   factor()                          and what the sum is multiplied by
+//   kAdds                             whether matrices like the product are added to it, before the
+//                                     epilogue or behind it; then:
+//   addends(), addend(unit, i)        how many, one at least, and the map of one, by 64 x 64: asked
+//                                     by the thread that loads it, for which it waits until the
+//                                     unit's part of it is there
+//   factor()                          before the epilogue: what the sum is multiplied by
 namespace torch_overlap::sm90 {
 
 // This block's rows of lhs, which no other one reads.
@@ -80,56 +74,12 @@ __device__ __forceinline__ void load_rhs(const GemmParams& p, uint32_t to, uint3
   }
 }
 
-// The stages of k of a tile before its first addend, from each to the next, and behind the last.
-// All blocks would come to their addends at the same time, and wait for memory, which has little to
-// do otherwise: so they come between the stages of k, at other places in neighbouring tiles. Not in
-// the first tile of a block, whose addends may still be on their way; and sums that are to be
-// scaled must be complete before anything is added.
-struct AddendSpread {
-  int before;
-  int between;
-  int behind;
-};
-
-template <typename Config>
-__device__ __forceinline__ AddendSpread spread_addends(const Unit& unit, int addends,
-                                                       bool is_first) {
-  if (Config::kIsScaled || is_first) return {unit.depth, 0, 0};
-  constexpr int kPlaces = 8;
-  const int between = unit.depth / (addends + 1);
-  const int place = (unit.row / Config::kCluster + unit.column) % kPlaces;
-  const int earlier = place * between / kPlaces;
-  return {unit.depth - addends * between - earlier, between, between + earlier};
-}
-
-// What is added to a tile: 64 rows a stage, where rhs would lie.
-template <typename Config, typename Work>
-__device__ __forceinline__ void load_addend(Work& work, const Unit& unit, int i, uint32_t shared,
-                                            SharedBarriers<Config>& barriers,
-                                            StageCursor<Config::kStages>& at) {
-  const CUtensorMap* const from = work.addend(unit, i);
-  for (int group = 0; group < Config::kRowGroups; ++group, at.advance()) {
-    barrier_wait(shared_address(&barriers.empty[at.stage]), at.phase ^ 1);
-    const uint32_t full = shared_address(&barriers.full[at.stage]);
-    const uint32_t to = shared + at.stage * Config::kStageBytes + Config::kLhsBytes;
-    barrier_expect(full, Config::kRhsBytes);
-#pragma unroll
-    for (int block = 0; block < Config::kColumns / 64; ++block) {
-      tensor_load(to + block * Config::kStoreBytes, from, full,
-                  unit.column * Config::kColumns + 64 * block,
-                  unit.row * Config::kRows + 64 * group);
-    }
-  }
-}
-
 template <typename Config, typename Work>
 __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint32_t shared,
                                            SharedBarriers<Config>& barriers) {
   StageCursor<Config::kStages> at;
-  static_assert(!Work::kAdds || Config::kSets == 1, "a tile is complete before the next begins");
   auto units = work.units(p);
   Unit unit;
-  bool is_first = true;
   while (units.next(unit)) {
     int row = unit.row * Config::kRows;
     const int column = unit.column * Config::kColumns;
@@ -146,15 +96,6 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
         load_rhs<Config>(p, to + Config::kLhsBytes, full, depth, column);
       }
     };
-    if constexpr (Work::kAdds) {
-      const int addends = work.addends();
-      const AddendSpread spread = spread_addends<Config>(unit, addends, is_first);
-      is_first = false;
-      for (int i = 0; i < addends; ++i) {
-        load_to(spread.before + i * spread.between);
-        load_addend<Config>(work, unit, i, shared, barriers, at);
-      }
-    }
     if constexpr (Work::kAwaits) {
       while (k < unit.depth) load_to(work.await(unit, k));
       work.has_loaded(unit);
@@ -165,13 +106,55 @@ __device__ __forceinline__ void load_units(const GemmParams& p, Work& work, uint
   if constexpr (Work::kAwaits) work.end();
 }
 
+// What is added to tiles, by one thread: part after part to where the outputs of each warpgroup
+// will lie, as soon as there is room. The stages of k are loaded by another one, which does not
+// wait.
+template <typename Config, typename Work>
+__device__ __forceinline__ void load_addends(const GemmParams& p, Work& work, uint32_t buffers,
+                                             SharedBarriers<Config>& barriers) {
+  uint32_t phase = 0;
+  auto units = work.units(p);
+  Unit unit;
+  while (units.next(unit)) {
+    for (int i = 0; i < work.addends(); ++i) {
+      const CUtensorMap* const from = work.addend(unit, i);
+      for (int first = 0; first < Config::kPieces; first += Config::kStoreBuffers, phase ^= 1) {
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+          const uint32_t loaded = shared_address(&barriers.loaded[group]);
+          barrier_wait(shared_address(&barriers.taken[group]), phase);
+          barrier_expect(loaded, Config::kStoreBuffers * Config::kStoreBytes);
+#pragma unroll
+          for (int j = 0; j < Config::kStoreBuffers; ++j) {
+            tensor_load(
+                buffers + (group * Config::kStoreBuffers + j) * Config::kStoreBytes, from, loaded,
+                unit.column * Config::kColumns + group % Config::kColumnGroups * Config::kWidth +
+                    Config::piece_column(first + j),
+                unit.row * Config::kRows + group / Config::kColumnGroups * 64);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Behind how many stages of k the first part of what is added to a tile is read, and how many there
+// are from each part to the next. Products end for those of so many addends, which are added; those
+// of the next one are taken beside products; what is left is added when all products are there.
+struct AddendSpread {
+  int first;
+  int between;
+  int added;
+};
+
 // The tiles of a warpgroup, one after the other. `Outputs` says what becomes of the sums of each:
 //   complete(unit, sums)            all products are there
-//   kAdds, addends(), add(unit, sums)
-//                                   whether, and how many, stages between those of k are added to
-//                                   sums, and adding the next one
-//   kFetches, fetch(unit)           whether there is something to begin when products of the tile
+//   kFetches, fetch()               whether there is something to begin when products of the tile
 //                                   are under way and all of those before are put, and beginning it
+//   kAddsBetween                    whether parts of what is added are read before complete(): then
+//   spread(unit, is_first)          when
+//   kParts, add_early(sums, part)   adds the next part, which is part 0, 1, ... of kParts by turns
+//   take(part)                      reads it into registers, for complete()
 //   put(unit, rounded, piece)       64 x 64 outputs each, in order, behind complete()
 // The tensor cores do not wait for put(). Where a thread has registers for two sets of sums, the
 // next tile begins in the other one, and a piece leaves with every stage; else all pieces are
@@ -206,33 +189,18 @@ class Tiles {
       for (int i = 0; i < kPieces; ++i) outputs_.put(made, rounded[i], i);
     };
     while (units_.next(unit)) {
-      int addends = 0;
-      AddendSpread spread{unit.depth, 0, 0};
-      if constexpr (Outputs::kAdds) {
-        addends = outputs_.addends();
-        spread = spread_addends<Config>(unit, addends, !has_made);
-      }
       mine_.begin(sums, true);
       int k = 1;
-      if (spread.before > 1) {
+      if (unit.depth > 1) {
         mine_.begin(sums, false);
         ++k;
       }
       put_made();
-      fetch(unit);
-      if (spread.before > 1) mine_.end_before();
-      multiply(spread.before, sums, k);
+      fetch();
+      if (unit.depth > 1) mine_.end_before();
+      if constexpr (Outputs::kAddsBetween) k = multiply_and_add(unit, sums, k, !has_made);
+      multiply(unit.depth, sums, k);
       mine_.end(sums);
-      if constexpr (Outputs::kAdds) {
-#pragma unroll 1
-        for (int i = 0; i < addends; ++i) {
-          outputs_.add(unit, sums, i);
-          if (spread.between == 0) continue;
-          mine_.begin(sums, false);
-          multiply(i + 1 < addends ? spread.between : spread.behind, sums, 1);
-          mine_.end(sums);
-        }
-      }
       outputs_.complete(unit, sums);
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) rounded[i] = round_piece<Config>(sums, i);
@@ -251,7 +219,7 @@ class Tiles {
     Unit unit;
     if (!units_.next(unit)) return;
     mine_.begin(even, true);
-    fetch(unit);
+    fetch();
     multiply(unit.depth, even, 1);
     while (true) {
       const Unit first = unit;
@@ -294,20 +262,46 @@ class Tiles {
         outputs_.put(made, round_piece<Config>(before, i), i);
       }
     }
-    fetch(unit);
+    fetch();
     multiply(unit.depth, now, k);
   }
 
-  __device__ __forceinline__ void fetch(const Unit& unit) {
-    if constexpr (Outputs::kFetches) outputs_.fetch(unit);
+  __device__ __forceinline__ void fetch() {
+    if constexpr (Outputs::kFetches) outputs_.fetch();
   }
 
-  // The stages from k on; the last one is under way afterwards.
-  __device__ __forceinline__ void multiply(int depth, Sums& sums, int k) {
+  // The stages from k on, up to the last one that something is read behind. As multiply().
+  __device__ __forceinline__ int multiply_and_add(const Unit& unit, Sums& sums, int k,
+                                                  bool is_first) {
+    const AddendSpread spread = outputs_.spread(unit, is_first);
+    int next = spread.first;
+#pragma unroll 1
+    for (int i = 0; i < spread.added; ++i) {
+#pragma unroll
+      for (int part = 0; part < Outputs::kParts; ++part, next += spread.between) {
+        k = multiply(next, sums, k);
+        mine_.end(sums);
+        outputs_.add_early(sums, part);
+        hold(sums);
+        mine_.begin(sums, false);
+        ++k;
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < Outputs::kParts; ++part, next += spread.between) {
+      k = multiply(next, sums, k);
+      outputs_.take(part);
+    }
+    return k;
+  }
+
+  // The stages from k on; the last one is under way afterwards. Returns how many have been.
+  __device__ __forceinline__ int multiply(int depth, Sums& sums, int k) {
     for (; k < depth; ++k) {
       mine_.begin(sums, false);
       mine_.end_before();
     }
+    return k;
   }
 
   Multiplier<Config>& mine_;
@@ -320,45 +314,76 @@ template <typename Config, typename Work>
 class StoredOutputs {
  public:
   using Sums = typename Multiplier<Config>::Sums;
-  static constexpr bool kFetches = Work::kFetches;
-  static constexpr bool kAdds = Work::kAdds;
-  static_assert(!kFetches || Config::kStoreBuffers == Config::kPieces);
+  static constexpr bool kFetches = Work::kAdds != Adds::nothing;
+  static constexpr bool kAddsBetween = Work::kAdds == Adds::before_epilogue;
+  // An addend comes in so many parts, of as many outputs as there are buffers for.
+  static constexpr int kParts = Config::kPieces / Config::kStoreBuffers;
+  static_assert(!kAddsBetween || Config::kSets == 1, "a tile is complete before the next begins");
+  static_assert(!kFetches || kAddsBetween || kParts == 1, "nobody would ask for the next part");
 
+  // `group`: 0 or 1.
   __device__ __forceinline__ StoredOutputs(const GemmParams& p, Work& work,
-                                           Multiplier<Config>& mine, uint32_t buffers)
+                                           Multiplier<Config>& mine, uint32_t buffers,
+                                           SharedBarriers<Config>& barriers, int group)
       : p_(p),
         work_(work),
-        mine_(mine),
         row_(mine.row()),
         column_(mine.column()),
-        buffers_(buffers) {
+        buffers_(buffers + group * Config::kStoreBuffers * Config::kStoreBytes),
+        loaded_(shared_address(&barriers.loaded[group])),
+        taken_(shared_address(&barriers.taken[group])) {
     if constexpr (Config::kIsScaled) scale_ = scale_of(p.epilogue);
   }
 
-  // This warp's rows of the residual, when the stores of the tile before have left their place.
-  __device__ __forceinline__ void fetch(const Unit& unit) const {
+  // The first part of what is added, when the stores of the tile before have left its place.
+  __device__ __forceinline__ void fetch() const {
     if (threadIdx.x % 32 == 0) {
       stores_read<0>();
-      barrier_expect(work_.loaded(), Config::kPieces * kWarpRows * 128);
-#pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        tensor_load(buffers_ + i * Config::kStoreBytes + first_row() * 128, work_.residual(),
-                    work_.loaded(), column_of(unit, i),
-                    unit.row * Config::kRows + row_ + first_row());
-      }
+      barrier_arrive(taken_);
     }
     __syncwarp();
   }
-  __device__ __forceinline__ int addends() const { return work_.addends(); }
-  __device__ __forceinline__ void add(const Unit& unit, Sums& sums, int i) {
-    if (i == 0) scale(unit, sums);
-    mine_.add(sums);
+  // Evenly over the tile, so that each part has long been on its way when it is read. For the first
+  // tile of a block, whose parts other ranks may send yet, at the end. Registers hold one addend:
+  // of 16-bit operands the last one, before which the others are added; of 8-bit ones the first, as
+  // sums are scaled before anything is added, and the tensor cores keep some 14 bits of what is.
+  __device__ __forceinline__ AddendSpread spread(const Unit& unit, bool is_first) const {
+    constexpr int kLead = 4;  // stages in which the tile before is put, and a part comes
+    constexpr int kMostAtEnd = 2;
+    constexpr int kPlaces = 8;
+    const int added = Config::kIsScaled ? 0 : work_.addends() - 1;
+    const int places = (added + 1) * kParts + 1;
+    int between = max(0, unit.depth - kLead) / places;
+    if (between == 0) return {unit.depth, 0, 0};
+    if (is_first) {
+      between = min(between, kMostAtEnd);
+      return {unit.depth - places * between, between, added};
+    }
+    const int place = (unit.row / Config::kCluster + unit.column) % kPlaces;
+    return {kLead + place * between / kPlaces, between, added};
+  }
+  __device__ __forceinline__ void add_early(Sums& sums, int part) {
+    add(sums, part);
+    read();
+  }
+  __device__ __forceinline__ void take(int part) {
+    await_loaded();
+#pragma unroll
+    for (int j = 0; j < Config::kStoreBuffers; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        load_matrices(matrix_row(buffers_ + j * Config::kStoreBytes, i),
+                      held_[part * Config::kStoreBuffers + j][i]);
+      }
+    }
+    read();
   }
   __device__ __forceinline__ void complete(const Unit& unit, Sums& sums) {
-    if constexpr (kAdds) {
+    scale(unit, sums);
+    if constexpr (kAddsBetween) {
+      add_held(sums);
+      add_rest(sums);
       if (work_.factor() != 1.0F) multiply_by(work_.factor(), sums);
-    } else {
-      scale(unit, sums);
     }
     if (!p_.plain) {
 #pragma unroll
@@ -366,14 +391,7 @@ class StoredOutputs {
         apply_epilogue(p_, sums, i, unit.column * Config::kColumns + column_ + 64 * i);
       }
     }
-    if constexpr (kFetches) {
-      barrier_wait(work_.loaded(), phase_);
-      phase_ ^= 1;
-#pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        add_from_shared<Config>(sums, i, buffers_ + i * Config::kStoreBytes);
-      }
-    }
+    if constexpr (kFetches && !kAddsBetween) add(sums, 0);
   }
   __device__ __forceinline__ void put(const Unit& unit, const Rounded& rounded, int piece) const {
     const uint32_t to = buffers_ + piece % Config::kStoreBuffers * Config::kStoreBytes;
@@ -406,6 +424,44 @@ class StoredOutputs {
       }
     }
   }
+  __device__ __forceinline__ void await_loaded() {
+    barrier_wait(loaded_, phase_);
+    phase_ ^= 1;
+  }
+  // A part, which makes room for the next one of the tile.
+  __device__ __forceinline__ void read() {
+    if (++read_ == work_.addends() * kParts) return;
+    fence_shared_for_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(taken_);
+  }
+  __device__ __forceinline__ void add(Sums& sums, int part) {
+    await_loaded();
+#pragma unroll
+    for (int j = 0; j < Config::kStoreBuffers; ++j) {
+      add_from_shared<Config>(sums, part * Config::kStoreBuffers + j,
+                              buffers_ + j * Config::kStoreBytes);
+    }
+  }
+  __device__ __forceinline__ void add_held(Sums& sums) const {
+#pragma unroll
+    for (int piece = 0; piece < Config::kPieces; ++piece) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_pairs<Config>(sums, piece, i, held_[piece][i]);
+    }
+  }
+  // The addends behind the one that is held.
+  __device__ __forceinline__ void add_rest(Sums& sums) {
+#pragma unroll 1
+    while (read_ < work_.addends() * kParts) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        add(sums, part);
+        read();
+      }
+    }
+    read_ = 0;
+  }
   // Of this warp, in those of its warpgroup.
   static __device__ __forceinline__ int first_row() {
     return static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
@@ -416,21 +472,23 @@ class StoredOutputs {
 
   const GemmParams& p_;
   Work& work_;
-  Multiplier<Config>& mine_;
   const int row_;
   const int column_;
   const uint32_t buffers_;
+  const uint32_t loaded_;
+  const uint32_t taken_;
+  uint32_t phase_ = 0;  // of what is loaded
   float scale_ = 1.0F;  // of both operands
-  uint32_t phase_ = 0;  // of the barrier of the residual
+  int read_ = 0;        // parts of this tile
+  uint32_t held_[kAddsBetween ? Config::kPieces : 1][4][4];
 };
 
 template <typename Config, typename Work>
 __device__ __forceinline__ void compute_units(const GemmParams& p, Work& work, uint32_t shared,
                                               SharedBarriers<Config>& barriers, int group) {
   Multiplier<Config> mine(shared, barriers, group);
-  StoredOutputs<Config, Work> outputs(p, work, mine,
-                                      shared + Config::kStages * Config::kStageBytes +
-                                          group * Config::kStoreBuffers * Config::kStoreBytes);
+  StoredOutputs<Config, Work> outputs(p, work, mine, shared + Config::kStages * Config::kStageBytes,
+                                      barriers, group);
   const auto units = work.units(p);
   Tiles<Config, decltype(work.units(p)), StoredOutputs<Config, Work>>(mine, units, outputs).run();
   outputs.end();
@@ -456,6 +514,12 @@ __device__ __forceinline__ void run_gemm(const GemmParams& p, Work& work, char* 
     if (threadIdx.x == 0) load_units<Config>(p, work, shared, barriers);
     if constexpr (Work::kAwaits) {
       if (threadIdx.x / 32 == 1) work.watch();
+    }
+    static_assert(!Work::kAwaits || Work::kAdds == Adds::nothing, "both are this warp's");
+    if constexpr (Work::kAdds != Adds::nothing) {
+      if (threadIdx.x == 32) {
+        load_addends<Config>(p, work, shared + Config::kStages * Config::kStageBytes, barriers);
+      }
     }
   } else {
     more_registers<232>();

@@ -11,17 +11,27 @@
 // see body.cuh.
 namespace torch_overlap::sm90 {
 
+inline constexpr int kMultiplyingWarps = 8;
+
 template <typename Config>
 struct SharedBarriers {
   uint64_t full[Config::kStages];
   uint64_t empty[Config::kStages];
+  // Of each warpgroup: a part of what is added to its outputs is there; and has been read, by its
+  // four warps.
+  uint64_t loaded[2];
+  uint64_t taken[2];
 };
 
 template <typename Config>
 __device__ __forceinline__ void init_stages(SharedBarriers<Config>& barriers) {
   for (int i = 0; i < Config::kStages; ++i) {
     barrier_init(shared_address(&barriers.full[i]), 1);
-    barrier_init(shared_address(&barriers.empty[i]), 8 * Config::kCluster);
+    barrier_init(shared_address(&barriers.empty[i]), kMultiplyingWarps * Config::kCluster);
+  }
+  for (uint64_t& barrier : barriers.loaded) barrier_init(shared_address(&barrier), 1);
+  for (uint64_t& barrier : barriers.taken) {
+    barrier_init(shared_address(&barrier), kMultiplyingWarps / 2);
   }
 }
 
@@ -88,9 +98,6 @@ class Multiplier {
     hold(sums);
     release(before_);
   }
-  // Adds this warpgroup's part of the next stages, which have 64 rows each of a matrix like the
-  // tile, as load_addends() leaves them. All products of the tile are ended.
-  __device__ __forceinline__ void add(Sums& sums);
   // Waits for all. The sums may be read.
   __device__ __forceinline__ void end(Sums& sums) {
     wgmma_wait<0>();
@@ -155,48 +162,32 @@ __device__ __forceinline__ void put_to_shared(const Rounded& rounded, uint32_t t
   for (int i = 0; i < 4; ++i) store_matrices(matrix_row(to, i), rounded.pairs + 4 * i);
 }
 
-// sums += piece `chunk` of outputs, which lies in shared memory as put_to_shared() would have put
-// it there.
+// sums += pairs, which are those from 4 * i on of piece `chunk` of outputs.
+template <typename Config>
+__device__ __forceinline__ void add_pairs(float (&sums)[Config::kAccumulators], int chunk, int i,
+                                          const uint32_t (&pairs)[4]) {
+  const int first = Config::piece_column(chunk) / 2 + 8 * i;
+  if (first < 32 * chunk) return;  // in the piece before too
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    float a;
+    float b;
+    unpack(typename Config::Out{}, pairs[r], a, b);
+    sums[first + 2 * r] += a;
+    sums[first + 2 * r + 1] += b;
+  }
+}
+
+// The same of all of a piece, which lies in shared memory as put_to_shared() would have put it
+// there.
 template <typename Config>
 __device__ __forceinline__ void add_from_shared(float (&sums)[Config::kAccumulators], int chunk,
                                                 uint32_t from) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int first = Config::piece_column(chunk) / 2 + 8 * i;
-    if (first < 32 * chunk) continue;  // in the piece before too
-    uint32_t others[4];
-    load_matrices(matrix_row(from, i), others);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      float a;
-      float b;
-      unpack(typename Config::Out{}, others[r], a, b);
-      sums[first + 2 * r] += a;
-      sums[first + 2 * r + 1] += b;
-    }
-  }
-}
-
-template <typename Config>
-__device__ __forceinline__ void Multiplier<Config>::add(Sums& sums) {
-#pragma unroll
-  for (int group = 0; group < Config::kRowGroups; ++group) {
-    const int stage = at_.stage;
-    // Also of the others' rows: released before it is there, a stage would count as one that some
-    // warps still read.
-    barrier_wait(shared_address(&barriers_.full[stage]), at_.phase);
-    if (Config::kRowGroups == 1 || row_ == 64 * group) {
-      const uint32_t from = shared_ + stage * Config::kStageBytes + Config::kLhsBytes +
-                            column_ / 64 * Config::kStoreBytes;
-#pragma unroll
-      for (int i = 0; i < Config::kPieces; ++i) {
-        add_from_shared<Config>(sums, i, from + i * Config::kStoreBytes);
-      }
-      fence_shared_for_copies();
-    }
-    __syncwarp();
-    at_.advance();
-    release(stage);
+    uint32_t pairs[4];
+    load_matrices(matrix_row(from, i), pairs);
+    add_pairs<Config>(sums, chunk, i, pairs);
   }
 }
 

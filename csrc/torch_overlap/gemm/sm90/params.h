@@ -12,6 +12,9 @@ enum class VectorType : int { none, f32, f16, bf16 };
 // Each warp stores so many rows of outputs at a time.
 inline constexpr int kWarpRows = 16;
 
+// What is added to outputs is loaded by so many rows and columns.
+inline constexpr int kAddendRows = 64;
+
 // What becomes of the product before it is rounded, in this order.
 struct Epilogue {
   // Of 8-bit operands: what the values of each are to be multiplied by, one fp32 element, or one

@@ -11,8 +11,7 @@ namespace torch_overlap::sm90 {
 // The plain product: nobody to wait for.
 template <typename Config>
 struct PlainWork {
-  static constexpr bool kFetches = false;
-  static constexpr bool kAdds = false;
+  static constexpr Adds kAdds = Adds::nothing;
   static constexpr bool kAwaits = false;
   const GemmParams& p;
   __device__ __forceinline__ UnitList units(const GemmParams&) { return UnitList::of<Config>(p); }

@@ -127,7 +127,7 @@ void run(const Product& product, const Choice& choice) {
   const auto launched = [&] {
     if (product.residual == nullptr) return launch_gemm(*kernel, params, blocks, stream);
     const auto residual = matrix_map(product.residual, product.out_type, product.m, product.n,
-                                     product.residual_stride, kWarpRows);
+                                     product.residual_stride, kAddendRows);
     return launch_residual(*kernel, {params, residual}, blocks, stream);
   };
   cuda::check(launched(), "gemm: a kernel of our own");

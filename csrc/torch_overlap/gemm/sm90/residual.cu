@@ -7,28 +7,19 @@
 namespace torch_overlap::sm90 {
 namespace {
 
-constexpr int kMultiplyingWarps = 8;  // behind the four of the first warpgroup
-
 template <typename Config>
 struct ResidualWork : PlainWork<Config> {
-  static constexpr bool kFetches = true;
+  static constexpr Adds kAdds = Adds::behind_epilogue;
   const CUtensorMap* map;
-  uint32_t barriers;
-  __device__ __forceinline__ const CUtensorMap* residual() const { return map; }
-  __device__ __forceinline__ uint32_t loaded() const {
-    return barriers + (threadIdx.x / 32 - 4) * sizeof(uint64_t);
-  }
+  __device__ __forceinline__ int addends() const { return 1; }
+  __device__ __forceinline__ const CUtensorMap* addend(const Unit&, int) const { return map; }
 };
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     residual_kernel(__grid_constant__ const ResidualParams p) {
   extern __shared__ char shared[];
-  __shared__ uint64_t loaded[kMultiplyingWarps];
-  if (threadIdx.x == 0) {  // as run_gemm() inits the others, which fences them all
-    for (uint64_t& barrier : loaded) barrier_init(shared_address(&barrier), 1);
-  }
-  ResidualWork<Config> work{{p.product}, &p.residual, shared_address(loaded)};
+  ResidualWork<Config> work{{p.product}, &p.residual};
   run_gemm<Config>(p.product, work, shared);
 }
 

@@ -65,6 +65,9 @@ struct TileConfig {
   static_assert(kPieces % kStoreBuffers == 0, "a buffer holds the same pieces of every tile");
 };
 
+// Where a matrix like the product is added to it.
+enum class Adds { nothing, before_epilogue, behind_epilogue };
+
 // One tile.
 struct Unit {
   int row;     // tiles

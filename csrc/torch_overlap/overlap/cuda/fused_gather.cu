@@ -72,8 +72,7 @@ class GatherUnits {
 // and a fence. Another warp does, for 32 words at once, and notes what is there.
 template <typename Config>
 struct GatherWork {
-  static constexpr bool kFetches = false;
-  static constexpr bool kAdds = false;
+  static constexpr sm90::Adds kAdds = sm90::Adds::nothing;
   static constexpr bool kAwaits = true;
   const FusedGatherParams& p;
   uint32_t& ready;      // stages of all units of this block, one after the other, that are there

@@ -83,7 +83,6 @@ struct TileBarriers {
 
 template <typename Config>
 struct ScatterWork {
-  static constexpr bool kAdds = false;  // by the mover, which has the room
   static constexpr bool kAwaits = false;
   const FusedScatterParams& p;
   __device__ __forceinline__ ScatterUnits<Config> units(const sm90::GemmParams&) {
@@ -283,7 +282,7 @@ class ScatterOutputs {
 
  public:
   static constexpr bool kFetches = false;
-  static constexpr bool kAdds = false;
+  static constexpr bool kAddsBetween = false;
 
   __device__ __forceinline__ ScatterOutputs(const FusedScatterParams& p, uint32_t tile,
                                             TileBarriers& barriers, int group, int row, int column)
@@ -373,10 +372,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   static_assert(Config::kWidth % 64 == 0, "whole pieces");
   if (threadIdx.x == 0) {
     sm90::init_stages(stages);
-    sm90::barrier_init(sm90::shared_address(&barriers.filled), 8);
+    sm90::barrier_init(sm90::shared_address(&barriers.filled), sm90::kMultiplyingWarps);
     sm90::barrier_init(sm90::shared_address(&barriers.emptied), kMovers);
     sm90::barrier_init(sm90::shared_address(&barriers.loaded), 1);
-    sm90::barrier_init(sm90::shared_address(&barriers.taken), 8);
+    sm90::barrier_init(sm90::shared_address(&barriers.taken), sm90::kMultiplyingWarps);
     sm90::fence_barrier_init();
   }
   __syncthreads();

@@ -100,8 +100,9 @@ void run_fused_sum(CudaTransport& transport, const FusedScatter& problem, const 
   // The one before this rank has sent to it first.
   for (int i = 1; i < rows.size; ++i) {
     const int source = (rank + rows.size - i) % rows.size;
-    params.from[params.sources] = sm90::matrix_map(transport.data(rank, problem.at + source * slot),
-                                                   out.scalar_type(), length, n, n, kPieceRows);
+    params.from[params.sources] =
+        sm90::matrix_map(transport.data(rank, problem.at + source * slot), out.scalar_type(),
+                         length, n, n, sm90::kAddendRows);
     params.told[params.sources] = transport.flag(rank, source);
     params.ranks[params.sources++] = source;
   }

@@ -5,20 +5,20 @@
 #include "torch_overlap/overlap/cuda/fused.h"
 
 // The end of a GEMM + reduce-scatter whose tiles copy engines take to their owners: the product of
-// the own rows, to which those of the other ranks are added before it is rounded. They come as
-// stages of their own, in the order of FusedSumParams, between the stages of k (8-bit operands:
-// behind them):
+// the own rows, to which those of the other ranks are added before it is rounded, in the order of
+// FusedSumParams. They come, a part of a tile at a time, to where outputs wait for their store,
+// while it is multiplied:
 //
-//   loads       A0 B0 | A1 B1 | ... | 3 told? its rows 0-63 | 64-127 | A9 B9 | ... | 2 told? ...
-//   multiplies  k = 0 | k = 1 | ... | sums += ...                    | k = 9 | ... | sums += ...
+//   a thread    3 told? a |        b |        2 told? a |         b |
+//   multiplies  k ...     += a, k ... += b, k ...   reads a, k ...   reads b, k ... | += a, b
 //
-// Only the thread that loads waits for other ranks.
+// Only that thread waits for other ranks.
 namespace torch_overlap::cuda {
 namespace {
 
 template <typename Config>
 struct SumWork : sm90::PlainWork<Config> {
-  static constexpr bool kAdds = true;
+  static constexpr sm90::Adds kAdds = sm90::Adds::before_epilogue;
   static_assert(kMostFusedRanks * kMostPieces <= 32);
   const FusedSumParams& all;
   uint32_t arrived;  // a bit for each piece of each source
