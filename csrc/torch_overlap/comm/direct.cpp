@@ -43,7 +43,7 @@ struct Limits {
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 0, 16 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
+    {Primitive::all_reduce, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
     {Primitive::all_reduce, 4, 4 * kKi, 16 * kMi, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi,
      256 * kKi},
     {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},

@@ -235,7 +235,7 @@ TEST(Direct, WideLinesOfManyRanksAddUpSlicesWhereThatSendsLess) {
 
 TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
   for (const Primitive primitive : kDirect) {
-    const size_t most = primitive == Primitive::all_reduce ? 16 * kMi : 8 * kMi;
+    const size_t most = 8 * kMi;
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
       for (const size_t bytes : {4 * kKi + 1, kMi + 1, most}) {
         EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);

@@ -107,7 +107,9 @@ int gather_senders(const FusedGather& problem, int sms) {
   // Of what a rank sends. What is more takes the SMs of those that send for too long.
   constexpr int64_t kMostBytes = int64_t{16} << 20;
   constexpr int kLeastSms = 4 * kSenders;
-  if (sms < kLeastSms) return 0;
+  // Of two, half of the rows are there from the beginning, which hides copies.
+  constexpr int kLeastRanks = 3;
+  if (sms < kLeastSms || problem.rows.size < kLeastRanks) return 0;
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.own.element_size());
   const int64_t bytes = problem.rows.largest() * row * (problem.rows.size - 1);
   return bytes > 0 && bytes <= kMostBytes ? kSenders : 0;

@@ -57,18 +57,21 @@ struct Pace {
   uint32_t before_own;
 };
 
-// What waits for a link is in the way of what the products load. So where the next tile is another
-// rank's, over the larger part of the time that it takes, which is not known; where own ones are
-// next, no faster than links take what all that still send do. If that is one, it will wait for
-// what is sent: at once.
+// What waits for a link is in the way of what the products load. So where one tile is next, another
+// rank's or the last, over the larger part of the time that it takes, which is not known; where
+// more own ones are, no faster than links take what all that still send do; where none is, which
+// is so for some blocks if it is for the busiest, at once.
 Pace pace_of(const TilesToSend& tiles, const KernelInfo& kernel) {
   constexpr double kPart = 0.9;
   const double of_warp =
       kMovers * static_cast<double>(kPacedRows * 64) / (kernel.rows * kernel.columns);
-  return {.between_tiles = static_cast<uint32_t>(of_warp * kPart * tiles.product),
-          .before_own = tiles.all - tiles.of_others < 2
-                            ? 0
-                            : static_cast<uint32_t>(of_warp * tiles.part_at_end * tiles.links)};
+  const auto over_a_tile = static_cast<uint32_t>(of_warp * kPart * tiles.product);
+  const auto as_links = static_cast<uint32_t>(of_warp * tiles.part_at_end * tiles.links);
+  const int64_t own = tiles.all - tiles.of_others;
+  return {.between_tiles = over_a_tile,
+          .before_own = own == 0   ? 0
+                        : own == 1 ? over_a_tile
+                                   : as_links};
 }
 
 // The own rows, with what has come for them.
