@@ -104,15 +104,16 @@ double time_with_copies(const KernelKey& key, const GatherShape& shape, const Ti
 }  // namespace
 
 int gather_senders(const FusedGather& problem, int sms) {
-  // Of what a rank sends. What is more takes the SMs of those that send for too long.
+  // Of what a rank sends. What is more takes the SMs of those that send for too long; of two ranks
+  // half of the rows are there from the beginning, and copies are hidden beside their tiles.
   constexpr int64_t kMostBytes = int64_t{16} << 20;
+  constexpr int64_t kMostBytesOfTwo = int64_t{2} << 20;
   constexpr int kLeastSms = 4 * kSenders;
-  // Of two, half of the rows are there from the beginning, which hides copies.
-  constexpr int kLeastRanks = 3;
-  if (sms < kLeastSms || problem.rows.size < kLeastRanks) return 0;
+  if (sms < kLeastSms) return 0;
   const int64_t row = problem.own.size(1) * static_cast<int64_t>(problem.own.element_size());
   const int64_t bytes = problem.rows.largest() * row * (problem.rows.size - 1);
-  return bytes > 0 && bytes <= kMostBytes ? kSenders : 0;
+  const int64_t most = problem.rows.size == 2 ? kMostBytesOfTwo : kMostBytes;
+  return bytes > 0 && bytes <= most ? kSenders : 0;
 }
 
 const KernelInfo& choose_gather_kernel(const KernelKey& key, const GatherShape& shape, int sms,
