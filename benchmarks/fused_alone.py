@@ -187,23 +187,34 @@ def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, 
     scatter.ranks.scatter(x, w, out, rows, PIECES, *scales)
     # One rounding, and sums in another order; the tensor cores keep some 14 bits of those of 8-bit operands.
     rounding = torch.finfo(dtype).eps / 2 * total.abs() * 1.01
-    bound = rounding + (2.0**-11 if kind == "16 bits" else 2.0**-6) * float(own.std())
+    bound = rounding + (2.0**-11 if kind == "16 bits" else 2.0**-5) * float(own.std())
     wrong = int((~((out.double() - total).abs() <= bound)).sum())
     if wrong:
         raise RuntimeError(f"{size} ranks, {shape}, {kind}, {dtype}: expected the sum, got {wrong} other elements")
 
 
+# The rows of a rank, n and k: several tiles of 128 x 256, and of 128 x 128, for each block.
+MANY_TILES = [(1000, 8192, 2048), (128, 20_000, 2048)]
+
+
 def check_all(library: Any) -> str:
-    choose, cases = random.Random(), 0
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    choose, cases = random.Random(seed), 0
     for size in range(2, MOST_RANKS):
         for kind in ("16 bits", "tensor", "rows"):
             for dtype in (torch.bfloat16, torch.float16):
-                for k in (16, 48, 128, 192, 256, 320, 448, 640, 1024):
-                    rows = choose.choice([128, 130, 257, 384, 1000])
-                    n = choose.choice([136, 256, 264, 1032, 4096, 8192])
-                    check_sums(library, size, (rows, n, k), kind, dtype)
+                small = [
+                    (choose.choice([128, 130, 257, 384]), choose.choice([136, 256, 264, 1032, 4096]), k)
+                    for k in (16, 48, 128, 192, 256, 320, 448, 640, 1024)
+                ]
+                for shape in small + MANY_TILES:
+                    try:
+                        check_sums(library, size, shape, kind, dtype)
+                    except RuntimeError as error:
+                        raise RuntimeError(f"seed {seed}: {error}") from error
                     cases += 1
-    return f"{cases} sums are right"
+    return f"{cases} sums are right (seed {seed})"
 
 
 def rows_of(name: str, shape: tuple[int, int, int], dtype: str, tp: int, samples: Samples) -> list[dict[str, Any]]:
@@ -262,7 +273,7 @@ def main() -> None:
     torch.classes.load_library(str(args.library.resolve()))
     library = torch.classes.fused_alone
     set_gemm_tuning("measured")
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little") if args.check else 0)
+    torch.manual_seed(0)
     if args.check:
         print(check_all(library))
         return

@@ -18,7 +18,8 @@ constexpr size_t kMi = 1024 * kKi;
 // on; 0: never. Lines of 128 bytes, where links carry them, come before all others but for the few
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
-// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json); of four: on H200s
+// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json, and of lines of 128 bytes since
+// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json); of four: on H200s
 // (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
 // where push is quicker than NCCL up to the largest size measured, 128 MiB in all, with a block on
 // nearly every SM; of more: below where prototypes did.

@@ -234,8 +234,8 @@ TEST(Direct, WideLinesOfManyRanksAddUpSlicesWhereThatSendsLess) {
 }
 
 TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
+  constexpr size_t most = 8 * kMi;
   for (const Primitive primitive : kDirect) {
-    const size_t most = 8 * kMi;
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
       for (const size_t bytes : {4 * kKi + 1, kMi + 1, most}) {
         EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);

@@ -345,8 +345,9 @@ class StoredOutputs {
   }
   // Evenly over the tile, so that each part has long been on its way when it is read. For the first
   // tile of a block, whose parts other ranks may send yet, at the end. Registers hold one addend:
-  // of 16-bit operands the last one, before which the others are added; of 8-bit ones the first, as
-  // sums are scaled before anything is added, and the tensor cores keep some 14 bits of what is.
+  // of 16-bit operands the last one, before which the others are added, if there are stages enough
+  // between them; of 8-bit ones the first, as sums are scaled before anything is added, and the
+  // tensor cores keep some 14 bits of what they add to.
   __device__ __forceinline__ AddendSpread spread(const Unit& unit, bool is_first) const {
     constexpr int kLead = 4;  // stages in which the tile before is put, and a part comes
     constexpr int kMostAtEnd = 2;
