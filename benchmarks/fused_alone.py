@@ -197,8 +197,9 @@ def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, 
 MANY_TILES = [(1000, 8192, 2048), (128, 20_000, 2048)]
 
 
-def check_all(library: Any) -> str:
+def check_all(library: Any) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}", flush=True)
     torch.manual_seed(seed)
     choose, cases = random.Random(seed), 0
     for size in range(2, MOST_RANKS):
@@ -209,12 +210,9 @@ def check_all(library: Any) -> str:
                     for k in (16, 48, 128, 192, 256, 320, 448, 640, 1024)
                 ]
                 for shape in small + MANY_TILES:
-                    try:
-                        check_sums(library, size, shape, kind, dtype)
-                    except RuntimeError as error:
-                        raise RuntimeError(f"seed {seed}: {error}") from error
+                    check_sums(library, size, shape, kind, dtype)
                     cases += 1
-    return f"{cases} sums are right (seed {seed})"
+    print(f"{cases} sums are right")
 
 
 def rows_of(name: str, shape: tuple[int, int, int], dtype: str, tp: int, samples: Samples) -> list[dict[str, Any]]:
@@ -275,7 +273,7 @@ def main() -> None:
     set_gemm_tuning("measured")
     torch.manual_seed(0)
     if args.check:
-        print(check_all(library))
+        check_all(library)
         return
     rows = []
     for dtype in args.dtype:

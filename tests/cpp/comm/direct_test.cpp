@@ -234,17 +234,17 @@ TEST(Direct, WideLinesOfManyRanksAddUpSlicesWhereThatSendsLess) {
 }
 
 TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
-  constexpr size_t most = 8 * kMi;
+  constexpr size_t kMost = 8 * kMi;
   for (const Primitive primitive : kDirect) {
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
-      for (const size_t bytes : {4 * kKi + 1, kMi + 1, most}) {
+      for (const size_t bytes : {4 * kKi + 1, kMi + 1, kMost}) {
         EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);
       }
       const bool adds =
           primitive == Primitive::all_reduce || primitive == Primitive::reduce_scatter;
       EXPECT_EQ(ll128_plan(primitive, 2, 4 * kKi, mode).protocol,
                 adds ? DirectProtocol::ll128 : DirectProtocol::ll);
-      EXPECT_NE(ll128_plan(primitive, 2, most + 1, mode).protocol, DirectProtocol::ll128);
+      EXPECT_NE(ll128_plan(primitive, 2, kMost + 1, mode).protocol, DirectProtocol::ll128);
     }
   }
 }

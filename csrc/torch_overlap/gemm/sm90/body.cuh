@@ -353,7 +353,7 @@ class StoredOutputs {
     constexpr int kMostAtEnd = 2;
     constexpr int kPlaces = 8;
     const int added = Config::kIsScaled ? 0 : work_.addends() - 1;
-    const int places = (added + 1) * kParts + 1;
+    const int places = (added + 1) * kParts + 1;  // one by which neighbouring tiles differ
     int between = max(0, unit.depth - kLead) / places;
     if (between == 0) return {unit.depth, 0, 0};
     if (is_first) {
