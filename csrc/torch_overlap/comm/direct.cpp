@@ -20,11 +20,11 @@ constexpr size_t kMi = 1024 * kKi;
 // The row of two ranks: where the protocols cross on H100s in a graph
 // (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json, and of lines of 128 bytes since
 // they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json); of four: on H200s
-// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
-// where push is quicker than NCCL up to the largest size measured, 128 MiB in all, with a block on
-// nearly every SM; of more: below where prototypes did.
-// NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave one of them: NCCL,
-// which hands them on, is ahead from 1 MiB on.
+// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*,
+// and of short lines lines_at_once-h100-80gb-hbm3-tp4-*), where push is quicker than NCCL up to the
+// largest size measured, 128 MiB in all, with a block on nearly every SM; of more: below where
+// prototypes did. NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave
+// one of them: NCCL, which hands them on, is ahead from 1 MiB on.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
@@ -45,17 +45,17 @@ struct Limits {
 
 constexpr Limits kLimits[] = {
     {Primitive::all_reduce, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
-    {Primitive::all_reduce, 4, 4 * kKi, 16 * kMi, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi,
+    {Primitive::all_reduce, 4, 64 * kKi, 16 * kMi, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi,
      256 * kKi},
     {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
     {Primitive::all_gather, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_gather, 4, 4 * kKi, 4 * kMi, 128 * kKi, 32 * kMi, 0, 0, 0, 0, 8 * kMi},
+    {Primitive::all_gather, 4, 16 * kKi, 4 * kMi, 128 * kKi, 32 * kMi, 0, 0, 0, 0, 8 * kMi},
     {Primitive::all_gather, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::reduce_scatter, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::reduce_scatter, 4, 0, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
+    {Primitive::reduce_scatter, 4, 4 * kKi, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::reduce_scatter, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::all_to_all, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
-    {Primitive::all_to_all, 4, 0, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
+    {Primitive::all_to_all, 4, 4 * kKi, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::all_to_all, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::broadcast, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::broadcast, 4, 64 * kKi, 512 * kKi, 128 * kKi, 512 * kKi, 0, 0},

@@ -255,10 +255,7 @@ TEST(Direct, WideLinesOfFourRanksHaveWhatIsMoreThanAFewKilobytes) {
       for (const size_t bytes : {64 * kKi + 1, 256 * kKi}) {
         EXPECT_EQ(ll128_plan(primitive, 4, bytes, mode).protocol, DirectProtocol::ll128);
       }
-      const bool has_many_sources =
-          primitive == Primitive::reduce_scatter || primitive == Primitive::all_to_all;
-      EXPECT_EQ(ll128_plan(primitive, 4, 4 * kKi, mode).protocol,
-                has_many_sources ? DirectProtocol::ll128 : DirectProtocol::ll);
+      EXPECT_EQ(ll128_plan(primitive, 4, 4 * kKi, mode).protocol, DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 4, 16 * kMi + 1, mode).protocol, DirectProtocol::ll128);
       EXPECT_EQ(ll128_plan(primitive, 8, 4 * kKi, mode).protocol, DirectProtocol::ll);
     }

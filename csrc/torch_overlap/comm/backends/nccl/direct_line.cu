@@ -38,33 +38,15 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
   const auto take = [&](uint32_t chunk, uint32_t round) {
     const uint64_t at = place(chunk);
     if (at >= bytes) return false;
-    bool failed = false;
     LineView seen[Case::kMostRanks];
-#pragma unroll
-    for (int source = 0; source < Case::kMostRanks; ++source) {
-      if (source >= size_of<Case>(p) || source == p.rank) continue;
-      const uint32_t epoch = state.epoch[source] + 1 + round;
-      seen[source] = load_line(lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes);
-    }
-    Accumulator<Case, T, kWords> sum;
-#pragma unroll
-    for (int source = 0; source < Case::kMostRanks; ++source) {
-      if (source >= size_of<Case>(p)) continue;
-      Words<kWords> words = own;
-      if (source != p.rank) {
-        const uint32_t epoch = state.epoch[source] + 1 + round;
-        const char* from = lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes;
-        failed = await_line(p, seen[source], from, source, epoch) || failed;
-        words = words_of<kWords>(seen[source]);
-      }
-      if (source == 0) {
-        sum.start(words);
-      } else {
-        sum.add(p.op, words);
-      }
-    }
+    const auto from = [&](int source) {
+      return lines_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round) +
+             line * G::kLineBytes;
+    };
+    if (receive_lines<Case>(p, state, round, [](int) { return true; }, from, seen)) return true;
+    auto sum = sum_of_lines<T, Case, kWords>(p, own, seen);
     store_words<Case>(p.recv[0] + at, sum.result(p.op, size_of<Case>(p)), bytes - at);
-    return failed;
+    return false;
   };
   exchange_lines<Case>(p, state, send, take);
 }
@@ -108,25 +90,28 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
   const auto take = [&](uint32_t chunk, uint32_t round) {
     if (line >= p.chunk) return false;
     const uint64_t at = place(chunk);
-    bool failed = false;
     if (p.recv[p.rank] != p.send[p.rank] && at < p.recv_bytes[p.rank]) {
       const uint64_t left = p.recv_bytes[p.rank] - at;
       store_words<Case>(p.recv[p.rank] + at, load_words<Case, kWords>(p.send[p.rank] + at, left),
                         left);
     }
+    const auto is_empty = [&](int source) { return at >= p.recv_bytes[source]; };
+    const auto is_due = [&](int source) {
+      return chunk < p.chunks[source] && (!is_empty(source) || line == 0);
+    };
+    const auto from = [&](int source) {
+      return lines_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round) +
+             line * G::kLineBytes;
+    };
+    LineView seen[Case::kMostRanks];
+    if (receive_lines<Case>(p, state, round, is_due, from, seen)) return true;
 #pragma unroll
     for (int source = 0; source < Case::kMostRanks; ++source) {
-      if (source >= size_of<Case>(p) || source == p.rank || chunk >= p.chunks[source]) continue;
-      const bool is_empty = at >= p.recv_bytes[source];
-      if (is_empty && line != 0) continue;
-      const uint32_t epoch = state.epoch[source] + 1 + round;
-      const char* from = lines_of<Case>(p, p.rank, source, epoch) + line * G::kLineBytes;
-      LineView seen = load_line(from);
-      failed = await_line(p, seen, from, source, epoch) || failed;
-      if (is_empty) continue;
-      store_words<Case>(p.recv[source] + at, seen.data, p.recv_bytes[source] - at);
+      if (source >= size_of<Case>(p) || source == p.rank) continue;
+      if (!is_due(source) || is_empty(source)) continue;
+      store_words<Case>(p.recv[source] + at, seen[source].data, p.recv_bytes[source] - at);
     }
-    return failed;
+    return false;
   };
   exchange_lines<Case>(p, state, send, take);
 }

@@ -52,13 +52,16 @@ __device__ __forceinline__ Words<kWords> words_of(const LineView& line) {
   return words;
 }
 
+__device__ __forceinline__ const uint32_t* epoch_word(const char* line) {
+  return reinterpret_cast<const uint32_t*>(line) + 3;
+}
+
 // `line` becomes that of `epoch`. True if it never did. All rounds before have been there, though
 // the slot still has the line of the one before the last.
 __device__ __forceinline__ bool await_line(const DirectParams& p, LineView& line, const char* from,
                                            int source, uint32_t epoch) {
-  const uint32_t* const word = reinterpret_cast<const uint32_t*>(from) + 3;
   for (int looks = 1; line.epoch != epoch; ++looks) {
-    if (looks % kLooks == 0 && !wait_long(p, word, source, epoch, 1)) return true;
+    if (looks % kLooks == 0 && !wait_long(p, epoch_word(from), source, epoch, 1)) return true;
     line = load_line(from);
   }
   return false;
@@ -101,6 +104,56 @@ __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState
     *epoch_of(p, thread) = epoch + rounds_with(p, thread);
   }
   if (thread < kWarp) leave_block(p, state.entry.is_taken != 0);
+}
+
+// A line of every source that has one for this thread in a round, is_due(source), as from(source)
+// says where. All are asked for at once and those that are missing again, so that one that comes
+// late costs one look more, and not one for each that was asked for behind it. True if one never
+// came (await_line).
+template <typename Case, typename IsDue, typename From>
+__device__ __forceinline__ bool receive_lines(const DirectParams& p, const LineState& state,
+                                              uint32_t round, const IsDue& is_due, const From& from,
+                                              LineView (&lines)[Case::kMostRanks]) {
+  uint32_t missing = 0;  // bits of sources
+#pragma unroll
+  for (int source = 0; source < Case::kMostRanks; ++source) {
+    if (source < size_of<Case>(p) && source != p.rank && is_due(source)) missing |= 1U << source;
+  }
+  for (int looks = 1; missing != 0; ++looks) {
+#pragma unroll
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      if (missing >> source & 1) lines[source] = load_line(from(source));
+    }
+#pragma unroll
+    for (int source = 0; source < Case::kMostRanks; ++source) {
+      const uint32_t epoch = state.epoch[source] + 1 + round;
+      if ((missing >> source & 1) == 0) continue;
+      if (lines[source].epoch == epoch) {
+        missing &= ~(1U << source);
+      } else if (looks % kLooks == 0 && !wait_long(p, epoch_word(from(source)), source, epoch, 1)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// Of what all ranks have, this one `own` and the others `lines`, in the order of ranks.
+template <typename T, typename Case, int kWords>
+__device__ __forceinline__ Accumulator<Case, T, kWords> sum_of_lines(
+    const DirectParams& p, const Words<kWords>& own, const LineView (&lines)[Case::kMostRanks]) {
+  Accumulator<Case, T, kWords> sum;
+#pragma unroll
+  for (int source = 0; source < Case::kMostRanks; ++source) {
+    if (source >= size_of<Case>(p)) continue;
+    const auto words = source == p.rank ? own : words_of<kWords>(lines[source]);
+    if (source == 0) {
+      sum.start(words);
+    } else {
+      sum.add(p.op, words);
+    }
+  }
+  return sum;
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end

@@ -47,29 +47,8 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
                line * G::kLineBytes;
       };
       LineView seen[Case::kMostRanks];
-#pragma unroll
-      for (int source = 0; source < Case::kMostRanks; ++source) {
-        if (source >= size_of<Case>(p) || source == p.rank) continue;
-        seen[source] = load_line(line_from(source));
-      }
-      Accumulator<Case, T, kWords> sum;
-#pragma unroll
-      for (int source = 0; source < Case::kMostRanks; ++source) {
-        if (source >= size_of<Case>(p)) continue;
-        Words<kWords> words = own;
-        if (source != p.rank) {
-          const bool is_late =
-              await_line(p, seen[source], line_from(source), source, epoch_of_round(source, round));
-          is_good = is_good && !is_late;
-          words = words_of<kWords>(seen[source]);
-        }
-        if (source == 0) {
-          sum.start(words);
-        } else {
-          sum.add(p.op, words);
-        }
-      }
-      part.start(sum);
+      is_good = !receive_lines<Case>(p, state, round, [](int) { return true; }, line_from, seen);
+      part.start(sum_of_lines<T, Case, kWords>(p, own, seen));
       part.add(residual);
       part.add(bias);
       part.round();
