@@ -187,9 +187,11 @@ def check_sums(library: Any, size: int, shape: tuple[int, int, int], kind: str, 
         came = scatter.ranks.tiles(0, rank, like)
         total += came.copy_(torch.randn(rows, n, device="cuda") * float(own.std())).double()
     scatter.ranks.scatter(x, w, out, rows, PIECES, *scales)
-    # One rounding; sums in fp32 and in another order; the tensor cores keep some 14 bits of those of 8-bit operands.
-    rounding = torch.finfo(dtype).eps / 2 * total.abs() * 1.01 + 2.0**-20 * own.std()
-    bound = rounding + (2.0**-11 if kind == "16 bits" else 2.0**-5) * spread
+    info = torch.finfo(dtype)
+    # One rounding, of subnormal results too, and sums in fp32 and in another order.
+    bound = info.eps / 2 * (total.abs() * 1.01 + info.smallest_normal) + 2.0**-20 * own.std()
+    # Of 8-bit operands the tensor cores keep some 14 bits of what they add to.
+    bound += (2.0**-11 if kind == "16 bits" else 2.0**-5) * spread
     wrong = int((~((out.double() - total).abs() <= bound)).sum())
     if wrong:
         raise RuntimeError(f"{size} ranks, {shape}, {kind}, {dtype}: expected the sum, got {wrong} other elements")

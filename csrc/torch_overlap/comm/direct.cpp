@@ -19,10 +19,11 @@ constexpr size_t kMi = 1024 * kKi;
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
 // (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json, and of lines of 128 bytes since
-// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json); of four: on H200s
-// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*,
-// and of short lines lines_at_once-h100-80gb-hbm3-tp4-*), where push is quicker than NCCL up to the
-// largest size measured, 128 MiB in all, with a block on nearly every SM; of more: below where
+// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json). Of four: on H200s
+// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
+// short lines on H100s alone since all are asked for at once (lines_at_once-*, of 1 and 64 KiB in
+// all, between which those of reduce_scatter and all_to_all end); push is quicker than NCCL up to
+// the largest size measured, 128 MiB in all, with a block on nearly every SM. Of more: below where
 // prototypes did. NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave
 // one of them: NCCL, which hands them on, is ahead from 1 MiB on.
 struct Limits {
@@ -302,11 +303,14 @@ DirectPlan plan_direct(const DirectProblem& problem, DirectMode mode) {
   if (limits->zero_copy > 0 && problem.bytes >= limits->zero_copy) {
     if (const auto plan = plan_zero_copy(problem)) return plan;
   }
-  if (problem.bytes > limits->few && problem.bytes <= limits->ll128) {
+  // Limits are for lines of 12 bytes: with 8 there are as many for less.
+  const auto fits_in_lines = [&](size_t limit) {
+    return problem.bytes * 12 <= limit * problem.line_data;
+  };
+  if (!fits_in_lines(limits->few) && problem.bytes <= limits->ll128) {
     if (const auto plan = plan_ll128(problem)) return plan;
   }
-  // The limit is for lines of 12 bytes: with 8 there are as many for less.
-  if (problem.bytes * 12 <= limits->ll * problem.line_data) return plan_lines(problem);
+  if (fits_in_lines(limits->ll)) return plan_lines(problem);
   const bool is_always = mode == DirectMode::always;
   if (is_always) {
     if (const auto plan = plan_zero_copy(problem)) return plan;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "torch_overlap/base/errors.h"
 
@@ -249,17 +250,31 @@ TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
   }
 }
 
-TEST(Direct, WideLinesOfFourRanksHaveWhatIsMoreThanAFewKilobytes) {
-  for (const Primitive primitive : kDirect) {
+TEST(Direct, WideLinesOfFourRanksHaveWhatIsMoreThanShortOnesAreQuickerFor) {
+  constexpr std::pair<Primitive, size_t> kFew[] = {{Primitive::all_reduce, 64 * kKi},
+                                                   {Primitive::all_gather, 16 * kKi},
+                                                   {Primitive::reduce_scatter, 4 * kKi},
+                                                   {Primitive::all_to_all, 4 * kKi},
+                                                   {Primitive::broadcast, 64 * kKi}};
+  for (const auto& [primitive, few] : kFew) {
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
-      for (const size_t bytes : {64 * kKi + 1, 256 * kKi}) {
+      EXPECT_EQ(ll128_plan(primitive, 4, few, mode).protocol, DirectProtocol::ll);
+      for (const size_t bytes : {few + 1, 256 * kKi}) {
         EXPECT_EQ(ll128_plan(primitive, 4, bytes, mode).protocol, DirectProtocol::ll128);
       }
-      EXPECT_EQ(ll128_plan(primitive, 4, 4 * kKi, mode).protocol, DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 4, 16 * kMi + 1, mode).protocol, DirectProtocol::ll128);
       EXPECT_EQ(ll128_plan(primitive, 8, 4 * kKi, mode).protocol, DirectProtocol::ll);
     }
   }
+}
+
+TEST(Direct, ShortLinesOfEightBytesAreTakenForAsManyLines) {
+  auto problem = problem_of(Primitive::all_reduce, 4, 64 * kKi * 8 / 12);
+  problem.has_ll128 = true;
+  problem.line_data = 8;
+  EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll);
+  problem.bytes += 8;
+  EXPECT_EQ(plan_direct(problem, DirectMode::automatic).protocol, DirectProtocol::ll128);
 }
 
 TEST(Direct, WideLinesLeaveLargeMessagesToBulkCopiesThatAreToTakeFewBlocks) {

@@ -42,7 +42,7 @@ class Scaled:
     def fill(self):
         for data in (self.x, self.weight):
             data.copy_(torch.randn(data.shape, device="cuda") * 3)
-        # Other ones of each rank; sums of any number of ranks are in the range of fp16.
+        # Other ones of each rank; sums of eight of them are in the range of fp16.
         self.scales.uniform_(0.05, 2).mul_((self.rank + 1) / self.size)
         if self.bias is not None:
             self.bias.normal_()

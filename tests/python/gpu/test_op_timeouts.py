@@ -94,7 +94,7 @@ def test_a_rank_that_begins_and_does_no_more(comm, make_comm, case):
 @pytest.mark.parametrize("kind", list(FUSED))
 def test_a_rank_that_begins_a_fused_kernel_and_does_no_more(comm, make_comm, kind):
     lonely = make_comm(f"begun_fused_{kind}")
-    # What is brought or summed of less begins in the kernel.
+    # A gather of one product of up to 16 MiB sent, and a sum of less, begin in the kernel.
     case = FUSED[kind](lonely, 2048, 8448 if "Gather" in kind else 256, 4160)
     case.fill()
     miss_the_last(comm, lonely, case.run)

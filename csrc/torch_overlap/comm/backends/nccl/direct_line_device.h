@@ -106,10 +106,9 @@ __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState
   if (thread < kWarp) leave_block(p, state.entry.is_taken != 0);
 }
 
-// A line of every source that has one for this thread in a round, is_due(source), as from(source)
-// says where. All are asked for at once and those that are missing again, so that one that comes
-// late costs one look more, and not one for each that was asked for behind it. True if one never
-// came (await_line).
+// Gets this thread's line of every source of which is_due(source), which lies at from(source). All
+// are asked for at once and those that are missing again, so that lines that come late cost one
+// look together, and not one each. True if one never came.
 template <typename Case, typename IsDue, typename From>
 __device__ __forceinline__ bool receive_lines(const DirectParams& p, const LineState& state,
                                               uint32_t round, const IsDue& is_due, const From& from,
