@@ -39,11 +39,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     const uint64_t at = place(chunk);
     if (at >= bytes) return false;
     LineView seen[Case::kMostRanks];
-    const auto from = [&](int source) {
-      return lines_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round) +
-             line * G::kLineBytes;
-    };
-    if (receive_lines<Case>(p, state, round, [](int) { return true; }, from, seen)) return true;
+    if (receive_lines<Case>(p, state, round, [](int) { return true; }, seen)) return true;
     auto sum = sum_of_lines<T, Case, kWords>(p, own, seen);
     store_words<Case>(p.recv[0] + at, sum.result(p.op, size_of<Case>(p)), bytes - at);
     return false;
@@ -99,12 +95,8 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
     const auto is_due = [&](int source) {
       return chunk < p.chunks[source] && (!is_empty(source) || line == 0);
     };
-    const auto from = [&](int source) {
-      return lines_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round) +
-             line * G::kLineBytes;
-    };
     LineView seen[Case::kMostRanks];
-    if (receive_lines<Case>(p, state, round, is_due, from, seen)) return true;
+    if (receive_lines<Case>(p, state, round, is_due, seen)) return true;
 #pragma unroll
     for (int source = 0; source < Case::kMostRanks; ++source) {
       if (source >= size_of<Case>(p) || source == p.rank) continue;

@@ -106,13 +106,17 @@ __device__ __forceinline__ void end_lines(const DirectParams& p, const LineState
   if (thread < kWarp) leave_block(p, state.entry.is_taken != 0);
 }
 
-// Gets this thread's line of every source of which is_due(source), which lies at from(source). All
-// are asked for at once and those that are missing again, so that lines that come late cost one
-// look together, and not one each. True if one never came.
-template <typename Case, typename IsDue, typename From>
+// Gets this thread's line of every source of which is_due(source). All are asked for at once and
+// those that are missing again, so that lines that come late cost one look together, and not one
+// each. True if one never came.
+template <typename Case, typename IsDue>
 __device__ __forceinline__ bool receive_lines(const DirectParams& p, const LineState& state,
-                                              uint32_t round, const IsDue& is_due, const From& from,
+                                              uint32_t round, const IsDue& is_due,
                                               LineView (&lines)[Case::kMostRanks]) {
+  const auto from = [&](int source) {
+    return lines_of<Case>(p, p.rank, source, state.epoch[source] + 1 + round) +
+           threadIdx.x * G::kLineBytes;
+  };
   uint32_t missing = 0;  // bits of sources
 #pragma unroll
   for (int source = 0; source < Case::kMostRanks; ++source) {

@@ -21,9 +21,6 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
   const uint64_t valid = has_line ? n.row_bytes - column : 0;
   bool is_good = may_send(p, state.entry);
 
-  const auto epoch_of_round = [&](int peer, uint32_t round) {
-    return state.epoch[peer] + 1 + round;
-  };
   uint32_t round = 0;
   for (uint32_t chunk = blockIdx.x; chunk < p.most_chunks; chunk += gridDim.x, ++round) {
     const uint64_t at = uint64_t{chunk / n.row_blocks} * n.row_bytes + column;
@@ -34,7 +31,7 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
 #pragma unroll
       for (int peer = 0; peer < Case::kMostRanks; ++peer) {
         if (peer >= size_of<Case>(p) || peer == p.rank) continue;
-        const uint32_t epoch = epoch_of_round(peer, round);
+        const uint32_t epoch = state.epoch[peer] + 1 + round;
         store_line(lines_of<Case>(p, peer, p.rank, epoch) + line * G::kLineBytes,
                    line_of(own, epoch));
       }
@@ -42,12 +39,8 @@ __global__ void __launch_bounds__(G::kThreads, kBlocksOfSm<Case>)
       Words<kWords> bias{};
       if (n.bias != nullptr) bias = load_words<Case, kWords>(n.bias + column, valid);
       weight = load_words<Case, kWords>(n.weight + column, valid);
-      const auto line_from = [&](int source) {
-        return lines_of<Case>(p, p.rank, source, epoch_of_round(source, round)) +
-               line * G::kLineBytes;
-      };
       LineView seen[Case::kMostRanks];
-      is_good = !receive_lines<Case>(p, state, round, [](int) { return true; }, line_from, seen);
+      is_good = !receive_lines<Case>(p, state, round, [](int) { return true; }, seen);
       part.start(sum_of_lines<T, Case, kWords>(p, own, seen));
       part.add(residual);
       part.add(bias);
