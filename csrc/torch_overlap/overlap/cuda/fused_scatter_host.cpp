@@ -29,13 +29,18 @@ struct TilesToSend {
   double part_at_end;  // of the blocks, that have the last of those for others
 
   // A block has room for one tile on its way, so it sends one while it computes the next. The own
-  // tiles come behind those that the other ranks send last.
+  // tiles come behind those that the other ranks send last. A tile takes more than at the best
+  // where all SMs multiply (8b-down of four ranks: 710 ns a stage); by the best, small-down had the
+  // tile that takes 106 us, not the one that takes 101
+  // (benchmarks/results/scatter_pace_variants-h100-80gb-hbm3-tp4-*.json).
   double time(int ranks) const {
+    constexpr double kOfBest = 7.0 / 6;
     constexpr double kFlagNs = 3000;
     constexpr double kAddNs = 1500;
-    const double sent = product + static_cast<double>(of_others - 1) * std::max(product, links) +
+    const double tile = kOfBest * product;
+    const double sent = tile + static_cast<double>(of_others - 1) * std::max(tile, links) +
                         part_at_end * links + kFlagNs;
-    return std::max(sent, static_cast<double>(all) * product) + (ranks - 1) * kAddNs;
+    return std::max(sent, static_cast<double>(all) * tile) + (ranks - 1) * kAddNs;
   }
 };
 
