@@ -141,22 +141,17 @@ __device__ __forceinline__ bool receive_lines(const DirectParams& p, const LineS
   return false;
 }
 
-// Of what all ranks have, this one `own` and the others `lines`, in the order of ranks.
+// Of what all ranks have: this one `own`, the others `lines`.
 template <typename T, typename Case, int kWords>
 __device__ __forceinline__ Accumulator<Case, T, kWords> sum_of_lines(
     const DirectParams& p, const Words<kWords>& own, const LineView (&lines)[Case::kMostRanks]) {
-  Accumulator<Case, T, kWords> sum;
+  Words<kWords> seen[Case::kMostRanks];
 #pragma unroll
   for (int source = 0; source < Case::kMostRanks; ++source) {
     if (source >= size_of<Case>(p)) continue;
-    const auto words = source == p.rank ? own : words_of<kWords>(lines[source]);
-    if (source == 0) {
-      sum.start(words);
-    } else {
-      sum.add(p.op, words);
-    }
+    seen[source] = source == p.rank ? own : words_of<kWords>(lines[source]);
   }
-  return sum;
+  return accumulate<T, Case>(p, seen);
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
