@@ -259,10 +259,10 @@ __device__ __forceinline__ void load_vectors(const DirectParams& p, const Words<
 }
 
 // In the order of ranks.
-template <typename T, typename Case, int kWords>
-__device__ __forceinline__ Accumulator<Case, T, kWords> accumulate(
-    const DirectParams& p, const Words<kWords> (&seen)[Case::kMostRanks]) {
-  Accumulator<Case, T, kWords> sum;
+template <typename T, typename Case>
+__device__ __forceinline__ Accumulator<Case, T, 4> accumulate(
+    const DirectParams& p, const Words<4> (&seen)[Case::kMostRanks]) {
+  Accumulator<Case, T, 4> sum;
   sum.start(seen[0]);
 #pragma unroll
   for (int source = 1; source < Case::kMostRanks; ++source) {

@@ -141,17 +141,22 @@ __device__ __forceinline__ bool receive_lines(const DirectParams& p, const LineS
   return false;
 }
 
-// Of what all ranks have: this one `own`, the others `lines`.
+// Of what all ranks have, this one `own` and the others `lines`, in the order of ranks.
 template <typename T, typename Case, int kWords>
 __device__ __forceinline__ Accumulator<Case, T, kWords> sum_of_lines(
     const DirectParams& p, const Words<kWords>& own, const LineView (&lines)[Case::kMostRanks]) {
-  Words<kWords> seen[Case::kMostRanks];
+  Accumulator<Case, T, kWords> sum;
 #pragma unroll
   for (int source = 0; source < Case::kMostRanks; ++source) {
     if (source >= size_of<Case>(p)) continue;
-    seen[source] = source == p.rank ? own : words_of<kWords>(lines[source]);
+    const auto words = source == p.rank ? own : words_of<kWords>(lines[source]);
+    if (source == 0) {
+      sum.start(words);
+    } else {
+      sum.add(p.op, words);
+    }
   }
-  return accumulate<T, Case>(p, seen);
+  return sum;
 }
 
 // send(chunk, round), then take(chunk, round) -> whether a wait failed, in every round. Rounds end
