@@ -19,7 +19,8 @@ constexpr size_t kMi = 1024 * kKi;
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
 // The row of two ranks: where the protocols cross on H100s in a graph
 // (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json, and of lines of 128 bytes since
-// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json). Of four: on H200s
+// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json; of 1 to 64 KiB, but of
+// a broadcast, bench_short_lines-h100-80gb-hbm3-tp2-*.json). Of four: on H200s
 // (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
 // short lines on H100s alone since all are asked for at once (lines_at_once-*, of 1 and 64 KiB in
 // all, between which those of reduce_scatter and all_to_all end); push is quicker than NCCL up to
@@ -45,17 +46,17 @@ struct Limits {
 };
 
 constexpr Limits kLimits[] = {
-    {Primitive::all_reduce, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
+    {Primitive::all_reduce, 2, 8 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi, kMi, 192 * kKi},
     {Primitive::all_reduce, 4, 64 * kKi, 16 * kMi, 256 * kKi, 512 * kKi, 16 * kMi, 0, kMi,
      256 * kKi},
     {Primitive::all_reduce, 8, 0, 0, 128 * kKi, 256 * kKi, kMi, 0, 256 * kKi, 128 * kKi},
-    {Primitive::all_gather, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_gather, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::all_gather, 4, 16 * kKi, 4 * kMi, 128 * kKi, 32 * kMi, 0, 0, 0, 0, 8 * kMi},
     {Primitive::all_gather, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::reduce_scatter, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::reduce_scatter, 4, 4 * kKi, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::reduce_scatter, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
-    {Primitive::all_to_all, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
+    {Primitive::all_to_all, 2, 0, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},
     {Primitive::all_to_all, 4, 4 * kKi, 16 * kMi, 256 * kKi, 32 * kMi, 0, 0},
     {Primitive::all_to_all, 8, 0, 0, 64 * kKi, 256 * kKi, 0, 0},
     {Primitive::broadcast, 2, 4 * kKi, 8 * kMi, 4 * kMi, 16 * kMi, 0, 4 * kMi},

@@ -234,17 +234,21 @@ TEST(Direct, WideLinesOfManyRanksAddUpSlicesWhereThatSendsLess) {
   EXPECT_FALSE(has_slices(Primitive::all_reduce, 2, 64 * kMi));
 }
 
-TEST(Direct, WideLinesOfTwoRanksComeBeforeAllThatIsNotLarger) {
+TEST(Direct, WideLinesOfTwoRanksHaveWhatIsMoreThanShortOnesAreQuickerFor) {
   constexpr size_t kMost = 8 * kMi;
-  for (const Primitive primitive : kDirect) {
+  constexpr std::pair<Primitive, size_t> kFew[] = {{Primitive::all_reduce, 8 * kKi},
+                                                   {Primitive::all_gather, 0},
+                                                   {Primitive::reduce_scatter, 0},
+                                                   {Primitive::all_to_all, 0},
+                                                   {Primitive::broadcast, 4 * kKi}};
+  for (const auto& [primitive, few] : kFew) {
     for (const DirectMode mode : {DirectMode::automatic, DirectMode::always}) {
-      for (const size_t bytes : {4 * kKi + 1, kMi + 1, kMost}) {
+      if (few > 0) {
+        EXPECT_EQ(ll128_plan(primitive, 2, few, mode).protocol, DirectProtocol::ll);
+      }
+      for (const size_t bytes : {few + 1, kMi + 1, kMost}) {
         EXPECT_EQ(ll128_plan(primitive, 2, bytes, mode).protocol, DirectProtocol::ll128);
       }
-      const bool adds =
-          primitive == Primitive::all_reduce || primitive == Primitive::reduce_scatter;
-      EXPECT_EQ(ll128_plan(primitive, 2, 4 * kKi, mode).protocol,
-                adds ? DirectProtocol::ll128 : DirectProtocol::ll);
       EXPECT_NE(ll128_plan(primitive, 2, kMost + 1, mode).protocol, DirectProtocol::ll128);
     }
   }

@@ -11,9 +11,14 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
   return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
-inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                                  WaitKind kind, int peer, const WaitControl& control,
-                                  uint64_t look_at_host_ns = kLookAtHostNs) {
+// How often a word is looked at without naps: it comes soon as a rule.
+inline constexpr int kLooksWithoutNaps = 64;
+
+// Of a word that has been looked at so often.
+inline __device__ void await_late_word(const ChannelWords& words, const uint32_t* word,
+                                       uint32_t epoch, WaitKind kind, int peer,
+                                       const WaitControl& control,
+                                       uint64_t look_at_host_ns = kLookAtHostNs) {
   WaitRecord what{};
   what.kind = kind;
   what.window = words.id;
@@ -28,6 +33,18 @@ inline __device__ void await_word(const ChannelWords& words, const uint32_t* wor
   if (!is_there || reached(load_acquire(word), epoch)) return;
   what.kind = WaitKind::gone;
   give_up(control, what, 0);
+}
+
+// The first looks are at the word alone: whether a rank has gone, or a wait has failed, would be
+// another trip to memory between two of them.
+inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
+                                  WaitKind kind, int peer, const WaitControl& control,
+                                  uint64_t look_at_host_ns = kLookAtHostNs) {
+#pragma unroll 1
+  for (int look = 0; look < kLooksWithoutNaps; ++look) {
+    if (reached(load_acquire(word), epoch)) return;
+  }
+  await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
 }
 
 }  // namespace torch_overlap::cuda

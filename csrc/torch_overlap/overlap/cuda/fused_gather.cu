@@ -6,8 +6,8 @@
 // ranks. Copy engines bring them chunk by chunk; or the first blocks of the kernel send this rank's
 // rows, a slice of k after the other to all ranks, and take part in the product afterwards:
 //
-//   one thread    rows -> stage -> memory of each peer ...    tensor copies
-//   one warp      copies that have ended: words of the peers
+//   one thread     rows -> stage -> memory of each peer ...    tensor copies
+//   four warps     a fence behind copies that have ended, then words of the peers
 //
 // Where a product is few waves of tiles, rows that come slice by slice are multiplied as they come:
 // nobody waits for all of k of a chunk.
@@ -120,7 +120,7 @@ struct GatherWork {
       for (int slice = is_there ? slices : 0; slice < slices;) {
         const int come = count_slices(unit.chunk, slice, slices, epoch, lane);
         if (come == 0) {
-          if (++looks % kLooks == 0 && lane == 0) {
+          if (++looks % kLooksWithoutNaps == 0 && lane == 0) {
             await_slice(operation, unit.chunk, slice, epoch, begins);
           }
           __syncwarp();
@@ -139,8 +139,6 @@ struct GatherWork {
   }
 
  private:
-  static constexpr int kLooks = 64;  // without naps between
-
   // Words of a slice.
   __device__ __forceinline__ int writers() const { return max(p.senders, 1); }
   // How many slices from this one on are there: of some, the words of all writers at once.
@@ -161,10 +159,10 @@ struct GatherWork {
                                               int slice, uint32_t epoch, bool begins) const {
 #pragma unroll 1
     for (int i = begins ? -1 : 0; i < writers(); ++i) {
-      await_word(p.operation.words,
-                 i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * writers() + i, epoch,
-                 i < 0 ? WaitKind::begin : WaitKind::chunk, chunk, p.operation.control,
-                 kManyLookAtHostNs);
+      await_late_word(p.operation.words,
+                      i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * writers() + i, epoch,
+                      i < 0 ? WaitKind::begin : WaitKind::chunk, chunk, p.operation.control,
+                      kManyLookAtHostNs);
     }
   }
 };
@@ -178,7 +176,10 @@ class GatherSender {
   // Boxes that are read when another is sent, and that are on their way to the peers.
   static constexpr int kReading = 2;
   static constexpr int kFlying = 4;
+  static constexpr int kTellers = 4;  // warps
   static_assert(kStages * kBoxBytes + 1024 <= Config::kSharedBytes && kReading < kStages);
+  static_assert(kStages <= 32, "a warp loads the first boxes");
+  static_assert(32 * (1 + kTellers) <= Config::kThreads);
 
  public:
   struct Shared {
@@ -193,29 +194,37 @@ class GatherSender {
         operation_(p.operation, p.begun),
         shared_(shared),
         stages_(stages),
-        row_boxes_(sm90::ceil_div(p.rows[p.operation.words.rank], kSentRows)) {}
+        row_boxes_(sm90::ceil_div(p.rows[p.operation.words.rank], kSentRows)),
+        slice_boxes_(p.slice_stages / kStagesOfBox),
+        boxes_(sm90::ceil_div(
+            row_boxes_ * sm90::ceil_div(p.gemm.k, kColumns) - static_cast<int>(blockIdx.x),
+            p.senders)) {}
 
   // Of all threads; the block's shared memory is free afterwards.
   __device__ __forceinline__ void run() {
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) {
+    const auto warp = static_cast<int>(threadIdx.x) / 32;
+    const auto lane = static_cast<int>(threadIdx.x) % 32;
+    const bool copies = threadIdx.x == 0;
+    if (copies) {
       for (int i = 0; i < kStages; ++i) sm90::barrier_init(shared_address(&shared_.loaded[i]), 1);
       shared_.sent = 0;
       shared_.failed = 0;
       sm90::fence_barrier_init();
     }
     __syncthreads();
-    if (blockIdx.x == 0 && thread / 32 == 1) operation_.begin(thread % 32);
+    if (warp == 0 && lane < kStages) load(lane);  // while the ranks meet
+    if (blockIdx.x == 0 && warp == 1) operation_.tell_begun(lane);
+    if (blockIdx.x == 0 && warp == 3 && lane == 0) operation_.check_alone();
     const bool has_rows = row_boxes_ > 0;  // else nothing keeps the words of the others
-    if (has_rows && is_peer(p_.operation.words, thread) && !operation_.may_send(thread)) {
+    if (has_rows && warp == 2 && is_peer(p_.operation.words, lane) && !operation_.may_send(lane)) {
       shared_.failed = 1;
     }
     __syncthreads();
     const bool is_good = shared_.failed == 0;
     if (is_good && p_.scales_to[p_.operation.words.rank] != nullptr) send_scales();
     __syncthreads();
-    if (thread == 0) send(is_good);
-    if (thread / 32 == 1 && is_good) tell(thread % 32);
+    if (copies) send(is_good);
+    if (warp >= 1 && warp <= kTellers && is_good) tell(warp - 1, lane);
     __syncthreads();
   }
 
@@ -223,30 +232,18 @@ class GatherSender {
   static constexpr int kStagesOfBox = kSentBytes / 128;
   static constexpr int kColumns = kStagesOfBox * Config::kDepth;  // of a box
 
-  // This block's boxes.
-  struct Boxes {
-    const GatherSender& sender;
-    int row = 0;
-    int column = 0;
-    int slice = 0;
-    int left_of_slice;  // boxes along k
+  // The i-th box of this block.
+  struct Box {
+    int row;
+    int column;
+    int slice;
 
-    __device__ __forceinline__ explicit Boxes(const GatherSender& from)
-        : sender(from), left_of_slice(from.p_.slice_stages / kStagesOfBox) {
-      if (from.row_boxes_ == 0) column = from.p_.gemm.k;
-      step(static_cast<int>(blockIdx.x));
-    }
-    __device__ __forceinline__ bool has() const { return column < sender.p_.gemm.k; }
-    __device__ __forceinline__ void advance() { step(sender.p_.senders); }
-    __device__ __forceinline__ void step(int boxes) {
-      row += boxes;
-      while (row >= sender.row_boxes_ && has()) {
-        row -= sender.row_boxes_;
-        column += kColumns;
-        if (--left_of_slice > 0) continue;
-        left_of_slice = sender.p_.slice_stages / kStagesOfBox;
-        ++slice;
-      }
+    __device__ __forceinline__ Box(const GatherSender& from, int i) {
+      const int number = static_cast<int>(blockIdx.x) + i * from.p_.senders;
+      const int along_k = number / from.row_boxes_;
+      row = number - along_k * from.row_boxes_;
+      column = along_k * kColumns;
+      slice = along_k / from.slice_boxes_;
     }
   };
 
@@ -256,47 +253,35 @@ class GatherSender {
     return rank < p_.operation.words.size ? rank : rank - p_.operation.words.size;
   }
 
+  // The i-th box, into shared memory.
+  __device__ __forceinline__ void load(int i) const {
+    if (i >= boxes_) return;
+    const Box box(*this, i);
+    const uint32_t barrier = shared_address(&shared_.loaded[i % kStages]);
+    sm90::barrier_expect(barrier, kBoxBytes);
+    sm90::tensor_load(stages_ + i % kStages * kBoxBytes, &p_.own, barrier,
+                      box.column * kElement / kSentElement, box.row * kSentRows);
+  }
+
   __device__ __forceinline__ void send(bool is_good) const {
-    Boxes loading(*this);
-    Boxes storing(*this);
-    Boxes ended(*this);
-    uint32_t load_stage = 0;
-    const auto load = [&]() __attribute__((always_inline)) {
-      if (!loading.has()) return;
-      const uint32_t barrier = shared_address(&shared_.loaded[load_stage]);
-      sm90::barrier_expect(barrier, kBoxBytes);
-      sm90::tensor_load(stages_ + load_stage * kBoxBytes, &p_.own, barrier,
-                        loading.column * kElement / kSentElement, loading.row * kSentRows);
-      loading.advance();
-      load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
-    };
-    for (int i = 0; i < kStages; ++i) load();
-    note(shared_.sent, ended.slice);  // of those before its first box a block has none
+    if (boxes_ > 0) note(shared_.sent, Box(*this, 0).slice);  // of those before it has none
     sm90::fence_global_for_copies();  // what the peers have read comes before what is stored
     const int size = p_.operation.words.size;
-    uint32_t stage = 0;
-    uint32_t phase = 0;
-    int boxes = 0;
-    for (; storing.has(); storing.advance()) {
-      sm90::barrier_wait(shared_address(&shared_.loaded[stage]), phase);
-      for (int i = 1; i < size && is_good; ++i) {
-        sm90::tensor_store(&p_.to[rank_behind(i)], stages_ + stage * kBoxBytes,
-                           storing.column * kElement / kSentElement, storing.row * kSentRows);
+    for (int i = 0; i < boxes_; ++i) {
+      sm90::barrier_wait(shared_address(&shared_.loaded[i % kStages]), i / kStages & 1);
+      const Box box(*this, i);
+      for (int peer = 1; peer < size && is_good; ++peer) {
+        sm90::tensor_store(&p_.to[rank_behind(peer)], stages_ + i % kStages * kBoxBytes,
+                           box.column * kElement / kSentElement, box.row * kSentRows);
       }
       sm90::store_commit();
-      if (++stage == kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-      ++boxes;
-      if (boxes > kReading) {
+      if (i >= kReading) {
         sm90::stores_read<kReading>();
-        load();
+        load(i - kReading + kStages);
       }
-      if (boxes > kFlying) {
+      if (i >= kFlying) {
         sm90::stores_done<kFlying>();
-        ended.advance();
-        note(shared_.sent, ended.slice);
+        note(shared_.sent, Box(*this, i - kFlying + 1).slice);  // all before it have come
       }
     }
     sm90::stores_done<0>();
@@ -306,26 +291,27 @@ class GatherSender {
     return sm90::ceil_div(sm90::ceil_div(p_.gemm.k, Config::kDepth), p_.slice_stages);
   }
 
-  // A warp tells the peers of slices that are in their memory. A fence takes long while copies of
-  // the thread are on their way, so it is another one, and as long for many slices as for one.
-  __device__ __forceinline__ void tell(int lane) const {
+  // Tells the peers of slices that are there: teller 0 of slices 0, kTellers, ... A fence takes
+  // long while copies of the thread are on their way, so it is another one that tells; as long for
+  // many slices as for one; and the next teller does not wait for its end.
+  __device__ __forceinline__ void tell(int teller, int lane) const {
     const OperationParams& operation = p_.operation;
     const int all = slices();
-    for (int told = 0; told < all;) {
+    for (int next = teller; next < all;) {
       const auto sent = static_cast<int>(__shfl_sync(~0U, noted(shared_.sent), 0));
-      const int count = min(sent - told, 32);
+      const int count = min((sent - next + kTellers - 1) / kTellers, 32);
       __syncwarp();
-      if (count == 0) {
+      if (count <= 0) {
         __nanosleep(20);
         continue;
       }
       fence_system();
       if (__any_sync(~0U, has_failed(operation.control))) return;  // it need not be true any more
-      const int word = (told + lane) * p_.senders + static_cast<int>(blockIdx.x);
+      const int word = (next + lane * kTellers) * p_.senders + static_cast<int>(blockIdx.x);
       for (int i = 1; i < operation.words.size && lane < count; ++i) {
         store_relaxed(p_.tell[rank_behind(i)] + word, operation_.epoch());
       }
-      told += count;
+      next += count * kTellers;
     }
   }
 
@@ -349,6 +335,8 @@ class GatherSender {
   Shared& shared_;
   const uint32_t stages_;
   const int row_boxes_;
+  const int slice_boxes_;  // along k
+  const int boxes_;        // of this block
 };
 
 template <typename Config>

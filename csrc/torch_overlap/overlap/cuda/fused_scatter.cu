@@ -10,11 +10,12 @@
 //
 //   tile of another rank
 //     multiply    ... | sums -> shared | filled
-//     mover                            | stores to the owner | emptied | tell the owner
+//     movers                           | store to the owner | emptied | the first one tells it
 //
 //   tile of the own rows
 //     multiply    ...          | sums += shared | taken ...  (of each) | result -> shared | filled
-//     mover       told? loaded |                  told? loaded         |                  | stores
+//     last mover  told? loaded |                  told? loaded         |
+//     first mover                                                                         | stores
 //
 // The movers' stores to others are plain ones. As tensor copies they would be done by the unit that
 // loads the next stages, and every one that waits for a link would hold those up. They are paced:
@@ -76,7 +77,7 @@ class ScatterUnits {
 
 struct TileBarriers {
   uint64_t filled;   // by the eight warps: outputs are there to be stored
-  uint64_t emptied;  // by the mover: they have been read
+  uint64_t emptied;  // by the movers: they have been read
   uint64_t loaded;   // bytes of a tile of another rank
   uint64_t taken;    // by the eight warps: it has been read
 };
@@ -110,7 +111,9 @@ struct Piece {
   }
 };
 
-// Three warps. The first one also loads and stores the tiles of the own rows.
+// Three warps, which store tiles to their owners. The first one also tells the owners, and stores
+// the own tiles; the last one loads what the others have sent for these, while the first still
+// waits until links have taken what it tells of.
 template <typename Config>
 class Mover {
   using P = Piece<Config>;
@@ -127,7 +130,11 @@ class Mover {
         units_(p) {}
 
   __device__ __forceinline__ void run() {
-    if (blockIdx.x == 0 && warp_ == 0) operation_.begin(lane_);
+    if (blockIdx.x == 0 && warp_ == 0) {
+      if (lane_ == 0) operation_.check_alone();
+      __syncwarp();
+      operation_.tell_begun(lane_);
+    }
     Unit unit;
     bool has_unit = units_.next(unit);
     uint32_t fills = 0;
@@ -135,7 +142,7 @@ class Mover {
       Unit following;
       const bool has_following = units_.next(following);
       const bool own = unit.chunk == p_.operation.words.rank;
-      if (own && leads()) {
+      if (own && takes()) {
         if (fills > 0) wait_emptied(fills - 1);
         take_others(unit);
       }
@@ -166,6 +173,7 @@ class Mover {
 
  private:
   __device__ __forceinline__ bool leads() const { return warp_ == 0 && lane_ == 0; }
+  __device__ __forceinline__ bool takes() const { return warp_ == kMovers - 1 && lane_ == 0; }
   __device__ __forceinline__ void empty() {
     sm90::barrier_arrive(sm90::shared_address(&barriers_.emptied));
   }
@@ -190,10 +198,13 @@ class Mover {
     for (int i = 1; i < p_.operation.words.size; ++i) {
       const int peer =
           (p_.operation.words.rank + p_.operation.words.size - i) % p_.operation.words.size;
-      // So that this is what expires.
-      if (takes_ < static_cast<uint32_t>(i)) operation_.await_begun(peer);
-      await_word(p_.operation.words, p_.told[peer] + units_.word(unit), operation_.epoch(),
-                 WaitKind::chunk, peer, p_.operation.control, kManyLookAtHostNs);
+      const uint32_t* const word = p_.told[peer] + units_.word(unit);
+      if (!reached(load_acquire(word), operation_.epoch())) {
+        // So that this is what expires.
+        if (takes_ < static_cast<uint32_t>(i)) operation_.await_begun(peer);
+        await_word(p_.operation.words, word, operation_.epoch(), WaitKind::chunk, peer,
+                   p_.operation.control, kManyLookAtHostNs);
+      }
       sm90::fence_global_for_copies();
       if (i > 1) sm90::barrier_wait(sm90::shared_address(&barriers_.taken), (takes_ - 1) & 1);
       ++takes_;

@@ -72,7 +72,7 @@ inline __noinline__ __device__ bool comes_late(const ChannelWords& words,
                                                const WaitControl& control, const uint32_t* word,
                                                uint32_t epoch, WaitKind kind, int peer,
                                                uint64_t look_at_host_ns) {
-  await_word(words, word, epoch, kind, peer, control, look_at_host_ns);
+  await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
   return !has_failed(control);
 }
 
@@ -80,9 +80,8 @@ inline __noinline__ __device__ bool comes_late(const ChannelWords& words,
 inline __device__ bool comes(const ChannelWords& words, const WaitControl& control,
                              const uint32_t* word, uint32_t epoch, WaitKind kind, int peer,
                              uint64_t look_at_host_ns) {
-  constexpr int kLooks = 64;  // without naps between
 #pragma unroll 1
-  for (int look = 0; look < kLooks; ++look) {
+  for (int look = 0; look < kLooksWithoutNaps; ++look) {
     if (reached(load_acquire(word), epoch)) return true;
   }
   return comes_late(words, control, word, epoch, kind, peer, look_at_host_ns);

@@ -17,16 +17,18 @@ class ProductOperation {
 
   __device__ __forceinline__ uint32_t epoch() const { return epoch_; }
 
-  // Of a warp of block 0: tells the others that this rank has begun. The thread that asks whether
-  // another such kernel runs waits for no rank.
-  __device__ __forceinline__ void begin(int lane) const {
-    if (lane == operation_.words.rank && atomicExch(operation_.busy, 1U) != 0) {
-      fail(WaitKind::apart, 0, 0, 0);
-    }
+  // Of one thread of block 0, before its block ends the operation: whether another such kernel
+  // runs.
+  __device__ __forceinline__ void check_alone() const {
+    if (atomicExch(operation_.busy, 1U) != 0) fail(WaitKind::apart, 0, 0, 0);
+  }
+
+  // Of a warp of block 0: tells the others that this rank has begun.
+  __device__ __forceinline__ void tell_begun(int lane) const {
     if (is_peer(operation_.words, lane) && !has_failed(operation_.control)) {
       tell_entry(begun_.tell[lane], operation_.rows, epoch_);
     }
-    __syncwarp();  // before one of them ends the operation
+    __syncwarp();
   }
 
   __device__ __forceinline__ void await_begun(int peer) const {
