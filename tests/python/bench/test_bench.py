@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import run_here
 from torch import Tensor
 
 import torch_overlap as to
-from torch_overlap.__main__ import main
 from torch_overlap.bench import measure, result
 from torch_overlap.bench.build import algorithm_names, build
 from torch_overlap.bench.cases import CLASS_OPS, COLLECTIVES, EXCHANGE_OPS, KNOWN_OPS, Case
@@ -92,7 +92,7 @@ def test_classes_and_exchanges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "wanted"), [(["ag_gemm"], "fast"), (["all_reduce", "gemm_rs"], "auto,push,quick")])
 def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[str], wanted: str) -> None:
-    done = bench(*what, "--set", "tiny", "--device", "cpu", "--algorithm", wanted)
+    done = run_here("bench", *what, "--set", "tiny", "--device", "cpu", "--algorithm", wanted)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     head, _, got = line.partition(", got ")
@@ -104,34 +104,17 @@ def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[s
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
-def test_classes_of_8_bit_floats_and_by_name(tmp_path: Path, dtype: str) -> None:
+def test_8_bit_floats_and_ways_by_name(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "result.json"
-    arguments = (
-        "--shape",
-        "64,96,64",
-        "--dtype",
-        dtype,
-        "--algorithm",
-        "auto,class ring atomic,gemm ring",
-        "--rounds",
-        1,
-    )
-    done = bench("ag_gemm_classes", "gemm_rs_classes", *arguments, "--device", "cpu", "--tp", 2, "--json", path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = result.read(path)["rows"]
-    for op in ("ag_gemm_classes", "gemm_rs_classes"):
-        assert {row["algorithm"] for row in rows if row["op"] == op} == {"auto", "class ring atomic", "gemm ring"}
-
-
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
-def test_an_all_reduce_behind_8_bit_products(tmp_path: Path, dtype: str) -> None:
-    path = tmp_path / "result.json"
-    done = bench(
-        "gemm_ar", "--set", "tiny", "--dtype", dtype, "--device", "cpu", "--tp", 2, "--rounds", 1, "--json", path
-    )
+    classes = {"auto", "class ring atomic", "gemm ring"}
+    operators = {"auto", "sequential", "chunked", "ring"}
+    arguments = ("--shape", "64,96,64", "--dtype", dtype, "--algorithm", ",".join(classes | operators), "--rounds", 1)
+    ops = {"ag_gemm_classes": classes, "gemm_rs_classes": classes, "gemm_ar": operators}
+    done = bench(*ops, *arguments, "--device", "cpu", "--tp", 2, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = result.read(path)
-    assert {row["algorithm"] for row in found["rows"]} == {"auto", "sequential", "chunked", "ring"}, found["missing"]
+    for op, ways in ops.items():
+        assert {row["algorithm"] for row in found["rows"] if row["op"] == op} == ways, found["missing"]
     assert not [why for missing in found["missing"].values() for why in missing.values() if "wrong" in why]
 
 
@@ -212,16 +195,12 @@ def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
         (("plot", "--plots", "result.json"), "unrecognized arguments: --plots result.json"),
     ],
 )
-def test_mistakes(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["torch_overlap", "bench", *arguments])
+def test_mistakes(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    done = run_here("bench", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def run_registered(rank: int, size: int, store: Any) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_here
 
 import torch_overlap as to
 from torch_overlap import _C, _load
-from torch_overlap.__main__ import main
 
 PACKAGE = Path(to.__file__).parent
 
@@ -125,7 +125,7 @@ def test_info_says_what_is_there() -> None:
 
 
 def test_an_unknown_command_says_which_there_are() -> None:
-    done = subprocess.run([sys.executable, "-m", "torch_overlap", "fly"], capture_output=True, text=True, timeout=120)
+    done = run_here("fly")
     assert done.returncode == 2
     assert "info" in done.stderr
 
@@ -135,15 +135,11 @@ def test_an_unknown_command_says_which_there_are() -> None:
     [("plan", "--cost", "{}", "--ranks", "2"), ("tune", "--cache", "cache.json", "--results", "{}")],
     ids=lambda given: given[0],
 )
-def test_a_file_that_is_not_there_is_named(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_there_is_named(arguments: tuple[str, ...], tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.json")
-    monkeypatch.setattr("sys.argv", ["torch_overlap", *(part.format(missing) for part in arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert f"{arguments[0]}: expected a file that can be used, got {missing}: No such file" in capsys.readouterr().err
+    done = run_here(*(part.format(missing) for part in arguments))
+    assert done.returncode == 2
+    assert f"{arguments[0]}: expected a file that can be used, got {missing}: No such file" in done.stderr
 
 
 @pytest.mark.smoke

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import run_here
 
 import torch_overlap as to
 from torch_overlap import _C, ops, tune
@@ -315,7 +316,7 @@ def test_entries_of_results(tmp_path):
         ("matmul_all_reduce", "eager"): "sequential",  # not what holds all SMs while it waits for those of others
         ("scaled_matmul_all_reduce", "eager"): "fused",  # whose kernel of few rows leaves some
     }
-    done = run_command("-m", "torch_overlap", "tune", "--results", str(path), "--cache", str(cache))
+    done = run_here("tune", "--results", str(path), "--cache", str(cache))
     assert done.returncode == 0, done.stderr
     assert {(e["device"], e["library"].endswith("torch 9.9")) for e in tune.read(cache)} == {("some GPU", True)}
     assert len(tune.read(cache)) == 6
@@ -338,27 +339,35 @@ def test_the_command(tmp_path):
     assert all(e["library"] == tune._library() and e["tp"] == 2 for e in tune.read(path))
 
 
-def test_nothing_is_measured_for_a_cache_that_cannot_be_written(tmp_path):
+def test_nothing_is_measured_for_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "other.json").write_text("{}")
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # nobody is there
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
     for name, message in (("file/cache.json", "expected a file that can be written in --cache"),
                           ("other.json", "expected measured algorithms of format 2")):  # fmt: skip
-        done = run_command("-m", "torch_overlap", "tune", "--shapes", "8x8x8", "--cache", str(tmp_path / name),
-                           env={"CUDA_VISIBLE_DEVICES": "", **torchrun})  # fmt: skip
+        done = run_here("tune", "--shapes", "8x8x8", "--cache", str(tmp_path / name))
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
 
 
-def test_mistakes_of_the_command(tmp_path):
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def test_mistakes_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_OVERLAP_TUNE_CACHE", raising=False)
     for args, message in (
         (["--shapes", "64x64"], "expected MxNxK, got '64x64'"),
         (["--shapes", "8x8x8"], "expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE"),
         (["--cache", str(tmp_path / "c")], "expected --shapes to measure, or --results to read, got none"),
         (["--shapes", "8x8x8", "--ops", "all_reduce"], "invalid choice"),
-        (["--shapes", "8x8x8", "--cache", str(tmp_path / "c")], "two or more ranks, got one; start it with torchrun"),
     ):
-        done = run_command("-m", "torch_overlap", "tune", *args, env={"CUDA_VISIBLE_DEVICES": "", **alone})
+        done = run_here("tune", *args)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
+
+
+def test_one_rank_has_nothing_to_measure(tmp_path):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run_command("-m", "torch_overlap", "tune", "--shapes", "8x8x8", "--cache", str(tmp_path / "c"),
+                       env={"CUDA_VISIBLE_DEVICES": "", **alone})  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "two or more ranks, got one; start it with torchrun" in done.stderr

@@ -1,0 +1,25 @@
+"""The command line of the package, for tests of what it says."""
+
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from unittest import mock
+
+from torch_overlap.__main__ import main
+
+
+def run_here(*words: str) -> "subprocess.CompletedProcess[str]":
+    """`python -m torch_overlap <words>` in this process: one of its own takes seconds to import torch."""
+    code: object = 0
+    with (
+        mock.patch.object(sys, "argv", ["torch_overlap", *words]),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    assert code is None or isinstance(code, int), code
+    return subprocess.CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())
