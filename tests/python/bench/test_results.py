@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_here
 
-from torch_overlap.__main__ import main
 from torch_overlap.bench import document, result
 from torch_overlap.bench.layers import layer_table
 from torch_overlap.bench.tables import groups_of, table
@@ -179,19 +179,15 @@ def test_a_document_with_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["plot {a} {b} --images {images} --document {page}",
                                    "plot --images {images} --document {page} {a} {b}",
                                    "--document {page} plot {a} --images {images} {b}"])  # fmt: skip
-def test_plot_takes_files_and_options_in_any_order(
-    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plot_takes_files_and_options_in_any_order(tmp_path: Path, order: str) -> None:
     page, images = tmp_path / "page.md", tmp_path / "images"
     page.write_text(f"{document.BEGIN}\n{document.END}\n")
     files = [tmp_path / "b.json", tmp_path / "a.json"]  # in the order given, not that of their names
     for file, rows in zip(files, (ROWS[:1], ROWS[3:4]), strict=True):
         file.write_text(json.dumps(content(rows)))
     words = order.format(a=files[0], b=files[1], images=images, page=page).split()
-    monkeypatch.setattr("sys.argv", ["torch_overlap", "bench", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"wrote {page}\n")
+    done = run_here("bench", *words)
+    assert (done.returncode, done.stdout) == (0, f"wrote {page}\n")
     text = page.read_text()
     assert re.findall(r"benchmarks/results/(\w+.json)", text) == ["b.json", "a.json"]
     assert text.index(table(groups_of(ROWS[:1]))) < text.index(table(groups_of(ROWS[3:4])))

@@ -21,11 +21,6 @@ LLAMA = PRESETS["llama3-8b"]
 SMALL = Transformer("small", 4, 1024, 16, 8, 4096, 512, sequence=512)
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch_overlap", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_a_preset_has_as_many_parameters_as_it_says() -> None:
     assert LLAMA.parameters == pytest.approx(8.03e9, rel=0.01)
     assert PRESETS["llama3-70b"].parameters == pytest.approx(70.6e9, rel=0.01)
@@ -137,8 +132,9 @@ def test_every_mesh_is_listed_once() -> None:
 def test_the_command_compares_thousands_of_ranks(tmp_path: Path) -> None:
     numbers, picture, model = tmp_path / "plan.json", tmp_path / "plan.png", tmp_path / "cost.json"
     save_cost_model(CostModel.h200(), model)
-    done = plan("--model", "llama3-8b", "--ranks", "2048", "--scaling", "--json", str(numbers), "--plot", str(picture),
-                "--cost", str(model), "--top", "3")  # fmt: skip
+    command = (sys.executable, "-m", "torch_overlap", "plan", "--model", "llama3-8b", "--ranks", "2048", "--scaling",
+               "--json", str(numbers), "--plot", str(picture), "--cost", str(model), "--top", "3")  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "llama3-8b: 8.03 G parameters" in done.stdout
     assert "one layer of the first, forward:" in done.stdout or "tp=1" in done.stdout

@@ -14,6 +14,16 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
 // How often a word is looked at without naps: it comes soon as a rule.
 inline constexpr int kLooksWithoutNaps = 64;
 
+// Whether it does. The looks are at the word alone: whether a rank has gone, or a wait has failed,
+// would be another trip to memory between two of them.
+__device__ __forceinline__ bool comes_soon(const uint32_t* word, uint32_t epoch) {
+#pragma unroll 1
+  for (int look = 0; look < kLooksWithoutNaps; ++look) {
+    if (reached(load_acquire(word), epoch)) return true;
+  }
+  return false;
+}
+
 // Of a word that has been looked at so often.
 inline __device__ void await_late_word(const ChannelWords& words, const uint32_t* word,
                                        uint32_t epoch, WaitKind kind, int peer,
@@ -35,15 +45,10 @@ inline __device__ void await_late_word(const ChannelWords& words, const uint32_t
   give_up(control, what, 0);
 }
 
-// The first looks are at the word alone: whether a rank has gone, or a wait has failed, would be
-// another trip to memory between two of them.
 inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
                                   WaitKind kind, int peer, const WaitControl& control,
                                   uint64_t look_at_host_ns = kLookAtHostNs) {
-#pragma unroll 1
-  for (int look = 0; look < kLooksWithoutNaps; ++look) {
-    if (reached(load_acquire(word), epoch)) return;
-  }
+  if (comes_soon(word, epoch)) return;
   await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
 }
 

@@ -80,10 +80,7 @@ inline __noinline__ __device__ bool comes_late(const ChannelWords& words,
 inline __device__ bool comes(const ChannelWords& words, const WaitControl& control,
                              const uint32_t* word, uint32_t epoch, WaitKind kind, int peer,
                              uint64_t look_at_host_ns) {
-#pragma unroll 1
-  for (int look = 0; look < kLooksWithoutNaps; ++look) {
-    if (reached(load_acquire(word), epoch)) return true;
-  }
+  if (comes_soon(word, epoch)) return true;
   return comes_late(words, control, word, epoch, kind, peer, look_at_host_ns);
 }
 
