@@ -141,6 +141,25 @@ std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
   return kKinds.at(static_cast<size_t>(algorithm)).obstacle(problem, comm, need);
 }
 
+// Whether ranks share a GPU, as far as is known: their kernels would wait for each other's SMs.
+bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
+  const std::pair<OperatorChannel, int64_t> needed[] = {
+      {OperatorChannel::gather, problem.gather_bytes},
+      {OperatorChannel::scatter, problem.scatter_bytes}};
+  return std::any_of(std::begin(needed), std::end(needed), [&](const auto& channel) {
+    const auto [which, bytes] = channel;
+    const auto existing = bytes > 0 ? existing_operator_channel(comm, which) : nullptr;
+    return existing && existing->shares_devices();
+  });
+}
+
+// Whether "fused" is to be taken where nothing was measured, of rows that are worth it. Of what
+// was, it is the quickest or, in gathers, near it, and the one that costs the host least.
+bool fused_pays(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm, Need need) {
+  return problem.local_k > 0 && reduce_room(problem, *comm, fused_shape(problem, *comm)) == 0 &&
+         obstacle(Algorithm::fused, problem, comm, need).empty() && !shares_devices(problem, *comm);
+}
+
 // Where nothing was measured.
 Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                       Need need) {
@@ -156,6 +175,9 @@ Choice choose_by_rule(const OverlapProblem& problem, const std::shared_ptr<Torch
   }
   // On a CPU nothing runs beside a product but the communicator's threads.
   if (comm->device().is_cpu()) return {Algorithm::chunked, "a CPU", kRule};
+  if (fused_pays(problem, comm, need)) {
+    return {Algorithm::fused, "a kernel waits for the other ranks by itself", kRule};
+  }
   if (!problem.prefers_channels) {
     return {Algorithm::chunked, concat("pieces of ", problem.chunk_rows, " rows"), kRule};
   }

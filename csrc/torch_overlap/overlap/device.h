@@ -36,10 +36,9 @@ struct SumArgs {
 //   tiles[size][tiles]                                                  a word each
 //
 // The epoch counts the operations of this rank; a flag holds the epoch of the operation whose chunk
-// is there, and begun[r] that of the last operation that rank r has begun: it has left behind those
-// before. Behind begun[r], in the same line, is the word of that operation (symm/begin.h), or first
-// those of the last even and then of the last odd one. The line of the epoch also has a word that a
-// rank which gives up sets on all others, and one that says that a kernel runs which is an
+// is there. begun[r] has the entries (symm/entry.h) of the last even and of the last odd operation
+// that rank r has begun: it has left behind those before. The line of the epoch also has a word
+// that a rank which gives up sets on all others, and one that says that a kernel runs which is an
 // operation by itself. tiles[r] are the flags of tiles, or slices of k, that come from rank r,
 // where a chunk comes so.
 struct ChannelLayout {
@@ -56,9 +55,6 @@ struct ChannelLayout {
   int64_t begun_at(int rank) const { return flag_at(flags) + kLine * rank; }
   int64_t tiles_at(int source) const {
     return begun_at(size) + static_cast<int64_t>(sizeof(uint32_t)) * tiles * source;
-  }
-  int64_t rows_at(int rank) const {
-    return begun_at(rank) + static_cast<int64_t>(sizeof(uint32_t));
   }
   int64_t total() const { return tiles_at(size); }
 };

@@ -13,7 +13,7 @@ from test_direct import differ, replay_two_at_once
 from timeout_cases import expired, run_until_an_error
 
 import torch_overlap as to
-from torch_overlap import ops
+from torch_overlap import _C, ops, tune
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -510,3 +510,33 @@ def test_ranks_whose_tiles_differ(comm, make_comm):
 def test_two_replays_at_once(comm, make_comm, kind, alone):
     other = make_comm(f"fused_apart_{kind.__name__}_{alone}", timeout=timedelta(seconds=60))
     replay_two_at_once(comm, kind(other, 128, 264, 520, torch.bfloat16), alone)
+
+
+@pytest.mark.parametrize("rows, k, algorithm", [(256, 128, "fused"), (255, 128, "sequential"), (256, 129, None)])
+def test_what_nobody_measured(comm, seed, rows, k, algorithm):
+    """By rule these kernels are taken where they can be, of rows that are worth it."""
+    torch.manual_seed(seed + comm.get_rank())
+    size = comm.get_size()
+    x, whole, w = (torch.randn(n, k, device="cuda").half() for n in (rows, rows * size, 264))
+    calls = {
+        "all_gather_matmul": ((x, [w], comm), lambda: ops.all_gather_matmul(x, [w], comm)[0][0]),
+        "matmul_reduce_scatter": ((whole, w, comm), lambda: ops.matmul_reduce_scatter(whole, w, comm)),
+        "matmul_all_reduce": ((whole, w, comm), lambda: ops.matmul_all_reduce(whole, w, comm)),
+    }
+    sums = sum(a @ b.t() for a, b in zip(everybodys(comm, whole), everybodys(comm, w), strict=True))
+    want = {
+        "all_gather_matmul": torch.cat(everybodys(comm, x)) @ w.double().t(),
+        "matmul_reduce_scatter": sums[comm.get_rank() * rows :][:rows],
+        "matmul_all_reduce": sums,
+    }
+    _C._set_tuning("table", {})
+    try:
+        for op, (arguments, call) in calls.items():
+            got = call()
+            found = to.explain(op, *arguments)
+            assert found.decided_by == "rule"
+            other = "chunked" if op == "matmul_all_reduce" else "ring"
+            assert found.algorithm == (algorithm or other), found
+            close(got, want[op], k * size)
+    finally:
+        tune.load()

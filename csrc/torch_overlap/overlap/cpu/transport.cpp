@@ -7,6 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/overlap/channel.h"
 #include "torch_overlap/overlap/cpu/host_lanes.h"
+#include "torch_overlap/symm/entry.h"
 
 namespace torch_overlap {
 
@@ -14,22 +15,28 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 constexpr unsigned int kPollsBetweenLooks = 1024;
+
+// Also when the count has wrapped.
+bool is_before(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) < 0; }
+
 }  // namespace
 
-std::atomic_ref<uint32_t> CpuTransport::word(int rank, int64_t at) const {
+template <typename Word>
+std::atomic_ref<Word> CpuTransport::word(int rank, int64_t at) const {
   return std::atomic_ref(
-      *reinterpret_cast<uint32_t*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
+      *reinterpret_cast<Word*>(static_cast<std::byte*>(memory_->pointer(rank)) + at));
 }
 
-std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank,
+template <typename Load>
+std::function<bool()> CpuTransport::reaches(Load load, uint32_t epoch, int rank,
                                             std::string_view does) const {
-  return [this, at, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
+  return [this, load, epoch, rank, does, until = Clock::time_point(), asked = 0U]() mutable {
     // Now and then: an abort of the communicator ends the wait, or that the rank has left. Asked
-    // before the word is read: it may have done its part, and then left.
+    // before it is looked: it may have done its part, and then left.
     const bool looks = ++asked % kPollsBetweenLooks == 0;
     const std::string left = looks ? options_.group->why_left(rank) : "";
-    const uint32_t seen = word(memory_->rank(), at).load(std::memory_order_acquire);
-    if (static_cast<int32_t>(seen - epoch) >= 0) return true;
+    const uint32_t seen = load();
+    if (!is_before(seen, epoch)) return true;
     if (looks) options_.group->require_active(memory_->name());  // the own end comes first
     TORCH_OVERLAP_CHECK(left.empty(), kRuntime, memory_->name(), ": ", left);
     const auto now = Clock::now();
@@ -43,24 +50,30 @@ std::function<bool()> CpuTransport::reaches(int64_t at, uint32_t epoch, int rank
 }
 
 void CpuTransport::begin(const Begin& operation) {
-  const auto& layout = options_.layout;
   const uint32_t said = operation.word();
   ++epoch_;
   raisers_.clear();
+  const auto entry = [this](int on, int of, uint32_t epoch) {
+    const auto at = static_cast<int64_t>(sizeof(BegunEntry)) * entry_at(epoch);
+    return word<BegunEntry>(on, options_.layout.begun_at(of) + at);
+  };
+  const int here = memory_->rank();
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    word(rank, layout.rows_at(memory_->rank())).store(said, std::memory_order_relaxed);
-    word(rank, layout.begun_at(memory_->rank())).store(epoch_, std::memory_order_release);
+    entry(rank, here, epoch_).store(entry_of(epoch_, said), std::memory_order_release);
   }
   for (int rank = 0; rank < memory_->size(); ++rank) {
-    if (rank == memory_->rank()) continue;
-    const auto has_begun = reaches(layout.begun_at(rank), epoch_, rank, "begin");
+    if (rank == here) continue;
+    const auto last = [entry, here, rank, epoch = epoch_] {
+      const uint32_t now = epoch_of(entry(here, rank, epoch).load(std::memory_order_acquire));
+      const uint32_t before = epoch_of(entry(here, rank, epoch - 1).load());
+      return is_before(now, before) ? before : now;
+    };
+    const auto has_begun = reaches(last, epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();
-    // It does not begin another before this rank has done its part of this one.
-    const uint32_t seen = word(memory_->rank(), layout.rows_at(rank)).load();
-    TORCH_OVERLAP_CHECK(
-        seen == said, kValue,
-        describe_unlike_begins(memory_->name(), operation, concat("on rank ", memory_->rank()),
-                               Begin::of(seen), rank));
+    const uint32_t seen = said_of(entry(here, rank, epoch_).load());
+    TORCH_OVERLAP_CHECK(seen == said, kValue,
+                        describe_unlike_begins(memory_->name(), operation, concat("on rank ", here),
+                                               Begin::of(seen), rank));
   }
 }
 
@@ -81,7 +94,8 @@ void CpuTransport::exchange(Lanes& lanes, int lane, const Move& move) {
       }
     }
     if (move.flag == kUntold) return;
-    word(move.to, options_.layout.flag_at(move.flag)).store(epoch_, std::memory_order_release);
+    word<uint32_t>(move.to, options_.layout.flag_at(move.flag))
+        .store(epoch_, std::memory_order_release);
   });
 }
 
@@ -90,14 +104,17 @@ void CpuTransport::arrived(Lanes& lanes, int lane, const std::vector<int>& flags
   for (const int flag : flags) {
     const auto found = raisers_.find(flag);
     const int from = found == raisers_.end() ? flag % memory_->size() : found->second;
-    host.until(lane, reaches(options_.layout.flag_at(flag), epoch_, from, "do its part of"));
+    const auto raised = [this, at = options_.layout.flag_at(flag)] {
+      return word<uint32_t>(memory_->rank(), at).load(std::memory_order_acquire);
+    };
+    host.until(lane, reaches(raised, epoch_, from, "do its part of"));
   }
 }
 
 void CpuTransport::post(Lanes& lanes, int lane, int flag) {
   lanes.run(lane, "post", [this, flag] {
     for (int rank = 0; rank < memory_->size(); ++rank) {
-      word(rank, options_.layout.flag_at(flag + memory_->rank()))
+      word<uint32_t>(rank, options_.layout.flag_at(flag + memory_->rank()))
           .store(epoch_, std::memory_order_release);
     }
   });

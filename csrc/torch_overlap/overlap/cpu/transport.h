@@ -27,11 +27,13 @@ class CpuTransport final : public Transport {
                   at::ScalarType dtype) const override;
 
  private:
-  std::atomic_ref<uint32_t> word(int rank, int64_t at) const;
-  // Says whether the word has come to `epoch`; throws when that takes longer than the timeout,
+  template <typename Word>
+  std::atomic_ref<Word> word(int rank, int64_t at) const;
+  // Says whether load() has come to `epoch`; throws when that takes longer than the timeout,
   // counted from the first time that it is asked. For the error: what `rank` does, in the operation
   // of that epoch or the next one.
-  std::function<bool()> reaches(int64_t at, uint32_t epoch, int rank, std::string_view does) const;
+  template <typename Load>
+  std::function<bool()> reaches(Load load, uint32_t epoch, int rank, std::string_view does) const;
 
   const std::shared_ptr<SymmetricMemory> memory_;
   const DirectOptions options_;

@@ -2,8 +2,10 @@
 
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_device.h"
+#include "torch_overlap/symm/entry.h"
 
-// How kernels of overlapped operations wait for a word of another rank. For .cu files.
+// How kernels of overlapped operations wait for a word of another rank: a flag, which is an epoch,
+// or an entry. For .cu files.
 namespace torch_overlap::cuda {
 
 // Whether `seen` is not before `epoch`, also when the count has wrapped.
@@ -11,45 +13,73 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
   return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
+// That of the operation is overwritten by the next but one. One that this rank has not looked at
+// for long may be far behind, so that it would seem to be ahead.
+__device__ __forceinline__ bool reached(BegunEntry seen, uint32_t epoch) {
+  return epoch_of(seen) - epoch <= kBegunEntries;
+}
+
 // How often a word is looked at without naps: it comes soon as a rule.
 inline constexpr int kLooksWithoutNaps = 64;
 
-// Whether it does. The looks are at the word alone: whether a rank has gone, or a wait has failed,
-// would be another trip to memory between two of them.
-__device__ __forceinline__ bool comes_soon(const uint32_t* word, uint32_t epoch) {
+// Whether it does, and what was seen last. The looks are at the word alone: whether a rank has
+// gone, or a wait has failed, would be another trip to memory between two of them.
+template <typename Word>
+__device__ __forceinline__ bool comes_soon(const Word* word, uint32_t epoch, Word& seen) {
 #pragma unroll 1
   for (int look = 0; look < kLooksWithoutNaps; ++look) {
-    if (reached(load_acquire(word), epoch)) return true;
+    seen = load_acquire(word);
+    if (reached(seen, epoch)) return true;
   }
   return false;
 }
 
-// Of a word that has been looked at so often.
-inline __device__ void await_late_word(const ChannelWords& words, const uint32_t* word,
-                                       uint32_t epoch, WaitKind kind, int peer,
-                                       const WaitControl& control,
-                                       uint64_t look_at_host_ns = kLookAtHostNs) {
+// To which operation a rank has come that has not come to the one of this epoch: for errors.
+__device__ __forceinline__ uint32_t come_to(const uint32_t* /*word*/, uint32_t seen,
+                                            uint32_t /*epoch*/) {
+  return seen;
+}
+__device__ __forceinline__ uint32_t come_to(const BegunEntry* word, BegunEntry seen,
+                                            uint32_t epoch) {
+  const uint32_t before = epoch_of(load_acquire(word + to_other_entry(epoch)));
+  return reached(epoch_of(seen), before) ? epoch_of(seen) : before;
+}
+
+// Of a word that has been looked at so often. Returns what was seen last, which has not reached the
+// epoch if a wait has failed.
+template <typename Word>
+__device__ Word await_late_word(const ChannelWords& words, const Word* word, uint32_t epoch,
+                                WaitKind kind, int peer, const WaitControl& control,
+                                uint64_t look_at_host_ns = kLookAtHostNs) {
+  const uint32_t* const gone = words.gone;
+  Word seen;
+  const WaitEnd end = look_until(
+      control, word,
+      [epoch, gone](Word now) { return reached(now, epoch) || load_acquire(gone) != 0; },
+      look_at_host_ns, seen);
+  if (end == WaitEnd::failed) return seen;
+  const bool is_late = end == WaitEnd::expired;
+  if (!is_late) {
+    // A rank that has gone since then has done its part of this.
+    seen = load_acquire(word);
+    if (reached(seen, epoch)) return seen;
+  }
   WaitRecord what{};
-  what.kind = kind;
+  what.kind = is_late ? kind : WaitKind::gone;
   what.window = words.id;
   what.peer = peer;
   what.expected = epoch;
-  const uint32_t* const gone = words.gone;
-  const bool is_there = wait_until(
-      control, word,
-      [epoch, gone](uint32_t seen) { return reached(seen, epoch) || load_acquire(gone) != 0; },
-      what, look_at_host_ns);
-  // A rank that has gone since then has done its part of this.
-  if (!is_there || reached(load_acquire(word), epoch)) return;
-  what.kind = WaitKind::gone;
-  give_up(control, what, 0);
+  give_up(control, what, come_to(word, seen, epoch));
+  return seen;
 }
 
-inline __device__ void await_word(const ChannelWords& words, const uint32_t* word, uint32_t epoch,
-                                  WaitKind kind, int peer, const WaitControl& control,
-                                  uint64_t look_at_host_ns = kLookAtHostNs) {
-  if (comes_soon(word, epoch)) return;
-  await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
+template <typename Word>
+__device__ Word await_word(const ChannelWords& words, const Word* word, uint32_t epoch,
+                           WaitKind kind, int peer, const WaitControl& control,
+                           uint64_t look_at_host_ns = kLookAtHostNs) {
+  Word seen;
+  if (comes_soon(word, epoch, seen)) return seen;
+  return await_late_word(words, word, epoch, kind, peer, control, look_at_host_ns);
 }
 
 }  // namespace torch_overlap::cuda

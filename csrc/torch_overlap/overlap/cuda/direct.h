@@ -7,6 +7,7 @@
 
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
+#include "torch_overlap/symm/entry.h"
 
 // Kernels that are operations of a channel by themselves: their blocks meet those of the other
 // ranks, and the last one to end sets the epoch.
@@ -52,8 +53,8 @@ struct DirectGatherParams {
   void* to[kMostRanks];
   const void* from;
   size_t bytes;
-  WordOfAll begin;  // as of launch_begin()
-  const uint32_t* begun;
+  BegunEntriesOfAll begin;  // as of launch_begin()
+  const BegunEntry* begun;
   WordOfAll flag;        // this rank's on each rank
   const uint32_t* told;  // the flag of rank 0 here; those of the others follow in steps of a line
 };

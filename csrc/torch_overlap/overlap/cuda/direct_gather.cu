@@ -15,22 +15,18 @@ static_assert(kMostRanks <= GatherConfig::kThreads);
 
 // Every block waits until all others have begun; the first one tells them that this rank has.
 // False, for all threads alike: a wait has failed.
-__device__ bool begin_together(const DirectGatherParams& p, const OperationEntry& entry) {
+__device__ bool begin_together(const DirectGatherParams& p, const OperationStart& start) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
-  const bool is_first = blockIdx.x == 0;
   bool is_good = true;
   if (is_peer(words)) {
     const int peer = static_cast<int>(threadIdx.x);
-    const uint32_t* const begun = p.begun + peer * kWordsInLine;
-    is_good = !has_failed(operation.control);
-    if (is_good && is_first) tell_entry(p.begin.at[peer], operation.rows, entry.epoch);
-    is_good = is_good && comes(operation, begun, entry.epoch, WaitKind::begin, peer) &&
-              (!is_first ||
-               check_rows(words, load_relaxed(begun + 1), operation.rows, peer, operation.control));
+    is_good = !start.has_failed;
+    if (is_good && blockIdx.x == 0) tell_entry(p.begin.at[peer], operation.rows, start.epoch);
+    is_good = is_good && begins(operation, p.begun + peer * kEntriesInLine, start.epoch, peer);
     if (!is_good) tell_gone(operation, peer);
   } else {
-    is_good = is_alone(operation, entry);
+    is_good = is_alone(operation, start);
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }
@@ -74,15 +70,15 @@ __device__ bool is_last_block(const OperationParams& p) {
 }
 
 // Of the last block: tells the others that this rank's rows are there, and waits for theirs.
-__device__ bool exchange_flags(const DirectGatherParams& p, const OperationEntry& entry) {
+__device__ bool exchange_flags(const DirectGatherParams& p, uint32_t epoch) {
   const OperationParams& operation = p.operation;
   bool is_good = true;
   if (is_peer(operation.words)) {
     const int peer = static_cast<int>(threadIdx.x);
     is_good = !has_failed(operation.control);  // in another block
-    if (is_good) store_release(p.flag.at[peer], entry.epoch);
-    is_good = is_good &&
-              comes(operation, p.told + peer * kWordsInLine, entry.epoch, WaitKind::chunk, peer);
+    if (is_good) store_release(p.flag.at[peer], epoch);
+    is_good =
+        is_good && comes(operation, p.told + peer * kWordsInLine, epoch, WaitKind::chunk, peer);
     if (!is_good) tell_gone(operation, peer);
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
@@ -91,11 +87,11 @@ __device__ bool exchange_flags(const DirectGatherParams& p, const OperationEntry
 template <typename Vector>
 __global__ void __launch_bounds__(GatherConfig::kThreads)
     direct_gather_kernel(__grid_constant__ const DirectGatherParams p) {
-  const OperationEntry entry = enter_operation(p.operation);
-  if (begin_together(p, entry)) push<Vector>(p);
+  const OperationStart start = start_operation(p.operation);
+  if (begin_together(p, start)) push<Vector>(p);
   if (!is_last_block(p.operation)) return;
-  const bool is_good = exchange_flags(p, entry);
-  if (threadIdx.x == 0) leave_operation(p.operation, entry.epoch, is_good);
+  const bool is_good = exchange_flags(p, start.epoch);
+  if (threadIdx.x == 0) leave_operation(p.operation, start.epoch, is_good);
 }
 
 // The most that is moved at once: what the addresses and the number of bytes are a multiple of.

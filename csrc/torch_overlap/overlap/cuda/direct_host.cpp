@@ -44,7 +44,7 @@ OperationParams operation_of(const CudaTransport& transport, const Begin& operat
 
 BegunWords begun_words(const CudaTransport& transport) {
   BegunWords words{};
-  const WordOfAll begin_of_all = transport.begun_of_all();
+  const BegunEntriesOfAll begin_of_all = transport.begun_of_all();
   for (int rank = 0; rank < transport.words().size; ++rank) {
     words.tell[rank] = begin_of_all.at[rank];
     words.told[rank] = transport.begun_by(rank);
@@ -116,7 +116,7 @@ void run_direct(CudaTransport& transport, const DirectGather& gather) {
                             .from = bytes == 0 ? nullptr : gather.own.const_data_ptr(),
                             .bytes = static_cast<size_t>(bytes),
                             .begin = transport.begun_of_all(),
-                            .begun = transport.begun(),
+                            .begun = transport.begun_by(0),
                             .flag = transport.flag_of_all(rank),
                             .told = transport.flag(rank, 0)};
   const int64_t row = gather.own.size(1) * static_cast<int64_t>(gather.own.element_size());

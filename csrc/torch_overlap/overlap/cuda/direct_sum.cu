@@ -19,24 +19,28 @@ __device__ uint32_t* flag_of(const DirectSumParams& p, Meeting meeting, int on, 
 }
 
 // Whether block b of all ranks have come here, which say so to each other: all threads. False, for
-// all threads alike: a wait has failed. `is_good`: for this thread, it has not.
-__device__ bool meet(const DirectSumParams& p, Meeting meeting, const OperationEntry& entry,
-                     bool is_good) {
+// all threads alike: a wait has failed.
+__device__ bool meet(const DirectSumParams& p, Meeting meeting, const OperationStart& start) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
+  bool is_good = true;
   if (is_peer(words)) {
     const int peer = static_cast<int>(threadIdx.x);
     uint32_t* const there = flag_of(p, meeting, peer, words.rank);
-    if (is_good && meeting == Meeting::entry && blockIdx.x == 0) {
-      tell_entry(there, operation.rows, entry.epoch);
-    } else if (is_good) {
-      store_release(there, entry.epoch);
+    uint32_t* const here = flag_of(p, meeting, words.rank, peer);
+    is_good = !start.has_failed;
+    if (meeting == Meeting::entry && blockIdx.x == 0) {
+      if (is_good) tell_entry(reinterpret_cast<BegunEntry*>(there), operation.rows, start.epoch);
+      is_good = is_good &&
+                begins(operation, reinterpret_cast<const BegunEntry*>(here), start.epoch, peer);
+    } else {
+      if (is_good) store_release(there, start.epoch);
+      const WaitKind kind = meeting == Meeting::entry ? WaitKind::begin : WaitKind::chunk;
+      is_good = is_good && comes(operation, here, start.epoch, kind, peer);
     }
-    is_good = is_good && comes(operation, flag_of(p, meeting, words.rank, peer), entry.epoch,
-                               meeting == Meeting::entry ? WaitKind::begin : WaitKind::chunk, peer);
     if (!is_good) tell_gone(operation, peer);
   } else if (meeting == Meeting::entry) {
-    is_good = is_alone(operation, entry);
+    is_good = is_alone(operation, start);
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }
@@ -156,24 +160,19 @@ __global__ void __launch_bounds__(kThreads)
     direct_sum_kernel(__grid_constant__ const DirectSumParams p) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
-  const OperationEntry entry = enter_operation(operation);
+  const OperationStart start = start_operation(operation);
   // What is before the kernel is before its flags.
-  bool is_good = meet(p, Meeting::entry, entry, !is_peer(words) || !has_failed(operation.control));
+  bool is_good = meet(p, Meeting::entry, start);
   // Each block has read the epoch: the last one to come here sets it.
   const uint32_t ticket = threadIdx.x == 0 ? atomicAdd(words.ticket, 1U) : 0;
   if (is_good) {
-    const bool asks = is_peer(words) && blockIdx.x == 0;
-    const auto peer = static_cast<int>(threadIdx.x);
-    const uint32_t rows =
-        asks ? load_relaxed(flag_of(p, Meeting::entry, words.rank, peer) + 1) : operation.rows;
     add_up<T, ranks>(p);
-    is_good = check_rows(words, rows, operation.rows, peer, operation.control);
     __syncthreads();  // what the block has read and stored comes before its flags
-    is_good = meet(p, Meeting::reads, entry, is_good);
+    is_good = meet(p, Meeting::reads, start);
     if (is_good && p.sums != nullptr) take_sums<T, ranks>(p);
   }
   if (threadIdx.x == 0 && ticket + 1 == gridDim.x) {
-    leave_operation(operation, entry.epoch, is_good);
+    leave_operation(operation, start.epoch, is_good);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "torch_overlap/overlap/cuda/direct.h"
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
+#include "torch_overlap/symm/entry.h"
 
 // Products for Hopper that wait for the chunks of other ranks, or send them theirs, by themselves:
 // one kernel where the executor would issue a product for each chunk.
@@ -15,11 +16,11 @@ namespace torch_overlap::cuda {
 // A chunk for each rank must fit into the parameters of a kernel.
 inline constexpr int kMostFusedRanks = 8;
 
-// By which ranks tell each other that they have begun an operation: this rank's word on each, and
-// that of each here.
+// By which ranks tell each other that they have begun an operation: the first of this rank's
+// entries on each, and of those of each here.
 struct BegunWords {
-  uint32_t* tell[kMostFusedRanks];
-  const uint32_t* told[kMostFusedRanks];
+  BegunEntry* tell[kMostFusedRanks];
+  const BegunEntry* told[kMostFusedRanks];
 };
 
 // Rows of a gather are sent by boxes of so many rows, and bytes of each: elements of so many.

@@ -157,12 +157,11 @@ struct GatherWork {
   // First that the rank has begun, if it is to tell: so that this is what expires.
   __device__ __forceinline__ void await_slice(const ProductOperation& operation, int chunk,
                                               int slice, uint32_t epoch, bool begins) const {
+    if (begins) operation.await_begun(chunk);
 #pragma unroll 1
-    for (int i = begins ? -1 : 0; i < writers(); ++i) {
-      await_late_word(p.operation.words,
-                      i < 0 ? p.begun.told[chunk] : p.told[chunk] + slice * writers() + i, epoch,
-                      i < 0 ? WaitKind::begin : WaitKind::chunk, chunk, p.operation.control,
-                      kManyLookAtHostNs);
+    for (int i = 0; i < writers(); ++i) {
+      await_late_word(p.operation.words, p.told[chunk] + slice * writers() + i, epoch,
+                      WaitKind::chunk, chunk, p.operation.control, kManyLookAtHostNs);
     }
   }
 };
@@ -215,7 +214,7 @@ class GatherSender {
     if (warp == 0 && lane < kStages) load(lane);  // while the ranks meet
     if (blockIdx.x == 0 && warp == 1) operation_.tell_begun(lane);
     if (blockIdx.x == 0 && warp == 3 && lane == 0) operation_.check_alone();
-    const bool has_rows = row_boxes_ > 0;  // else nothing keeps the words of the others
+    const bool has_rows = row_boxes_ > 0;  // else nothing keeps the entries of the others
     if (has_rows && warp == 2 && is_peer(p_.operation.words, lane) && !operation_.may_send(lane)) {
       shared_.failed = 1;
     }

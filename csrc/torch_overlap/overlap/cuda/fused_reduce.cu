@@ -381,29 +381,25 @@ __device__ __forceinline__ bool tell_all(const FusedReduceParams& p, uint32_t ep
 
 // Of a warp of block 0: the ranks tell each other that they have begun, and with how many rows. No
 // other block waits for it, nor does this one but in a cluster, so that a peer may have begun the
-// next operation: rows of operations take turns between two words. False: they differ, or a wait
-// has failed. Without calls: beside products of wgmma ptxas finds no registers for them.
+// next operation. False: they differ, or a wait has failed. Without calls: beside products of wgmma
+// ptxas finds no registers for them.
 __device__ __forceinline__ bool meet_ranks(const FusedReduceParams& p, uint32_t epoch) {
   const OperationParams& operation = p.operation;
   const ChannelWords& words = operation.words;
   const WaitControl& control = operation.control;
   const int peer = static_cast<int>(threadIdx.x) % 32;
   if (!is_peer(words, peer)) return true;
-  const uint32_t rows_at = 1 + epoch % 2;
-  if (!has_failed(control)) {
-    *static_cast<volatile uint32_t*>(p.begin[peer] + rows_at) = operation.rows;
-    store_release(p.begin[peer], epoch);
-  }
-  await_word(words, p.begun[peer], epoch, WaitKind::begin, peer, control, kManyLookAtHostNs);
-  if (has_failed(control)) return false;
-  const uint32_t seen = load_relaxed(p.begun[peer] + rows_at);
-  if (seen == operation.rows) return true;
+  if (!has_failed(control)) tell_entry(p.begin[peer], operation.rows, epoch);
+  const BegunEntry entry = await_word(words, p.begun[peer] + entry_at(epoch), epoch,
+                                      WaitKind::begin, peer, control, kManyLookAtHostNs);
+  if (!reached(entry, epoch)) return false;
+  if (said_of(entry) == operation.rows) return true;
   WaitRecord what{};
   what.kind = WaitKind::rows;
   what.window = words.id;
   what.peer = peer;
   what.expected = operation.rows;
-  give_up(control, what, seen);
+  give_up(control, what, said_of(entry));
   return false;
 }
 

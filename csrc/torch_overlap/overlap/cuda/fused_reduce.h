@@ -7,6 +7,7 @@
 #include "torch_overlap/gemm/sm90/kernels.h"
 #include "torch_overlap/gemm/sm90/params.h"
 #include "torch_overlap/overlap/cuda/direct.h"
+#include "torch_overlap/symm/entry.h"
 
 // GEMM + all-reduce of few rows in one kernel.
 namespace torch_overlap::cuda {
@@ -43,9 +44,9 @@ struct FusedReduceParams {
   // A word for each block, behind its vectors: on each rank, and of each rank here.
   uint32_t* tell[kMostDirectRanks];
   const uint32_t* told[kMostDirectRanks];
-  // Of the ranks that have begun: this rank's on each, and of each rank here.
-  uint32_t* begin[kMostDirectRanks];
-  const uint32_t* begun[kMostDirectRanks];
+  // Entries: the first of this rank's on each, and of those of each rank here.
+  BegunEntry* begin[kMostDirectRanks];
+  const BegunEntry* begun[kMostDirectRanks];
 };
 
 // By types and the way that the weight, the key's rhs, lies; its tile is not looked at. None, or

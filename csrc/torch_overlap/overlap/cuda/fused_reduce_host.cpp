@@ -174,7 +174,7 @@ void run_fused(CudaTransport& transport, const FusedReduce& problem) {
   params.by_lines = plan.by_lines;
   const Places places(problem.bytes);
   params.odd_at = places.odd_behind_even();
-  const WordOfAll begin = transport.begun_of_all();
+  const BegunEntriesOfAll begin = transport.begun_of_all();
   for (int peer = 0; peer < size; ++peer) {
     params.slots[peer] = static_cast<char*>(transport.data(peer, places.even(plan.by_lines)));
     params.tell[peer] = transport.tile_word(peer, rank);

@@ -9,19 +9,20 @@ namespace {
 constexpr int kWarp = 32;
 
 __global__ void __launch_bounds__(kWarp)
-    begin_kernel(__grid_constant__ const ChannelWords words, __grid_constant__ const WordOfAll told,
-                 __grid_constant__ const WordOfAll gone, const uint32_t* begun, uint32_t rows,
+    begin_kernel(__grid_constant__ const ChannelWords words,
+                 __grid_constant__ const BegunEntriesOfAll told,
+                 __grid_constant__ const WordOfAll gone, const BegunEntry* begun, uint32_t rows,
                  __grid_constant__ const WaitControl control) {
-  const uint32_t epoch = *words.epoch + 1;
-  bool is_good = !has_failed(control);
+  const Start start = start_of(words, control);
+  const uint32_t epoch = start.epoch;
+  bool is_good = !start.has_failed;
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
     if (peer != words.rank) tell_entry(told.at[peer], rows, epoch);
   }
   for (int peer = static_cast<int>(threadIdx.x); peer < words.size && is_good; peer += kWarp) {
     if (peer == words.rank) continue;
-    const uint32_t* const word = begun + peer * kWordsInLine;
-    is_good = comes(words, control, word, epoch, WaitKind::begin, peer, kLookAtHostNs) &&
-              check_rows(words, load_relaxed(word + 1), rows, peer, control);
+    is_good =
+        begins(words, control, begun + peer * kEntriesInLine, epoch, rows, peer, kLookAtHostNs);
   }
   if (__all_sync(~0U, static_cast<int>(is_good)) != 0) {
     if (threadIdx.x == 0) *words.epoch = epoch;
@@ -103,9 +104,9 @@ cudaError_t launch_push_of(const ChannelWords& words, void* to, const void* from
 
 }  // namespace
 
-cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
-                         const uint32_t* begun, uint32_t rows, const WaitControl& control,
-                         cudaStream_t stream) {
+cudaError_t launch_begin(const ChannelWords& words, const BegunEntriesOfAll& told,
+                         const WordOfAll& gone, const BegunEntry* begun, uint32_t rows,
+                         const WaitControl& control, cudaStream_t stream) {
   begin_kernel<<<1, kWarp, 0, stream>>>(words, told, gone, begun, rows, control);
   return cudaGetLastError();
 }

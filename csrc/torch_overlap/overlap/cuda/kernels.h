@@ -7,6 +7,7 @@
 
 #include "torch_overlap/overlap/cuda/words.h"
 #include "torch_overlap/symm/cuda/wait_record.h"
+#include "torch_overlap/symm/entry.h"
 
 // The kernels of overlapped operations. Launchers return CUDA's status; all run on `stream`.
 namespace torch_overlap::cuda {
@@ -16,15 +17,19 @@ struct WordOfAll {
   uint32_t* at[kMostRanks];
 };
 
+// The first of this rank's entries on every rank.
+struct BegunEntriesOfAll {
+  BegunEntry* at[kMostRanks];
+};
+
 // Tells all others that this rank begins the operation after the epoch, waits until they have told
 // the same, and takes that epoch. Where that fails it does not: the copies and words that follow
 // carry the old one, which nobody waits for; and it tells all others, by `gone`, that this rank has
-// given up. `told`: this rank's word on every rank; `begun`: the word of rank 0 here, those of the
-// others follow in steps of a line. The word behind each is for `rows`: a rank that has begun with
-// another number makes this fail, there as here.
-cudaError_t launch_begin(const ChannelWords& words, const WordOfAll& told, const WordOfAll& gone,
-                         const uint32_t* begun, uint32_t rows, const WaitControl& control,
-                         cudaStream_t stream);
+// given up. `begun`: the entries of rank 0 here, those of the others follow in steps of a line. A
+// rank that has begun with other `rows` makes this fail, there as here.
+cudaError_t launch_begin(const ChannelWords& words, const BegunEntriesOfAll& told,
+                         const WordOfAll& gone, const BegunEntry* begun, uint32_t rows,
+                         const WaitControl& control, cudaStream_t stream);
 
 // Sets a word of every other rank to the epoch, after all that was before it on the stream. Nothing
 // is told once a wait has failed.

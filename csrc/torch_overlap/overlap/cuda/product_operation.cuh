@@ -13,9 +13,9 @@ class ProductOperation {
                                               const BegunWords& begun)
       : operation_(operation),
         begun_(begun),
-        epoch_(*static_cast<const volatile uint32_t*>(operation.words.epoch) + 1) {}
+        start_(start_of(operation.words, operation.control)) {}
 
-  __device__ __forceinline__ uint32_t epoch() const { return epoch_; }
+  __device__ __forceinline__ uint32_t epoch() const { return start_.epoch; }
 
   // Of one thread of block 0, before its block ends the operation: whether another such kernel
   // runs.
@@ -25,25 +25,26 @@ class ProductOperation {
 
   // Of a warp of block 0: tells the others that this rank has begun.
   __device__ __forceinline__ void tell_begun(int lane) const {
-    if (is_peer(operation_.words, lane) && !has_failed(operation_.control)) {
-      tell_entry(begun_.tell[lane], operation_.rows, epoch_);
+    if (is_peer(operation_.words, lane) && !start_.has_failed) {
+      tell_entry(begun_.tell[lane], operation_.rows, epoch());
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void await_begun(int peer) const {
-    await_word(operation_.words, begun_.told[peer], epoch_, WaitKind::begin, peer,
-               operation_.control, kManyLookAtHostNs);
+  // Returns the entry, which has not come to the epoch if this wait has failed.
+  __device__ __forceinline__ BegunEntry await_begun(int peer) const {
+    return await_word(operation_.words, begun_.told[peer] + entry_at(epoch()), epoch(),
+                      WaitKind::begin, peer, operation_.control, kManyLookAtHostNs);
   }
 
-  // Before anything is sent to a rank: it is done with what came for the operation before. It does
-  // not begin another one before it has what is sent, so its words stay. False: a wait has failed.
+  // Before anything is sent to a rank: it is done with what came for the operation before. False: a
+  // wait has failed.
   __device__ __forceinline__ bool may_send(int peer) const {
-    await_begun(peer);
-    if (has_failed(operation_.control)) return false;
-    const uint32_t rows = load_relaxed(begun_.told[peer] + 1);
-    if (rows == operation_.rows) return true;
-    fail(WaitKind::rows, peer, operation_.rows, rows);
+    const BegunEntry entry = await_begun(peer);
+    // A rank that goes on behind a failure, with the epoch of before, finds the entries of before.
+    if (start_.has_failed || !reached(entry, epoch())) return false;
+    if (said_of(entry) == operation_.rows) return true;
+    fail(WaitKind::rows, peer, operation_.rows, said_of(entry));
     return false;
   }
 
@@ -54,7 +55,7 @@ class ProductOperation {
       if (peer != operation_.words.rank) tell_gone(operation_, peer);
     }
     if (atomicAdd(operation_.words.ticket, 1U) + 1 == gridDim.x) {
-      leave_operation(operation_, epoch_, is_good);
+      leave_operation(operation_, epoch(), is_good);
     }
   }
 
@@ -71,7 +72,7 @@ class ProductOperation {
 
   const OperationParams& operation_;
   const BegunWords& begun_;
-  const uint32_t epoch_;
+  const Start start_;
 };
 
 }  // namespace torch_overlap::cuda

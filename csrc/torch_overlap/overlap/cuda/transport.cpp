@@ -62,13 +62,19 @@ WordOfAll CudaTransport::word_of_all(int64_t at) const {
   return words;
 }
 
+BegunEntriesOfAll CudaTransport::begun_of_all() const {
+  BegunEntriesOfAll all{};
+  for (int rank = 0; rank < memory_->size(); ++rank) all.at[rank] = entries(rank, memory_->rank());
+  return all;
+}
+
 void CudaTransport::check() const {
   if (const auto expired = board_->expired()) throw Error(ErrorKind::kTimeout, *expired);
 }
 
 void CudaTransport::begin(const Begin& operation) {
-  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun(), operation.word(), control(),
-                       current_stream()),
+  require(launch_begin(words_, begun_of_all(), gone_of_all(), begun_by(0), operation.word(),
+                       control(), current_stream()),
           "overlap: begin");
 }
 

@@ -7,6 +7,7 @@
 #include "torch_overlap/overlap/cuda/kernels.h"
 #include "torch_overlap/overlap/device.h"
 #include "torch_overlap/symm/cuda/wait_board.h"
+#include "torch_overlap/symm/entry.h"
 
 namespace torch_overlap::cuda {
 
@@ -45,12 +46,9 @@ class CudaTransport final : public Transport {
   WaitControl control() const;
   uint32_t* flag(int rank, int flag) const { return word(rank, options_.layout.flag_at(flag)); }
   uint32_t* busy() const { return word(memory_->rank(), options_.layout.busy_at()); }
-  // Of the ranks that have begun, on this one: that of rank 0, and of all that of this rank there.
-  const uint32_t* begun() const { return word(memory_->rank(), options_.layout.begun_at(0)); }
-  const uint32_t* begun_by(int rank) const {
-    return word(memory_->rank(), options_.layout.begun_at(rank));
-  }
-  WordOfAll begun_of_all() const { return word_of_all(options_.layout.begun_at(memory_->rank())); }
+  // The first of the entries of a rank here, and on every rank of those of this one.
+  const BegunEntry* begun_by(int rank) const { return entries(memory_->rank(), rank); }
+  BegunEntriesOfAll begun_of_all() const;
   WordOfAll gone_of_all() const { return word_of_all(options_.layout.gone_at()); }
   WordOfAll flag_of_all(int flag) const { return word_of_all(options_.layout.flag_at(flag)); }
   // On `rank`, the words of tiles that come from `source`.
@@ -61,6 +59,9 @@ class CudaTransport final : public Transport {
  private:
   uint32_t* word(int rank, int64_t at) const { return static_cast<uint32_t*>(data(rank, at)); }
   WordOfAll word_of_all(int64_t at) const;
+  BegunEntry* entries(int on, int of) const {
+    return static_cast<BegunEntry*>(data(on, options_.layout.begun_at(of)));
+  }
   cudaStream_t current_stream() const;
 
   const std::shared_ptr<SymmetricMemory> memory_;

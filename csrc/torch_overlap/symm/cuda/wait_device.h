@@ -40,6 +40,10 @@ __device__ __forceinline__ void store_release(uint32_t* address, uint32_t value)
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_release(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // What this thread has seen or stored, and what others have before a barrier with it, comes before
 // what it stores from here on.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -92,37 +96,47 @@ __device__ __forceinline__ void give_up(const WaitControl& control, const WaitRe
   atomicExch(control.failed, kFailed);
 }
 
-// Waits until `is_there(seen)`, where seen = load_acquire(address). False if it gave up: expired
-// (then `what` is on record: kind, window, peer and expected), stopped, or another wait had failed.
+enum class WaitEnd { there, expired, failed };
+
+// Looks until `is_there(seen)`, where seen = load_acquire(address); until the time is over; or
+// until another wait has failed, or the host stops the waits.
 template <typename Word, typename IsThere>
-__device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
-                           const WaitRecord& what, uint64_t look_at_host_ns = kLookAtHostNs) {
+__device__ WaitEnd look_until(const WaitControl& control, const Word* address,
+                              const IsThere& is_there, uint64_t look_at_host_ns, Word& seen) {
   const volatile uint32_t* failed = control.failed;
   const volatile uint32_t* stopped = &control.record->stopped;
-  Word seen = load_acquire(address);
-  if (is_there(seen)) return true;
+  seen = load_acquire(address);
+  if (is_there(seen)) return WaitEnd::there;
   const uint64_t begin = now_ns();
   uint64_t look_at_host = begin + look_at_host_ns;
   unsigned int nap = 32;
   while (!is_there(seen)) {
-    if (*failed == kFailed) return false;
+    if (*failed == kFailed) return WaitEnd::failed;
     const uint64_t now = now_ns();
     if (now >= look_at_host) {
       if (*stopped != 0) {
         atomicCAS(control.failed, kFine, kFailed);  // what comes behind must not be signalled
-        return false;
+        return WaitEnd::failed;
       }
       look_at_host = now + look_at_host_ns;
     }
-    if (now - begin >= control.timeout_ns) {
-      give_up(control, what, seen);
-      return false;
-    }
+    if (now - begin >= control.timeout_ns) return WaitEnd::expired;
     __nanosleep(nap);
     nap = min(nap * 2, 256U);
     seen = load_acquire(address);
   }
-  return true;
+  return WaitEnd::there;
+}
+
+// Waits until `is_there(seen)`. False if it gave up: expired (then `what` is on record: kind,
+// window, peer and expected), stopped, or another wait had failed.
+template <typename Word, typename IsThere>
+__device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
+                           const WaitRecord& what, uint64_t look_at_host_ns = kLookAtHostNs) {
+  Word seen;
+  const WaitEnd end = look_until(control, address, is_there, look_at_host_ns, seen);
+  if (end == WaitEnd::expired) give_up(control, what, seen);
+  return end == WaitEnd::there;
 }
 
 }  // namespace torch_overlap::cuda
