@@ -124,7 +124,8 @@ def _measure(args: argparse.Namespace) -> int:
         for case in cases:
             case.check(count)
         return ranks.launch([*sys.argv[2:], "--began", str(began)], count)
-    name = args.what[0] if len(args.what) == 1 and args.what != ["all"] else f"bench_{of_shapes}"
+    one = len(args.what) == 1 and args.what != ["all"]
+    name = args.what[0] if one else f"bench_{args.set or args.dtype or of_shapes}"
     run_on_ranks(
         Options(name, cases, modes, algorithms, args.rounds, args.budget, device, args.json, args.out, args.timeline,
                 began)

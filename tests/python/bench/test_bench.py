@@ -105,13 +105,14 @@ def test_an_unknown_algorithm_is_an_error_that_lists_the_known_ones(what: list[s
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_rows"])
 def test_8_bit_floats_and_ways_by_name(tmp_path: Path, dtype: str) -> None:
-    path = tmp_path / "result.json"
     classes = {"auto", "class ring atomic", "gemm ring"}
     operators = {"auto", "sequential", "chunked", "ring"}
     arguments = ("--shape", "64,96,64", "--dtype", dtype, "--algorithm", ",".join(classes | operators), "--rounds", 1)
     ops = {"ag_gemm_classes": classes, "gemm_rs_classes": classes, "gemm_ar": operators}
-    done = bench(*ops, *arguments, "--device", "cpu", "--tp", 2, "--json", path)
+    done = bench(*ops, *arguments, "--device", "cpu", "--tp", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith(f"bench_{dtype}-cpu-tp2-")
     found = result.read(path)
     for op, ways in ops.items():
         assert {row["algorithm"] for row in found["rows"] if row["op"] == op} == ways, found["missing"]

@@ -512,7 +512,7 @@ def test_two_replays_at_once(comm, make_comm, kind, alone):
     replay_two_at_once(comm, kind(other, 128, 264, 520, torch.bfloat16), alone)
 
 
-@pytest.mark.parametrize("rows, k, algorithm", [(256, 128, "fused"), (255, 128, "sequential"), (256, 129, None)])
+@pytest.mark.parametrize(("rows", "k", "algorithm"), [(256, 128, "fused"), (255, 128, "sequential"), (256, 129, None)])
 def test_what_nobody_measured(comm, seed, rows, k, algorithm):
     """By rule these kernels are taken where they can be, of rows that are worth it."""
     torch.manual_seed(seed + comm.get_rank())

@@ -231,20 +231,30 @@ __device__ __noinline__ bool comes_long(const FusedReduceParams& p, const uint32
                                         uint32_t epoch, uint32_t ahead, int source) {
   const OperationParams& operation = p.operation;
   const uint32_t* const gone = operation.words.gone;
+  uint32_t seen;
+  const WaitEnd end = look_until(
+      operation.control, word,
+      [=](uint32_t now) { return is_of(now, epoch, ahead) || load_acquire(gone) != 0; },
+      kManyLookAtHostNs, seen);
+  if (end == WaitEnd::failed) return false;
+  if (end == WaitEnd::there && is_of(load_acquire(word), epoch, ahead)) {
+    return !has_failed(operation.control);
+  }
+  const BegunEntry* const entry = p.begun[source] + entry_at(epoch);
+  const BegunEntry begun = load_acquire(entry);
   WaitRecord what{};
   what.kind = WaitKind::chunk;
+  if (end == WaitEnd::there) {
+    what.kind = WaitKind::gone;
+  } else if (!reached(begun, epoch)) {  // no block but the first waits for that
+    what.kind = WaitKind::begin;
+    seen = come_to(entry, begun, epoch);
+  }
   what.window = operation.words.id;
   what.peer = source;
   what.expected = epoch;
-  const bool is_told = wait_until(
-      operation.control, word,
-      [=](uint32_t seen) { return is_of(seen, epoch, ahead) || load_acquire(gone) != 0; }, what,
-      kManyLookAtHostNs);
-  if (is_told && !is_of(load_acquire(word), epoch, ahead)) {
-    what.kind = WaitKind::gone;
-    give_up(operation.control, what, 0);
-  }
-  return !has_failed(operation.control);
+  give_up(operation.control, what, seen);
+  return false;
 }
 
 constexpr int kLooks = 64;  // before it is asked whether waiting makes sense

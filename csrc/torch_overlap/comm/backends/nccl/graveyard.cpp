@@ -1,14 +1,12 @@
 #include "torch_overlap/comm/backends/nccl/graveyard.h"
 
-#include <c10/cuda/CUDAGuard.h>
-
 #include <atomic>
 #include <cstdlib>
-#include <optional>
 #include <thread>
 
 #include "torch_overlap/comm/shutdown.h"
 #include "torch_overlap/common/cuda/capture.h"
+#include "torch_overlap/common/cuda/thread_device.h"
 
 namespace torch_overlap {
 
@@ -57,9 +55,8 @@ class Graveyard {
   static bool is_done_with(Body* body) {
     const Permit permit;
     if (!permit) return true;  // leaked
-    std::optional<c10::cuda::CUDAGuard> device;
     try {
-      if (body->device_ >= 0) device.emplace(body->device_);
+      if (body->device_ >= 0) cuda::use_device(body->device_);
     } catch (const std::exception&) {
       return true;  // CUDA is broken: leaked
     }

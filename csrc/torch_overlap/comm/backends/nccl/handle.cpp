@@ -1,6 +1,5 @@
 #include "torch_overlap/comm/backends/nccl/handle.h"
 
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -9,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/common/cuda/thread_device.h"
 
 namespace torch_overlap {
 namespace {
@@ -59,7 +59,7 @@ std::shared_ptr<NcclHandle> NcclHandle::create(const NcclApi& api, const Backend
       std::make_shared<Native>(api, context.name, context.options.hints, context.device.index());
   native->id = share_unique_id(api, context, op);
   const auto make = [&api, native, op, rank = context.rank, size = context.size] {
-    const c10::cuda::CUDAGuard device(native->device);
+    cuda::use_device(native->device);
     const ncclResult_t result =
         api.comm_init(&native->comm, size, native->id, rank, native->config.get());
     if (result == ncclInProgress) {
@@ -88,7 +88,7 @@ std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milli
                                         native_->device);
   const int color = request.member ? request.color : NCCL_SPLIT_NOCOLOR;
   const auto make = [self = shared_from_this(), child, color, key = request.child.rank] {
-    const c10::cuda::CUDAGuard device(child->device);
+    cuda::use_device(child->device);
     const std::lock_guard lock(self->mutex());
     TORCH_OVERLAP_CHECK(self->comm() != nullptr, kState,
                         "split: expected a live communicator, got one that was aborted");
@@ -110,7 +110,7 @@ std::shared_ptr<NcclHandle> NcclHandle::split(const SplitRequest& request, Milli
 
 void NcclHandle::free(const NcclApi& api, Native& native) {
   if (native.gone.exchange(true)) return;
-  const c10::cuda::CUDAGuard device(native.device);
+  cuda::use_device(native.device);
   if (native.revoked) {
     nccl_check(api, api.comm_abort(native.comm), "ncclCommAbort");
     return;
@@ -162,7 +162,7 @@ void NcclHandle::stop(Milliseconds limit) {
 void NcclHandle::stop_now() {
   const auto native = native_;
   if (comm() == nullptr) return;
-  const c10::cuda::CUDAGuard device(native->device);
+  cuda::use_device(native->device);
   std::unique_lock lock(*mutex_, kStopGrace);
   if (comm() == nullptr) return;  // close() came first
   if (!lock) {
@@ -179,7 +179,7 @@ void NcclHandle::stop_now() {
   if (native->gone.exchange(true)) return;
   lock.unlock();  // nobody else touches it any more
   const auto abort = [&api = api_, native] {
-    const c10::cuda::CUDAGuard device(native->device);
+    cuda::use_device(native->device);
     nccl_check(api, api.comm_abort(native->comm), "ncclCommAbort");
   };
   if (graphs_ == 0) return abort();

@@ -1,6 +1,5 @@
 #include "torch_overlap/comm/backends/nccl/one_sided.h"
 
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/common/cuda/check.h"
 #include "torch_overlap/common/cuda/stream.h"
+#include "torch_overlap/common/cuda/thread_device.h"
 #include "torch_overlap/symm/cuda/driver.h"
 
 namespace torch_overlap {
@@ -158,7 +158,7 @@ ncclWindow_t OneSided::add_window(void* data, size_t bytes) {
 }
 
 void OneSided::enter(const std::vector<int>& peers) {
-  const c10::cuda::CUDAGuard device(device_);
+  cuda::use_device(device_.index());
   const std::lock_guard lock(handle_->mutex());
   TORCH_OVERLAP_CHECK(handle_->comm() != nullptr, kState,
                       "expected a live communicator, got one that was aborted");

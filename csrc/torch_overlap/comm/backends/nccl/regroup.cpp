@@ -1,5 +1,4 @@
 // How the members of the next generation get their native communicator.
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "torch_overlap/comm/backends/nccl/backend.h"
 #include "torch_overlap/comm/backends/nccl/bounded.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/common/cuda/thread_device.h"
 
 namespace torch_overlap {
 namespace {
@@ -56,7 +56,7 @@ std::shared_ptr<NcclHandle> NcclHandle::shrink(const BackendContext& context,
   auto child = std::make_shared<Native>(api_, context.name, context.options.hints, native_->device);
   child->config.get()->shrinkShare = 0;  // nothing is shared with one that was stopped
   const auto make = [self = shared_from_this(), child, excluded = std::move(excluded)]() mutable {
-    const c10::cuda::CUDAGuard device(child->device);
+    cuda::use_device(child->device);
     const NcclApi& api = self->api();
     const std::lock_guard lock(self->mutex());
     TORCH_OVERLAP_CHECK(self->can_shrink(), kState,
