@@ -54,11 +54,23 @@ std::string obstacle_of(const std::vector<NeededChannel>& channels, const Overla
   return {};
 }
 
+std::vector<NeededChannel> channels_of(const OverlapProblem& problem) {
+  return {{OperatorChannel::gather, problem.gather_bytes},
+          {OperatorChannel::scatter, problem.scatter_bytes}};
+}
+
 std::string channel_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
                              Need need) {
-  return obstacle_of({{OperatorChannel::gather, problem.gather_bytes},
-                      {OperatorChannel::scatter, problem.scatter_bytes}},
-                     problem, comm, need);
+  return obstacle_of(channels_of(problem), problem, comm, need);
+}
+
+// Whether ranks share a GPU, as far as channels are there.
+bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
+  for (const auto& [which, bytes] : channels_of(problem)) {
+    const auto channel = bytes > 0 ? existing_operator_channel(comm, which) : nullptr;
+    if (channel && channel->shares_devices()) return true;
+  }
+  return false;
 }
 
 std::string direct_obstacle(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm,
@@ -106,8 +118,7 @@ std::string fused_obstacle(const OverlapProblem& problem, const std::shared_ptr<
   }
   auto no_channel = channel_obstacle(problem, comm, need);
   if (!no_channel.empty() || !problem.waits_for_copies()) return no_channel;
-  const auto channel = existing_operator_channel(*comm, OperatorChannel::gather);
-  return channel && channel->shares_devices() ? kCopiesNeedSms : "";
+  return shares_devices(problem, *comm) ? kCopiesNeedSms : "";
 }
 
 // An algorithm, and what says why it cannot be; null: it always can.
@@ -141,20 +152,9 @@ std::string obstacle(Algorithm algorithm, const OverlapProblem& problem,
   return kKinds.at(static_cast<size_t>(algorithm)).obstacle(problem, comm, need);
 }
 
-// Whether ranks share a GPU, as far as is known: their kernels would wait for each other's SMs.
-bool shares_devices(const OverlapProblem& problem, const TorchComm& comm) {
-  const std::pair<OperatorChannel, int64_t> needed[] = {
-      {OperatorChannel::gather, problem.gather_bytes},
-      {OperatorChannel::scatter, problem.scatter_bytes}};
-  return std::any_of(std::begin(needed), std::end(needed), [&](const auto& channel) {
-    const auto [which, bytes] = channel;
-    const auto existing = bytes > 0 ? existing_operator_channel(comm, which) : nullptr;
-    return existing && existing->shares_devices();
-  });
-}
-
 // Whether "fused" is to be taken where nothing was measured, of rows that are worth it. Of what
-// was, it is the quickest or, in gathers, near it, and the one that costs the host least.
+// was, it is the quickest or, in gathers, near it, and the one that costs the host least. Kernels
+// of ranks that share a GPU would wait for each other's SMs.
 bool fused_pays(const OverlapProblem& problem, const std::shared_ptr<TorchComm>& comm, Need need) {
   return problem.local_k > 0 && reduce_room(problem, *comm, fused_shape(problem, *comm)) == 0 &&
          obstacle(Algorithm::fused, problem, comm, need).empty() && !shares_devices(problem, *comm);

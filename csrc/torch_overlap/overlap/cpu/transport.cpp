@@ -15,10 +15,6 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 constexpr unsigned int kPollsBetweenLooks = 1024;
-
-// Also when the count has wrapped.
-bool is_before(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) < 0; }
-
 }  // namespace
 
 template <typename Word>
@@ -36,7 +32,7 @@ std::function<bool()> CpuTransport::reaches(Load load, uint32_t epoch, int rank,
     const bool looks = ++asked % kPollsBetweenLooks == 0;
     const std::string left = looks ? options_.group->why_left(rank) : "";
     const uint32_t seen = load();
-    if (!is_before(seen, epoch)) return true;
+    if (reached(seen, epoch)) return true;
     if (looks) options_.group->require_active(memory_->name());  // the own end comes first
     TORCH_OVERLAP_CHECK(left.empty(), kRuntime, memory_->name(), ": ", left);
     const auto now = Clock::now();
@@ -65,8 +61,7 @@ void CpuTransport::begin(const Begin& operation) {
     if (rank == here) continue;
     const auto last = [entry, here, rank, epoch = epoch_] {
       const uint32_t now = epoch_of(entry(here, rank, epoch).load(std::memory_order_acquire));
-      const uint32_t before = epoch_of(entry(here, rank, epoch - 1).load());
-      return is_before(now, before) ? before : now;
+      return later_of(now, epoch_of(entry(here, rank, epoch - 1).load()));
     };
     const auto has_begun = reaches(last, epoch_, rank, "begin");
     while (!has_begun()) std::this_thread::yield();

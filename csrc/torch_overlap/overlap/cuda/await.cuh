@@ -8,17 +8,6 @@
 // or an entry. For .cu files.
 namespace torch_overlap::cuda {
 
-// Whether `seen` is not before `epoch`, also when the count has wrapped.
-__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
-  return static_cast<int32_t>(seen - epoch) >= 0;
-}
-
-// That of the operation is overwritten by the next but one. One that this rank has not looked at
-// for long may be far behind, so that it would seem to be ahead.
-__device__ __forceinline__ bool reached(BegunEntry seen, uint32_t epoch) {
-  return epoch_of(seen) - epoch <= kBegunEntries;
-}
-
 // How often a word is looked at without naps: it comes soon as a rule.
 inline constexpr int kLooksWithoutNaps = 64;
 
@@ -41,8 +30,7 @@ __device__ __forceinline__ uint32_t come_to(const uint32_t* /*word*/, uint32_t s
 }
 __device__ __forceinline__ uint32_t come_to(const BegunEntry* word, BegunEntry seen,
                                             uint32_t epoch) {
-  const uint32_t before = epoch_of(load_acquire(word + to_other_entry(epoch)));
-  return reached(epoch_of(seen), before) ? epoch_of(seen) : before;
+  return later_of(epoch_of(seen), epoch_of(load_acquire(word + to_other_entry(epoch))));
 }
 
 // Of a word that has been looked at so often. Returns what was seen last, which has not reached the

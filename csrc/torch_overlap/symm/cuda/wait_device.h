@@ -132,9 +132,9 @@ __device__ WaitEnd look_until(const WaitControl& control, const Word* address,
 // window, peer and expected), stopped, or another wait had failed.
 template <typename Word, typename IsThere>
 __device__ bool wait_until(const WaitControl& control, const Word* address, const IsThere& is_there,
-                           const WaitRecord& what, uint64_t look_at_host_ns = kLookAtHostNs) {
+                           const WaitRecord& what) {
   Word seen;
-  const WaitEnd end = look_until(control, address, is_there, look_at_host_ns, seen);
+  const WaitEnd end = look_until(control, address, is_there, kLookAtHostNs, seen);
   if (end == WaitEnd::expired) give_up(control, what, seen);
   return end == WaitEnd::there;
 }
