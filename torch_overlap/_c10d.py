@@ -3,8 +3,13 @@
 `init_process_group(backend="torch_overlap")`, per-device strings ("cpu:torch_overlap,cuda:nccl"), `new_group`,
 `split_group` and `init_device_mesh` then work as with a stock backend. What differs is said at BackendOptions, and:
 
-- Tags are not sent; messages between two ranks match in the order of issue. There is no recv from any source.
-- `torch.distributed.monitored_barrier` insists on gloo; call the group's own: `group.monitored_barrier(timeout)`.
+- Ranks exchange elements in their logical order, whatever the strides of each rank's tensors. A tensor whose memory has
+  another order is copied before the operation, after it, or both.
+- A `send` or `recv` on GPUs outside of `batch_isend_irecv` has a communicator of its own for each direction between two
+  ranks and each tag, made by the first message without waiting for the other rank; 64 of them a rank at most. Messages
+  therefore match by tag, and in any order of issue. `recv` from any source works on the CPU only.
+- `torch.distributed.monitored_barrier` and `_set_pg_timeout` insist on torch's own backends; call the group's methods:
+  `group.monitored_barrier(timeout)`, `group.set_timeout(timeout)`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ while a program runs.
 
 An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
 device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches
-counts. Those of the cache are also for the versions of the libraries.
+counts. It is also for the version of the kernels that it was measured with, and in the cache for those of the libraries:
+an outdated one is not taken.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ import torch
 from torch_overlap import _C, objcol, ops
 from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
 
-__all__ = ["OPERATORS", "entries_of_results", "load", "measure", "read", "write"]
+__all__ = ["KERNELS", "OPERATORS", "entries_of_results", "load", "measure", "read", "write"]
+
+# The version of the kernels that algorithms run. Counts up with every change of a kernel, or of how one is launched,
+# that can change which algorithm is the quickest; measurements of an older version are then outdated.
+KERNELS = 2
+# GPUs of one architecture: an outdated entry of one gives way to a current one of another.
+_SIBLINGS = (("NVIDIA H100 80GB HBM3", "NVIDIA H200"),)
 
 Entry = dict[str, Any]
 Shape = tuple[int, int, int]
@@ -117,8 +124,12 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
 # --- Entries ----------------------------------------------------------------------------------------------------------
 
 
-def _library(torch_version: str = torch.__version__) -> str:
-    return f"torch_overlap {_C.build_config['version']}, torch {torch_version}"
+def _library(torch_version: str = torch.__version__, kernels: int = KERNELS) -> str:
+    return f"torch_overlap {_C.build_config['version']}, kernels {kernels}, torch {torch_version}"
+
+
+def _is_current(entry: Entry) -> bool:
+    return f"kernels {KERNELS}" in str(entry.get("library")).split(", ")
 
 
 def _key(entry: Entry) -> str:
@@ -227,7 +238,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
         times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
     return [
         {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
-         "library": _library(content["torch"]), "algorithm": _quickest(op, shape[0], mode, found), "us": found}
+         "library": _library(content["torch"], content.get("kernels", 1)), "algorithm": _quickest(op, shape[0], mode, found), "us": found}
         for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
 
@@ -240,12 +251,29 @@ def _shipped() -> list[Entry]:
     return [entry for path in sorted(_TABLES.glob("*.json")) for entry in read(path)]
 
 
+def current(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries that were measured with the kernels of today.
+
+    An outdated one is replaced by what another GPU of its architecture has for the same problem; without such an entry
+    it is left out, and "auto" takes what its rule says.
+    """
+    by_key = {_key(entry): entry for entry in entries if _is_current(entry)}
+    for entry in entries:
+        for devices in _SIBLINGS:
+            if _is_current(entry) or entry["device"] not in devices:
+                continue
+            others = (by_key.get(_key(entry | {"device": device})) for device in devices)
+            if (other := next(filter(None, others), None)) is not None:
+                by_key.setdefault(_key(entry), entry | {"algorithm": other["algorithm"]})
+    return list(by_key.values())
+
+
 def load() -> None:
     """Reads the table and the cache again. A file that cannot be read is left out, with a warning.
 
     Communicators whose ranks have agreed on a cache already, at their first "auto", keep it.
     """
-    _C._set_tuning("table", _chosen(_shipped()))
+    _C._set_tuning("table", _chosen(current(_shipped())))
     cache = _C._read_env()["tune_cache"]
     entries: list[Entry] = []
     if cache and Path(cache).exists():

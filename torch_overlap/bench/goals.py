@@ -9,7 +9,8 @@ file is compared instead of each.
 A metric is a number of the row, "floor_where_communication_bound" (its "ratio_floor" where communication alone takes
 as long as the product alone, or longer), "over_graph" (its time over that of the same in a graph of the same file; for
 products that no launch shows in, each as a multiple of the product alone in its own rounds, since a GPU runs slower in
-longer samples), or "over_<peer>".
+longer samples), "over_best_of_ours" (its time over that of the quickest algorithm for the same case in the same file,
+1 if they differ by less than the spread of either), or "over_<peer>".
 
 What a run was asked for and left out falls short. What nobody has measured is named: every value of a list of which no
 row is, and rows that say nothing of a bound.
@@ -157,6 +158,16 @@ def _metric(metric: str, row: Row, rows: Sequence[Row]) -> float | None:
         is_long = min(row.get("gemm_us", 0.0), graph.get("gemm_us", 0.0)) >= LONG_US
         slower = row["gemm_us"] / graph["gemm_us"] if is_long else 1.0
         return float(row["us"] / graph["us"] / slower)
+    if metric == "over_best_of_ours":
+        same = ("file", "op", "shape", "dtype", "tp", "mode")
+        ours = [r for r in rows if "why" not in r and all(r.get(key) == row.get(key) for key in same)]
+        others = [r for r in ours if r["algorithm"] not in (row["algorithm"], "bulk")]
+        if not others:
+            return None
+        best = min(others, key=lambda r: float(r["us"]))
+        spread = max(row.get("iqr_us", 0.0), best.get("iqr_us", 0.0))
+        is_as_quick = row["us"] - best["us"] <= spread
+        return 1.0 if is_as_quick else float(row["us"] / best["us"])
     if metric.startswith("over_"):
         peer = row["peers"].get(metric.removeprefix("over_"))
         return float(row["us"] / peer) if peer else None

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torch_overlap import tune
+
 # Keys of a file, and of a row of the operators' benchmark, with their types.
 FILE = {
     "benchmark": str, "date": str, "gpu": str, "driver": str, "torch": str, "nccl": str, "commit": str, "command": str,
@@ -75,6 +77,7 @@ def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = Non
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
         "commit": git_commit(),
+        "kernels": tune.KERNELS,
         "command": command or command_line(),
         **more,
         "rows": rows,

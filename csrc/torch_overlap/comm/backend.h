@@ -105,6 +105,9 @@ class TORCH_OVERLAP_API Backend : public std::enable_shared_from_this<Backend> {
   virtual std::shared_ptr<Backend> regroup(const std::function<RegroupRequest()>& meet,
                                            Milliseconds timeout);
 
+  // True if launch() takes sends and receives with tags, and receives from any rank.
+  virtual bool has_tags() const { return false; }
+
   // Whether its communicators have windows: launch() then takes put, signal and wait_signal.
   virtual bool has_windows() const { return false; }
   // Before a tensor is registered: makes what the operations on windows need, so that none of them

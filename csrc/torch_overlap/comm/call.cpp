@@ -63,25 +63,7 @@ std::vector<at::Tensor> Blocks::all(int size) const {
 
 Call::Tensors Call::tensors() const {
   Tensors kept;
-  const auto add = [&kept](const at::Tensor& tensor) {
-    if (tensor.defined()) kept.push_back(tensor);
-  };
-  const auto add_blocks = [&](const Blocks& blocks) {
-    // `flat` of listed parts is a view of the same storage as the first part: both are kept,
-    // because the parts may be views of a buffer that nobody else holds.
-    add(blocks.flat);
-    for (const auto& part : blocks.parts) add(part);
-  };
-  add(tensor);
-  add_blocks(in);
-  add_blocks(out);
-  for (const auto& op : p2p) add(op.tensor);
-  if (norm) {
-    for (const auto* one : {&norm->residual, &norm->residual_out, &norm->weight, &norm->bias}) {
-      add(*one);
-    }
-  }
-  if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) add(*factor);
+  for_each_tensor([&kept](const at::Tensor& tensor) { kept.push_back(tensor); });
   return kept;
 }
 

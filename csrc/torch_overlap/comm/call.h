@@ -68,11 +68,16 @@ struct Blocks {
 
 class CallRecord;
 
+// The `src` of a receive that takes the message of whichever rank sends first.
+inline constexpr int kAnySource = -1;
+
 struct P2POp {
   enum class Type : uint8_t { SEND, RECV };
   Type type;
   at::Tensor tensor;
-  int peer;
+  int peer;  // kAnySource: a receive from any other rank
+  // Messages between two ranks match in order of issue among those of the same tag.
+  int tag = 0;
 };
 
 // The things that backends do. Each user-level operation is one of them.
@@ -134,11 +139,36 @@ struct Call {
   // Every tensor that must live until the operation is done.
   using Tensors = c10::SmallVector<at::Tensor, 4>;
   TORCH_OVERLAP_API Tensors tensors() const;
+  template <typename Visit>
+  void for_each_tensor(const Visit& visit) const;
   // Counts up the versions of the tensors that the call writes on `rank`, as every operation in
   // place does, so that autograd finds out when one of them was saved for a backward.
   TORCH_OVERLAP_API void bump_versions(int rank) const;
   // "all_reduce #12 on 'tp'": how errors name this call.
   TORCH_OVERLAP_API std::string describe() const;
 };
+
+template <typename Visit>
+void Call::for_each_tensor(const Visit& visit) const {
+  const auto visit_defined = [&visit](const at::Tensor& tensor) {
+    if (tensor.defined()) visit(tensor);
+  };
+  const auto visit_blocks = [&](const Blocks& blocks) {
+    // `flat` of listed parts is a view of the storage of the first part: both are visited, because
+    // the parts may be views of a buffer that nobody else holds.
+    visit_defined(blocks.flat);
+    for (const auto& part : blocks.parts) visit_defined(part);
+  };
+  visit_defined(tensor);
+  visit_blocks(in);
+  visit_blocks(out);
+  for (const auto& op : p2p) visit_defined(op.tensor);
+  if (norm) {
+    for (const auto* one : {&norm->residual, &norm->residual_out, &norm->weight, &norm->bias}) {
+      visit_defined(*one);
+    }
+  }
+  if (const auto* factor = std::get_if<at::Tensor>(&reduce_op.factor())) visit_defined(*factor);
+}
 
 }  // namespace torch_overlap

@@ -123,27 +123,48 @@ Checker TorchComm::checker(std::string_view op) const {
 
 // --- Point to point ------------------------------------------------------------------------------
 
-WorkPtr TorchComm::send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options) {
+void TorchComm::check_tag(const Checker& check, int tag) const {
+  TORCH_OVERLAP_CHECK(tag >= 0, kValue, check.op, ": expected a tag >= 0, got ", tag);
+  TORCH_OVERLAP_CHECK(tag == 0 || has_tags(), kUnsupported, check.op,
+                      ": expected tag 0 on backend '", backend_name_, "', which sends no tags, got ",
+                      tag, "; messages between two ranks match in order of issue");
+}
+
+bool TorchComm::has_tags() const { return membership()->backend->has_tags(); }
+
+WorkPtr TorchComm::send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options,
+                        int tag) {
   const Checker check = checker("send");
   check.tensor(tensor, "tensor");
   check.rank_in_range(dst, "dst");
+  check_tag(check, tag);
   TORCH_OVERLAP_CHECK(dst != check.rank, kValue, "send: expected another rank as dst, got ", dst,
                       ", which is this rank; a batch may send to its own rank");
   Call call = make_call(OpName::send, Primitive::p2p);
   call.root = dst;
-  call.p2p.push_back({P2POp::Type::SEND, tensor, dst});
+  call.p2p.push_back({P2POp::Type::SEND, tensor, dst, tag});
   return issue(check, std::move(call), async_op, options);
 }
 
-WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options) {
+WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options,
+                        int tag) {
   const Checker check = checker("recv");
   check.tensor(tensor, "tensor");
-  check.rank_in_range(src, "src");
+  check_tag(check, tag);
+  if (src == kAnySource) {
+    TORCH_OVERLAP_CHECK(has_tags(), kUnsupported, "recv: expected a source rank on backend '",
+                        backend_name_, "', got any; pass src");
+    TORCH_OVERLAP_CHECK(tensor.numel() > 0, kValue,
+                        "recv: expected a tensor with elements to receive from any rank, got sizes ",
+                        tensor.sizes(), "; an empty message is not sent");
+  } else {
+    check.rank_in_range(src, "src");
+  }
   TORCH_OVERLAP_CHECK(src != check.rank, kValue, "recv: expected another rank as src, got ", src,
                       ", which is this rank; a batch may receive from its own rank");
   Call call = make_call(OpName::recv, Primitive::p2p);
   call.root = src;
-  call.p2p.push_back({P2POp::Type::RECV, tensor, src});
+  call.p2p.push_back({P2POp::Type::RECV, tensor, src, tag});
   return issue(check, std::move(call), async_op, options);
 }
 
@@ -152,12 +173,15 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
   const Checker check = checker("batch_op_issue");
   TORCH_OVERLAP_CHECK(!ops.empty(), kValue,
                       "batch_op_issue: expected at least one send or recv, got an empty batch");
-  // What a rank sends to itself must meet its own receives, in order.
+  // By tag: within one, a rank's sends to itself meet its own receives in order.
+  std::stable_sort(ops.begin(), ops.end(),
+                   [](const P2POp& a, const P2POp& b) { return a.tag < b.tag; });
   std::vector<const P2POp*> self_sends;
   std::vector<const P2POp*> self_recvs;
   for (const auto& op : ops) {
     check.tensor(op.tensor, "tensor");
     check.rank_in_range(op.peer, "peer");
+    check_tag(check, op.tag);
     if (op.peer != check.rank) continue;
     (op.type == P2POp::Type::SEND ? self_sends : self_recvs).push_back(&op);
   }
@@ -167,6 +191,10 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
       self_sends.size(), " and ", self_recvs.size());
   for (size_t i = 0; i < self_sends.size(); ++i) {
     const at::Tensor& sent = self_sends[i]->tensor;
+    TORCH_OVERLAP_CHECK(self_sends[i]->tag == self_recvs[i]->tag, kValue,
+                        "batch_op_issue: expected a receive from this rank for each tag sent to it, "
+                        "got tag ",
+                        self_sends[i]->tag, " sent and ", self_recvs[i]->tag, " received");
     check.tensor_like(self_recvs[i]->tensor, sent, "a receive from this rank");
     check.numel(self_recvs[i]->tensor, sent.numel(), "a receive from this rank");
   }

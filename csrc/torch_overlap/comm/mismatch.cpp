@@ -8,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/bootstrap.h"
+#include "torch_overlap/comm/store_access.h"
 
 namespace torch_overlap {
 namespace {
@@ -84,8 +85,13 @@ Facts facts_of(const Call& call, int rank, int size) {
       if (at_root) facts.takes = numels(call.out, size);
       facts.gives[call.root] = mine;
       break;
-    case Primitive::barrier:
     case Primitive::p2p:
+      for (const P2POp& op : call.p2p) {
+        if (op.peer == kAnySource) continue;
+        (op.type == P2POp::Type::SEND ? facts.gives : facts.takes)[op.peer] += op.tensor.numel();
+      }
+      break;
+    case Primitive::barrier:
     case Primitive::put:  // those of windows are not compared
     case Primitive::signal:
     case Primitive::wait_signal:
@@ -248,10 +254,11 @@ void MismatchCheck::compare_p2p(const Call& call) {
   {
     const std::lock_guard lock(pairs_);
     for (const P2POp& op : call.p2p) {
-      if (op.peer == rank_) continue;
+      if (op.peer == rank_ || op.peer == kAnySource) continue;
       const bool is_send = op.type == P2POp::Type::SEND;
       const auto pair = is_send ? std::pair(rank_, op.peer) : std::pair(op.peer, rank_);
-      const std::string base = concat("p2p/", pair.first, "/", pair.second, "/", halves_[pair]++);
+      const std::string base = concat("p2p/", pair.first, "/", pair.second, "/", op.tag, "/",
+                                      halves_[{pair.first, pair.second, op.tag}]++);
       halves.push_back(
           {&op, base + (is_send ? "/send" : "/recv"), base + (is_send ? "/recv" : "/send")});
     }
@@ -277,6 +284,30 @@ void MismatchCheck::compare_p2p(const Call& call) {
                         rank_, " and ", is_send ? "a recv" : "a send", " of ", theirs, " on rank ",
                         half.op->peer, "; nothing was sent");
   }
+}
+
+std::function<std::string(c10d::Store&)> late_comparison(const Call& call, int rank, int size,
+                                                         const std::set<int>& peers,
+                                                         Milliseconds limit) {
+  return [mine = facts_of(call, rank, size), rank, peers, limit,
+          timeout = call.timeout](c10d::Store& store) -> std::string {
+    const auto key = [](int of) { return concat("late/", of); };
+    store.set(key(rank), encode_facts(mine));
+    const auto until = Clock::now() + limit;
+    for (const int peer : peers) {
+      const auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
+      const auto has_told = [&] { return store.check({key(peer)}); };
+      if (!poll(std::max(left, Milliseconds(0)), has_told)) continue;
+      const Facts theirs = decode_facts(store.get(key(peer)));
+      const bool fits = theirs.common == mine.common && theirs.gives[rank] == mine.takes[peer] &&
+                        mine.gives[peer] == theirs.takes[rank];
+      if (fits) continue;
+      return concat("expected the same operation and sizes on all ranks, got ", mine.shown,
+                    " on rank ", rank, " and ", theirs.shown, " on rank ", peer,
+                    ", which waited for each other for ", timeout.count(), " ms");
+    }
+    return {};
+  };
 }
 
 std::string mismatch_hint(const Call& call) {

@@ -7,7 +7,9 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "torch_overlap/base/export.h"
@@ -55,8 +57,8 @@ class TORCH_OVERLAP_API MismatchCheck {
   std::mutex turn_;   // of collectives
   std::mutex pairs_;  // what follows, and connecting
   bool is_connected_ = false;
-  // How many halves there were, by (from, to).
-  std::map<std::pair<int, int>, uint64_t> halves_;
+  // Number of halves so far, by sender, receiver and tag.
+  std::map<std::tuple<int, int, int>, uint64_t> halves_;
   std::deque<std::string> unseen_;  // keys
   uint64_t collectives_ = 0;        // under turn_
 };
@@ -64,5 +66,12 @@ class TORCH_OVERLAP_API MismatchCheck {
 // What to add to the timeout of a call: how to find out whether its ranks did different things.
 // Empty where they were compared, and for what is not.
 TORCH_OVERLAP_API std::string mismatch_hint(const Call& call);
+
+// For a call that timed out while it waited for `peers`. The function tells the store what the call
+// is, and returns what a peer told that waits in another operation or with other sizes: such a peer
+// is not absent. Empty if none has within `limit`. Both ranks of a pair that do not fit time out,
+// and ask. It keeps no tensor of the call.
+TORCH_OVERLAP_API std::function<std::string(c10d::Store&)> late_comparison(
+    const Call& call, int rank, int size, const std::set<int>& peers, Milliseconds limit);
 
 }  // namespace torch_overlap

@@ -195,6 +195,7 @@ class TraceWriter {
                            [&](int other) { return other < ranks.at(rank); });
     };
     const auto me = place(record.comm->rank);
+    if (message.peer == kAnySource) return concat("recv ", me, "<-any");
     const auto peer = place(message.peer);
     return message.is_send ? concat("send ", me, "->", peer) : concat("recv ", me, "<-", peer);
   }

@@ -132,8 +132,14 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   std::shared_ptr<const Membership> membership() const { return membership_.load(); }
 
   // --- Point to point --------------------------------------------------------------------------
-  WorkPtr send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options = {});
-  WorkPtr recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options = {});
+  // Messages between two ranks match in order of issue among those of one tag. Tags other than 0,
+  // and `src` = kAnySource (the work's source() tells whose message came), need has_tags().
+  WorkPtr send(const Tensor& tensor, int dst, bool async_op, const OpOptions& options = {},
+               int tag = 0);
+  WorkPtr recv(const Tensor& tensor, int src, bool async_op, const OpOptions& options = {},
+               int tag = 0);
+  // True on the CPU (backends gloo and local); NCCL messages carry no tag.
+  bool has_tags() const;
   // All operations at once, none waiting for another: any pattern of sends and receives that match
   // over the ranks ends. Throws on an empty batch.
   WorkPtr batch_send_recv(std::vector<P2POp> ops, bool async_op, const OpOptions& options = {});
@@ -291,6 +297,7 @@ class TORCH_OVERLAP_API TorchComm : public std::enable_shared_from_this<TorchCom
   // The options with `hints` over them. Warns of hints that the backend does not know.
   ResolvedOptions options_with(const Hints& hints) const;
   Checker checker(std::string_view op) const;
+  void check_tag(const Checker& check, int tag) const;
   std::string out_of_step(uint64_t generation, bool has_left);
   void abort_by(const std::function<void(Backend&)>& end);
   WorkPtr all_reduce_sparse(const Tensor& tensor, const ReduceOp& op, bool async_op,

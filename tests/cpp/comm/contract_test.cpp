@@ -303,26 +303,30 @@ TEST_P(Contract, WorkTellsItsState) {
     EXPECT_EQ(work->status(), WorkStatus::COMPLETED);
     EXPECT_FALSE(work->exception());
     EXPECT_FALSE(work->stream());
-    comm.finalize();  // ends the thread that calls back
+    while (calls == 0) std::this_thread::yield();
+    comm.finalize();
     EXPECT_EQ(calls.load(), 1);
   });
 }
 
-TEST_P(Contract, ACallbackMayIssueButNotWait) {
+TEST_P(Contract, ACallbackMayIssueAndWait) {
   run([](TorchComm& comm) {
     at::Tensor x = at::ones({4});
     at::Tensor y = at::ones({4});
-    WorkPtr next;
-    std::atomic<bool> called{false};
+    std::atomic<bool> inner{false};
+    std::atomic<bool> outer{false};
     const WorkPtr work = comm.all_reduce(x, RedOpType::SUM, async_op());
     work->on_completion([&](std::exception_ptr) {
-      next = comm.all_reduce(y, RedOpType::SUM, /*async_op=*/true);
-      called = true;
+      const WorkPtr next = comm.all_reduce(y, RedOpType::SUM, /*async_op=*/true);
+      next->on_completion([&](std::exception_ptr) { inner = true; });
+      next->wait();
+      while (!inner) std::this_thread::yield();  // another callback, while this one waits for it
+      comm.all_reduce(y, RedOpType::SUM, /*async_op=*/false);
+      outer = true;
     });
     work->wait();
-    while (!called) std::this_thread::yield();
-    next->wait();
-    expect_equal(y, at::full({4}, comm.size()));
+    while (!outer) std::this_thread::yield();
+    expect_equal(y, at::full({4}, comm.size() * comm.size()));
   });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -100,6 +101,65 @@ def messages(rank, size, store, eager):
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "device_id"])
 def test_messages(eager):
     run_ranks(messages, 2, eager, comm=False, timeout=120)
+
+
+def ring_first(rank, size, store, eager):
+    device = gpu_of(rank)
+    init(rank, size, store, device_id=device if eager else None)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for numel in (1000, 1 << 24):  # more than NCCL buffers
+        x, y = torch.full((numel,), float(rank), device=device), torch.zeros(numel, device=device)
+        works = [dist.isend(x, right), dist.irecv(y, left)]
+        for work in works:
+            work.wait()
+        assert (y == left).all()
+    # Tags match, whatever the order; also in a batch.
+    pairs = {tag: torch.zeros(5, device=device) for tag in (1, 2)}
+    order = [1, 2] if rank == 0 else [2, 1]
+    works = [dist.isend(torch.full((5,), 10.0 * rank + tag, device=device), right, tag=tag) for tag in order]
+    works += [dist.irecv(pairs[tag], left, tag=tag) for tag in reversed(order)]
+    for work in works:
+        work.wait()
+    assert all((y == 10.0 * left + tag).all() for tag, y in pairs.items())
+    ops = [dist.P2POp(dist.isend, torch.full((5,), 20.0 * rank + tag, device=device), right, tag=tag) for tag in order]
+    ops += [dist.P2POp(dist.irecv, pairs[tag], left, tag=tag) for tag in order]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert all((y == 20.0 * left + tag).all() for tag, y in pairs.items())
+    with pytest.raises(RuntimeError, match="NCCL cannot receive from any rank, pass src"):
+        dist.recv(x)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "device_id"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_a_ring_of_sends_before_any_receive(size, eager):
+    run_ranks(ring_first, size, eager, comm=False, timeout=120)
+
+
+def pending(rank, size, store):
+    device = gpu_of(rank)
+    init(rank, size, store)
+    peers = [r for r in range(size) if r != rank]
+    for peer in peers:
+        one, other = (dist.isend, dist.irecv) if rank < peer else (dist.irecv, dist.isend)
+        one(torch.ones(4, device=device), peer).wait()
+        other(torch.ones(4, device=device), peer).wait()
+    torch.cuda.synchronize()
+    works = [dist.irecv(torch.empty(4, device=device), peer) for peer in peers]
+    begin = time.monotonic()
+    dist.distributed_c10d._abort_process_group()
+    took = time.monotonic() - begin
+    torch.cuda.synchronize()
+    del works
+    return took
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_abort_with_pending_receives_of_several_pairs(size):
+    for took in run_ranks(pending, size, comm=False, timeout=120):
+        assert took < 8
+
 
 
 def works(rank, size, store):

@@ -285,6 +285,29 @@ def test_the_tables_that_are_shipped(table):
     assert len({tune._key(e) for e in entries}) == len(entries)
 
 
+def test_outdated_entries_are_not_taken():
+    """An entry belongs to the kernels that it was measured with."""
+
+    def entry(device, algorithm, kernels, m=2048, op="all_gather_matmul"):
+        return {"op": op, "shape": [m, 4096, 4096], "dtype": "bfloat16", "tp": 4, "mode": "graph", "device": device,
+                "library": tune._library(kernels=kernels), "algorithm": algorithm}  # fmt: skip
+
+    h100, h200, other = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "some GPU"
+    now, old = tune.KERNELS, tune.KERNELS - 1
+    found = tune.current([
+        entry(h200, "direct", old), entry(h100, "fused", now),  # a GPU of the same architecture has it
+        entry(h200, "direct", old, m=8192), entry(h100, "fused", old, m=8192),  # none has
+        entry(h200, "ring", now, m=512), entry(h100, "fused", now, m=512),  # each its own
+        entry(other, "ring", old), entry(other, "direct", now, m=512),
+    ])  # fmt: skip
+    assert {(e["device"], e["shape"][0]): e["algorithm"] for e in found} == {
+        (h200, 2048): "fused", (h100, 2048): "fused", (h200, 512): "ring", (h100, 512): "fused", (other, 512): "direct"
+    }  # fmt: skip
+    shipped = {(e["op"], *e["shape"], e["dtype"], e["tp"], e["mode"]): e["algorithm"]
+               for e in tune.current(tune._shipped()) if e["device"] == h200}  # fmt: skip
+    assert shipped["all_gather_matmul", 2048, 4096, 4096, "bfloat16", 4, "graph"] == "fused"
+
+
 def test_entries_of_results(tmp_path):
     """Cases and modes of a result file; the simpler algorithm unless the other is quicker by 1 %."""
     rows = [

@@ -21,17 +21,19 @@ bool same_size(const Tensors& tensors) {
   });
 }
 
-Tensors contiguous(const Tensors& tensors) {
-  Tensors result;
-  result.reserve(tensors.size());
-  for (const auto& tensor : tensors) result.push_back(tensor.contiguous());
-  return result;
-}
-
 void check_pairs(const Tensors& outputs, const Tensors& inputs, std::string_view op) {
   TORCH_OVERLAP_CHECK(outputs.size() == inputs.size() && !inputs.empty(), kValue, op,
                       ": expected as many outputs as inputs, at least one, got ", outputs.size(),
                       " and ", inputs.size());
+}
+
+// Equal parts of an all-to-all are rows of dimension 0.
+void check_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                std::string_view what) {
+  const bool divides = tensor.dim() > 0 && tensor.size(0) % size == 0;
+  TORCH_OVERLAP_CHECK(!splits.empty() || divides, kValue, "all_to_all_single: expected ", what,
+                      " with a first dimension divisible by ", size, ", got sizes ", tensor.sizes(),
+                      "; pass split sizes");
 }
 
 int int_rank(int64_t rank) { return static_cast<int>(rank); }
@@ -40,37 +42,25 @@ int int_rank(int64_t rank) { return static_cast<int>(rank); }
 
 using C10dWork = BackendWrapper::C10dWork;
 
-// What every operation runs in: an error ends a coalescing, and leaves as torch hands it on.
-template <typename Body>
-C10dWork BackendWrapper::operation(const Body& body) {
-  try {
-    return at_boundary(body);
-  } catch (...) {
-    if (is_coalescing()) drop_coalescing();
-    throw;
-  }
-}
-
 // --- In place ----------------------------------------------------------------------------------
 
 C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   return operation([&] {
     const auto& tensor = only(tensors, "broadcast");
-    auto work = comm_for(tensor.device())
-                    ->broadcast(memory_of(tensor), int_rank(opts.rootRank), opts.asyncOp,
-                                op_options(opts.timeout));
-    return wrap(c10d::OpType::BROADCAST, {std::move(work)}, tensors);
+    const int root = int_rank(opts.rootRank);
+    WorkParts parts{.type = c10d::OpType::BROADCAST, .outputs = tensors};
+    const auto memory = root == getRank()
+                            ? read_in_order(tensor)
+                            : write_in_order(tensor, parts.copies, /*reads=*/false, "broadcast");
+    parts.works.push_back(comm_for(tensor.device())
+                              ->broadcast(memory, root, opts.asyncOp, op_options(opts.timeout)));
+    return wrap(std::move(parts));
   });
 }
 
 C10dWork BackendWrapper::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return operation([&] {
-    const auto& tensor = only(tensors, "all_reduce");
-    auto work = comm_for(tensor.device())
-                    ->all_reduce(memory_of(tensor), from_c10d(opts.reduceOp), opts.asyncOp,
-                                 op_options(opts.timeout));
-    return wrap(c10d::OpType::ALLREDUCE, {std::move(work)}, tensors);
-  });
+  (void)only(tensors, "all_reduce");
+  return all_reduce_each(tensors, c10d::OpType::ALLREDUCE, opts);
 }
 
 C10dWork BackendWrapper::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -79,27 +69,38 @@ C10dWork BackendWrapper::allreduce_sparse(Tensors& tensors, const c10d::Allreduc
 
 C10dWork BackendWrapper::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& opts) {
+  return all_reduce_each(tensors, c10d::OpType::ALLREDUCE_COALESCED, opts);
+}
+
+C10dWork BackendWrapper::all_reduce_each(Tensors& tensors, c10d::OpType type,
+                                         const c10d::AllreduceOptions& opts) {
   return operation([&] {
     TORCH_OVERLAP_CHECK(!tensors.empty(), kValue,
                         "all_reduce_coalesced: expected at least one tensor, got none");
     const auto op = from_c10d(opts.reduceOp);
-    std::vector<WorkPtr> works;
-    for (const auto& tensor : tensors) {
-      works.push_back(
-          comm_for(tensor.device())
-              ->all_reduce(memory_of(tensor), op, opts.asyncOp, op_options(opts.timeout)));
+    WorkParts parts{.type = type, .outputs = tensors};
+    for (const auto& memory :
+         write_in_order(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
+      parts.works.push_back(comm_for(memory.device())
+                                ->all_reduce(memory, op, opts.asyncOp, op_options(opts.timeout)));
     }
-    return wrap(c10d::OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
+    return wrap(std::move(parts));
   });
 }
 
 C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   return operation([&] {
     const auto& tensor = only(tensors, "reduce");
-    auto work = comm_for(tensor.device())
-                    ->reduce(memory_of(tensor), int_rank(opts.rootRank), from_c10d(opts.reduceOp),
-                             opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::REDUCE, {std::move(work)}, tensors);
+    const int root = int_rank(opts.rootRank);
+    WorkParts parts{.type = c10d::OpType::REDUCE, .outputs = tensors};
+    const auto memory = root == getRank()
+                            ? write_in_order(tensor, parts.copies, /*reads=*/true, "reduce")
+                            : read_in_order(tensor);
+    parts.works.push_back(
+        comm_for(tensor.device())
+            ->reduce(memory, root, from_c10d(opts.reduceOp), opts.asyncOp,
+                     op_options(opts.timeout)));
+    return wrap(std::move(parts));
   });
 }
 
@@ -108,18 +109,10 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
 C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
   return operation([&] {
-    const auto& list = only(outputs, "all_gather");
-    const auto input = only(inputs, "all_gather").contiguous();
-    WorkParts parts;
-    parts.type = c10d::OpType::ALLGATHER;
-    parts.outputs = list;
-    if (overlap(list)) {
-      for (const auto& output : list) parts.staging.push_back(at::empty_like(output));
-      parts.epilogue = [list, staging = parts.staging] {
-        for (size_t rank = 0; rank < list.size(); ++rank) list[rank].detach().copy_(staging[rank]);
-      };
-    }
-    const auto& targets = parts.staging.empty() ? list : parts.staging;
+    WorkParts parts{.type = c10d::OpType::ALLGATHER, .outputs = only(outputs, "all_gather")};
+    const auto input = read_in_order(only(inputs, "all_gather"));
+    const auto targets =
+        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather");
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     parts.works.push_back(same_size(targets)
@@ -131,48 +124,57 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
 
 C10dWork BackendWrapper::_allgather_base(at::Tensor& output, at::Tensor& input,
                                          const c10d::AllgatherOptions& opts) {
-  return operation([&] {
-    auto work =
-        comm_for(input.device())
-            ->all_gather_single(output, input.contiguous(), opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::_ALLGATHER_BASE, {std::move(work)}, {output});
-  });
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return gather_each(outputs, inputs, c10d::OpType::_ALLGATHER_BASE, opts);
 }
 
 C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
   return operation([&] {
     // outputs[rank][i] becomes that rank's inputs[i].
-    std::vector<WorkPtr> works;
-    Tensors all;
+    WorkParts parts{.type = c10d::OpType::ALLGATHER_COALESCED};
     for (size_t i = 0; i < inputs.size(); ++i) {
-      Tensors list;
       for (const auto& of_rank : outputs) {
         TORCH_OVERLAP_CHECK(of_rank.size() == inputs.size(), kValue,
                             "all_gather_coalesced: expected ", inputs.size(),
                             " outputs for each rank, got ", of_rank.size());
-        list.push_back(of_rank[i]);
+        parts.outputs.push_back(of_rank[i]);
       }
-      works.push_back(
-          comm_for(inputs[i].device())
-              ->all_gather(list, inputs[i].contiguous(), opts.asyncOp, op_options(opts.timeout)));
-      all.insert(all.end(), list.begin(), list.end());
     }
-    return wrap(c10d::OpType::ALLGATHER_COALESCED, std::move(works), std::move(all));
+    const auto sources = read_in_order(inputs);
+    const auto targets =
+        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather_coalesced");
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const auto first = targets.begin() + static_cast<int64_t>(i * outputs.size());
+      const Tensors list(first, first + static_cast<int64_t>(outputs.size()));
+      parts.works.push_back(
+          comm_for(sources[i].device())
+              ->all_gather(list, sources[i], opts.asyncOp, op_options(opts.timeout)));
+    }
+    return wrap(std::move(parts));
   });
 }
 
 C10dWork BackendWrapper::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::AllgatherOptions& opts) {
+  return gather_each(outputs, inputs, c10d::OpType::COALESCED, opts);
+}
+
+C10dWork BackendWrapper::gather_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
+                                     const c10d::AllgatherOptions& opts) {
   return operation([&] {
-    check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced");
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(comm_for(inputs[i].device())
-                          ->all_gather_single(outputs[i], inputs[i].contiguous(), opts.asyncOp,
-                                              op_options(opts.timeout)));
+    check_pairs(outputs, inputs, "all_gather_into_tensor");
+    WorkParts parts{.type = type, .outputs = outputs};
+    const auto sources = read_in_order(inputs);
+    const auto targets =
+        write_in_order(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor");
+    for (size_t i = 0; i < sources.size(); ++i) {
+      parts.works.push_back(comm_for(sources[i].device())
+                                ->all_gather_single(targets[i], sources[i], opts.asyncOp,
+                                                    op_options(opts.timeout)));
     }
-    return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+    return wrap(std::move(parts));
   });
 }
 
@@ -180,11 +182,14 @@ C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
   return operation([&] {
     const int root = int_rank(opts.rootRank);
-    const auto list = root_list(outputs, root == getRank(), "gather");
-    const auto input = only(inputs, "gather").contiguous();
-    auto work =
-        comm_for(input.device())->gather(list, input, root, opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::GATHER, {std::move(work)}, list);
+    WorkParts parts{.type = c10d::OpType::GATHER,
+                    .outputs = root_list(outputs, root == getRank(), "gather")};
+    const auto input = read_in_order(only(inputs, "gather"));
+    const auto targets = write_in_order(parts.outputs, parts.copies, /*reads=*/false, "gather");
+    parts.works.push_back(
+        comm_for(input.device())
+            ->gather(targets, input, root, opts.asyncOp, op_options(opts.timeout)));
+    return wrap(std::move(parts));
   });
 }
 
@@ -194,50 +199,61 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
                                  const c10d::ScatterOptions& opts) {
   return operation([&] {
     const int root = int_rank(opts.rootRank);
-    const auto list = contiguous(root_list(inputs, root == getRank(), "scatter"));
-    const auto& output = only(outputs, "scatter");
-    auto work = comm_for(output.device())
-                    ->scatter(output, list, root, opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::SCATTER, {std::move(work)}, outputs);
+    const auto list = read_in_order(root_list(inputs, root == getRank(), "scatter"));
+    WorkParts parts{.type = c10d::OpType::SCATTER, .outputs = outputs};
+    const auto target = write_in_order(only(outputs, "scatter"), parts.copies, /*reads=*/false,
+                                       "scatter");
+    parts.works.push_back(
+        comm_for(target.device())
+            ->scatter(target, list, root, opts.asyncOp, op_options(opts.timeout)));
+    return wrap(std::move(parts));
   });
 }
 
 C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
   return operation([&] {
-    const auto list = contiguous(only(inputs, "reduce_scatter"));
-    const auto& output = only(outputs, "reduce_scatter");
-    const auto comm = comm_for(output.device());
+    const auto list = read_in_order(only(inputs, "reduce_scatter"));
+    WorkParts parts{.type = c10d::OpType::REDUCE_SCATTER, .outputs = outputs};
+    const auto target = write_in_order(only(outputs, "reduce_scatter"), parts.copies,
+                                       /*reads=*/false, "reduce_scatter");
+    const auto comm = comm_for(target.device());
     const auto op = from_c10d(opts.reduceOp);
     const auto options = op_options(opts.timeout);
-    auto work = same_size(list) ? comm->reduce_scatter(output, list, op, opts.asyncOp, options)
-                                : comm->reduce_scatter_v(output, list, op, opts.asyncOp, options);
-    return wrap(c10d::OpType::REDUCE_SCATTER, {std::move(work)}, outputs);
+    parts.works.push_back(same_size(list)
+                              ? comm->reduce_scatter(target, list, op, opts.asyncOp, options)
+                              : comm->reduce_scatter_v(target, list, op, opts.asyncOp, options));
+    return wrap(std::move(parts));
   });
 }
 
 C10dWork BackendWrapper::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::ReduceScatterOptions& opts) {
-  return operation([&] {
-    auto work = comm_for(output.device())
-                    ->reduce_scatter_single(output, input.contiguous(), from_c10d(opts.reduceOp),
-                                            opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::_REDUCE_SCATTER_BASE, {std::move(work)}, {output});
-  });
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_each(outputs, inputs, c10d::OpType::_REDUCE_SCATTER_BASE, opts);
 }
 
 C10dWork BackendWrapper::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::ReduceScatterOptions& opts) {
+  return reduce_scatter_each(outputs, inputs, c10d::OpType::COALESCED, opts);
+}
+
+C10dWork BackendWrapper::reduce_scatter_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
+                                             const c10d::ReduceScatterOptions& opts) {
   return operation([&] {
-    check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced");
+    check_pairs(outputs, inputs, "reduce_scatter_tensor");
     const auto op = from_c10d(opts.reduceOp);
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(comm_for(outputs[i].device())
-                          ->reduce_scatter_single(outputs[i], inputs[i].contiguous(), op,
-                                                  opts.asyncOp, op_options(opts.timeout)));
+    WorkParts parts{.type = type, .outputs = outputs};
+    const auto sources = read_in_order(inputs);
+    const auto targets =
+        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor");
+    for (size_t i = 0; i < sources.size(); ++i) {
+      parts.works.push_back(comm_for(targets[i].device())
+                                ->reduce_scatter_single(targets[i], sources[i], op, opts.asyncOp,
+                                                        op_options(opts.timeout)));
     }
-    return wrap(c10d::OpType::COALESCED, std::move(works), outputs);
+    return wrap(std::move(parts));
   });
 }
 
@@ -248,14 +264,20 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
                                        std::vector<int64_t>& input_splits,
                                        const c10d::AllToAllOptions& opts) {
   return operation([&] {
+    check_rows(output, output_splits, getSize(), "output");
+    check_rows(input, input_splits, getSize(), "input");
+    WorkParts parts{.type = c10d::OpType::ALLTOALL_BASE, .outputs = {output}};
+    const auto source = read_in_order(input);
+    const auto target =
+        write_in_order(output, parts.copies, /*reads=*/false, "all_to_all_single");
     const auto comm = comm_for(input.device());
-    const auto source = input.contiguous();
     const auto options = op_options(opts.timeout);
     const bool even = output_splits.empty() && input_splits.empty();
-    auto work = even ? comm->all_to_all_single(output, source, opts.asyncOp, options)
-                     : comm->all_to_all_v_single(output, source, output_splits, input_splits,
-                                                 opts.asyncOp, options);
-    return wrap(c10d::OpType::ALLTOALL_BASE, {std::move(work)}, {output});
+    parts.works.push_back(
+        even ? comm->all_to_all_single(target, source, opts.asyncOp, options)
+             : comm->all_to_all_v_single(target, source, output_splits, input_splits, opts.asyncOp,
+                                         options));
+    return wrap(std::move(parts));
   });
 }
 
@@ -263,55 +285,13 @@ C10dWork BackendWrapper::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& opts) {
   return operation([&] {
     check_pairs(outputs, inputs, "all_to_all");
-    auto work =
-        comm_for(inputs.front().device())
-            ->all_to_all(outputs, contiguous(inputs), opts.asyncOp, op_options(opts.timeout));
-    return wrap(c10d::OpType::ALLTOALL, {std::move(work)}, outputs);
-  });
-}
-
-// --- Point to point ----------------------------------------------------------------------------
-
-C10dWork BackendWrapper::point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer,
-                                        int tag) {
-  const bool is_send = type == P2POp::Type::SEND;
-  const std::string_view name = is_send ? "send" : "recv";
-  if (tag != 0) {
-    TORCH_WARN_ONCE(name, ": tag ", tag,
-                    " is ignored; messages between two ranks match in the "
-                    "order in which they are issued");
-  }
-  const auto memory = memory_of(tensor);
-  if (is_coalescing()) {
-    coalescing_.p2p.push_back({type, memory, peer});
-    return nullptr;  // what endCoalescing returns stands for it
-  }
-  const auto [comm, peer_there] = comm_for_peer(tensor.device(), peer, name);
-  const auto options = op_options(Ms(0));
-  WorkParts parts;
-  parts.type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
-  parts.works.push_back(is_send ? comm->send(memory, peer_there, /*async_op=*/true, options)
-                                : comm->recv(memory, peer_there, /*async_op=*/true, options));
-  parts.outputs = {tensor};
-  if (!is_send) parts.source = peer;
-  return wrap(std::move(parts));
-}
-
-C10dWork BackendWrapper::send(Tensors& tensors, int dst, int tag) {
-  return operation(
-      [&] { return point_to_point(P2POp::Type::SEND, only(tensors, "send"), dst, tag); });
-}
-
-C10dWork BackendWrapper::recv(Tensors& tensors, int src, int tag) {
-  return operation(
-      [&] { return point_to_point(P2POp::Type::RECV, only(tensors, "recv"), src, tag); });
-}
-
-C10dWork BackendWrapper::recvAnysource(Tensors& /*tensors*/, int /*tag*/) {
-  return operation([&]() -> C10dWork {
-    fail(ErrorKind::kUnsupported,
-         "recv: expected a source rank, got none; torch_overlap cannot receive from any rank, pass "
-         "src");
+    WorkParts parts{.type = c10d::OpType::ALLTOALL, .outputs = outputs};
+    const auto sources = read_in_order(inputs);
+    const auto targets = write_in_order(outputs, parts.copies, /*reads=*/false, "all_to_all");
+    parts.works.push_back(
+        comm_for(sources.front().device())
+            ->all_to_all(targets, sources, opts.asyncOp, op_options(opts.timeout)));
+    return wrap(std::move(parts));
   });
 }
 

@@ -1,6 +1,7 @@
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 
 #include <algorithm>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "torch_overlap/base/errors.h"
@@ -43,6 +44,7 @@ BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, 
       store_(std::move(store)),
       options_(std::move(options)),
       timeout_ms_(options_->timeout.count()),
+      pairs_(std::make_unique<PairComms>(pair_maker())),
       slots_(std::move(slots)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
@@ -57,20 +59,33 @@ c10::intrusive_ptr<c10d::Backend::Options> BackendWrapper::getBackendOptions() {
 
 // --- Communicators ---------------------------------------------------------------------------
 
-BackendWrapper::CommPtr BackendWrapper::make_comm(c10::Device device, const std::string& suffix,
+BackendWrapper::CommPtr BackendWrapper::make_comm(const BackendOptions& group, Ms timeout,
+                                                  c10::Device device, const std::string& suffix,
                                                   c10::intrusive_ptr<c10d::Store> store,
-                                                  RankAndSize who) const {
-  const auto backend = options_->backends.find(type_name(device));
-  TORCH_OVERLAP_CHECK(backend != options_->backends.end(), kType, "process group '",
-                      options_->group_name, "': expected a tensor on ",
-                      options_->backends.empty() ? "no device" : options_->backends.begin()->first,
+                                                  RankAndSize who) {
+  const auto backend = group.backends.find(type_name(device));
+  TORCH_OVERLAP_CHECK(backend != group.backends.end(), kType, "process group '", group.group_name,
+                      "': expected a tensor on ",
+                      group.backends.empty() ? "no device" : group.backends.begin()->first,
                       ", got one on ", device.str(),
                       "; name a backend for it in BackendOptions.backends");
-  CommOptions options = options_->comm;
-  options.timeout = Ms(timeout_ms_.load());
+  CommOptions options = group.comm;
+  options.timeout = timeout;
   options.store = std::move(store);
-  const std::string name = concat("c10d.", options_->group_name, ".", type_name(device), suffix);
+  const std::string name = concat("c10d.", group.group_name, ".", type_name(device), suffix);
   return TorchComm::create(backend->second, device, name, options, who);
+}
+
+// Owns all it needs: the thread that makes a communicator may outlive the group.
+PairComms::Make BackendWrapper::pair_maker() const {
+  return [store = store_, options = options_, rank = getRank()](const PairKey& key,
+                                                               c10::Device device) {
+    const std::string suffix = concat(".p2p", key.src, "-", key.dst,
+                                      key.tag == 0 ? std::string() : concat(".tag", key.tag));
+    return make_comm(*options, options->timeout, device, suffix,
+                     c10::make_intrusive<c10d::PrefixStore>(suffix, store),
+                     {rank == key.src ? 0 : 1, 2});
+  };
 }
 
 BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eager) {
@@ -88,7 +103,8 @@ BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eage
   if (auto comm = existing()) return comm;
   const std::lock_guard making(making_);
   if (auto comm = existing()) return comm;
-  auto comm = make_comm(device, "", store_, {getRank(), getSize()});
+  auto comm = make_comm(*options_, Ms(timeout_ms_.load()), device, "", store_,
+                        {getRank(), getSize()});
   const std::lock_guard lock(mutex_);
   slots_[type] = Slot{comm, eager};
   return comm;
@@ -96,36 +112,6 @@ BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eage
 
 BackendWrapper::CommPtr BackendWrapper::comm_for(c10::Device device) {
   return group_comm(device, /*eager=*/false);
-}
-
-std::pair<BackendWrapper::CommPtr, int> BackendWrapper::comm_for_peer(c10::Device device, int peer,
-                                                                      std::string_view op) {
-  {
-    const std::lock_guard lock(mutex_);
-    const auto slot = slots_.find(device.type());
-    if (slot != slots_.end() && slot->second.eager) return {slot->second.comm, peer};
-  }
-  if (fixed_) return {fixed_, peer};
-  TORCH_OVERLAP_CHECK(peer >= 0 && peer < getSize() && peer != getRank(), kValue, op,
-                      ": expected a peer among ranks 0 to ", getSize() - 1, " other than ",
-                      getRank(), ", got ", peer, "; ranks count within the group");
-  const PairKey pair = std::minmax(getRank(), peer);
-  const int rank = getRank() == pair.first ? 0 : 1;
-  const std::lock_guard making(making_);
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = pairs_.find(pair);
-    if (found != pairs_.end()) return {found->second, 1 - rank};
-    TORCH_OVERLAP_CHECK(!closed_, kState, op,
-                        ": expected a live process group, got one that was "
-                        "shut down or aborted; make a new one with torch.distributed.new_group");
-  }
-  const std::string suffix = concat(".p2p", pair.first, "-", pair.second);
-  auto comm =
-      make_comm(device, suffix, c10::make_intrusive<c10d::PrefixStore>(suffix, store_), {rank, 2});
-  const std::lock_guard lock(mutex_);
-  pairs_.emplace(pair, comm);
-  return {comm, 1 - rank};
 }
 
 void BackendWrapper::eagerConnectSingleDevice(at::Device device) {
@@ -141,9 +127,9 @@ std::vector<BackendWrapper::CommPtr> BackendWrapper::comms() const {
 
 std::vector<BackendWrapper::CommPtr> BackendWrapper::all_comms() const {
   auto result = comms();
-  // Ordered by ranks, which is one order for all ranks: two of them never wait for each other.
-  const std::lock_guard lock(mutex_);
-  for (const auto& [pair, comm] : pairs_) result.push_back(comm);
+  if (!pairs_) return result;
+  // In an order that all ranks share: two of them never wait for each other.
+  for (auto& comm : pairs_->comms()) result.push_back(std::move(comm));
   return result;
 }
 
@@ -215,22 +201,38 @@ c10d::ErrorType BackendWrapper::getError() {
   return status == WorkStatus::ERROR ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void BackendWrapper::abort() {
+void BackendWrapper::close_pairs(std::string_view why) {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
   }
+  if (!pairs_) return;
+  pairs_->close(concat("send/recv: expected a live process group, got '", options_->group_name,
+                       "', which was ", why,
+                       "; make a new one with torch.distributed.new_group"));
+}
+
+// At once: freeing one communicator may wait for the device, on which the kernels of the others
+// wait for their own abort.
+void BackendWrapper::abort() {
+  close_pairs("aborted");
+  std::vector<std::thread> threads;
   for (const auto& comm : all_comms()) {
-    if (!comm->is_finalized()) comm->abort();
+    if (comm->is_finalized()) continue;
+    threads.emplace_back([comm] {
+      try {
+        comm->abort();
+      } catch (const std::exception& error) {
+        TORCH_WARN("abort of communicator '", comm->name(), "': ", error.what());
+      }
+    });
   }
+  for (auto& thread : threads) thread.join();
 }
 
 // Never throws: destroy_process_group must be able to forget a group whose peer has died.
 void BackendWrapper::shutdown() {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
+  close_pairs("shut down");
   for (const auto& comm : all_comms()) {
     if (comm->is_finalized()) continue;
     try {
@@ -248,8 +250,9 @@ void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
                       "monitored_barrier: expected a communicator with peers, got one of backend '",
                       fixed_->backend_name(), "'; use barrier");
   const std::string key = concat("monitored_barrier/", monitored_barriers_.fetch_add(1));
-  monitored_barrier(*shared, key, getRank(), getSize(), op_options(opts.timeout).timeout,
-                    wait_all_ranks);
+  // A timeout of zero looks once; c10d passes a negative one for none.
+  const Ms timeout = opts.timeout < Ms::zero() ? Ms(timeout_ms_.load()) : opts.timeout;
+  monitored_barrier(*shared, key, getRank(), getSize(), timeout, wait_all_ranks);
 }
 
 // --- Works -----------------------------------------------------------------------------------
@@ -306,14 +309,7 @@ BackendWrapper::C10dWork BackendWrapper::endCoalescing() {
       "end_coalescing: expected start_coalescing before it on this thread, got none; or an "
       "operation failed after it, which ends it: do not catch that before the end");
   auto [p2p, parts] = drop_coalescing();
-  if (!p2p.empty()) {
-    const auto comm = comm_for(p2p.front().tensor.device());
-    parts.works.push_back(
-        comm->batch_send_recv(std::move(p2p), /*async_op=*/true, op_options(Ms(0))));
-  }
-  if (parts.works.empty()) return nullptr;
-  parts.type = c10d::OpType::COALESCED;
-  return wrap(std::move(parts));
+  return issue_batch(std::move(p2p), std::move(parts));
 }
 
 BackendWrapper::Coalescing BackendWrapper::drop_coalescing() {

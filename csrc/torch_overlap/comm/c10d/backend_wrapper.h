@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "torch_overlap/base/boundary.h"
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/c10d/pair_comms.h"
 #include "torch_overlap/comm/c10d/work_wrapper.h"
 #include "torch_overlap/comm/torch_comm.h"
 
@@ -34,15 +36,16 @@ struct TORCH_OVERLAP_API BackendOptions final : c10d::Backend::Options {
 //
 // c10d registers one object of a custom backend for all device types, so this holds a communicator
 // for each. The CPU one is made with the group. The CUDA one is made by the first collective, which
-// all ranks therefore must enter; or with the group, when init_process_group got a device_id. Until
-// it was made that way, a send or recv outside of batch_isend_irecv runs on a communicator of the
-// two ranks (the others need not take part), as with c10d's own NCCL backend. Over an existing
-// communicator there is that one only.
+// all ranks therefore must enter; or with the group, when init_process_group got a device_id. A
+// CUDA send or recv outside of batch_isend_irecv runs on a communicator of its two ranks, for its
+// direction and tag (pair_comms.h). Over an existing communicator there is that one only.
 //
-// Tags are not sent: messages between two ranks match in the order of issue, on every device.
-// Inputs that are only read may be non-contiguous and are copied. Tensors that are both read and
-// written, and those of send and recv, may be dense in any order of dimensions. Outputs must be
-// contiguous. asyncOp=false runs CUDA operations on the current stream; a barrier blocks the host.
+// Messages between two ranks match in order of issue among those of one tag. A receive from any
+// rank works on the CPU.
+// Ranks exchange elements in their logical order, whatever the strides of each rank's tensor: one
+// whose memory has another order is copied, before the operation, after it, or both. Outputs of one
+// operation may share memory; the last one's data stays.
+// asyncOp=false runs CUDA operations on the current stream; a barrier blocks the host.
 //
 // Life: shutdown() finalizes, the destructor aborts what was not. Threads: any, but see TorchComm;
 // coalescing belongs to the thread that started it.
@@ -97,7 +100,6 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   C10dWork allreduce_coalesced(Tensors& tensors,
                                const c10d::AllreduceCoalescedOptions& opts) override;
   C10dWork reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
-  // Outputs may share memory: the highest rank's data stays.
   C10dWork allgather(TensorLists& outputs, Tensors& inputs,
                      const c10d::AllgatherOptions& opts) override;
   C10dWork _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -137,27 +139,44 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
     std::vector<P2POp> p2p;
     WorkParts parts;  // of the Work that endCoalescing returns
   };
-  // A communicator of two ranks: lower, higher.
-  using PairKey = std::pair<int, int>;
-
   // The part of a split; `slots` are split communicators.
   BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                  c10::intrusive_ptr<BackendOptions> options, Slots slots);
-  CommPtr make_comm(c10::Device device, const std::string& suffix,
-                    c10::intrusive_ptr<c10d::Store> store, RankAndSize who) const;
+  static CommPtr make_comm(const BackendOptions& group, Ms timeout, c10::Device device,
+                           const std::string& suffix, c10::intrusive_ptr<c10d::Store> store,
+                           RankAndSize who);
+  PairComms::Make pair_maker() const;
   CommPtr group_comm(c10::Device device, bool eager);
-  // The communicator for a message to or from `peer`, and the peer's rank in it.
-  std::pair<CommPtr, int> comm_for_peer(c10::Device device, int peer, std::string_view op);
+  void close_pairs(std::string_view why);
   c10::Device barrier_device(const c10d::BarrierOptions& opts) const;
   std::vector<CommPtr> all_comms() const;
   OpOptions op_options(Ms timeout) const;
   bool is_coalescing() const { return coalescing_thread_.load() == std::this_thread::get_id(); }
   Coalescing drop_coalescing();
+  // An error of `body` ends a coalescing, and leaves as torch hands it on.
   template <typename Body>
-  C10dWork operation(const Body& body);
+  C10dWork operation(const Body& body) {
+    try {
+      return at_boundary(body);
+    } catch (...) {
+      if (is_coalescing()) drop_coalescing();
+      throw;
+    }
+  }
+  C10dWork all_reduce_each(Tensors& tensors, c10d::OpType type,
+                           const c10d::AllreduceOptions& opts);
+  C10dWork gather_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
+                       const c10d::AllgatherOptions& opts);
+  C10dWork reduce_scatter_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
+                               const c10d::ReduceScatterOptions& opts);
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
-  C10dWork point_to_point(P2POp::Type type, const at::Tensor& tensor, int peer, int tag);
+  CommPtr tagged_comm(c10::Device device);
+  void check_pair(const P2POp& message) const;
+  C10dWork point_to_point(const P2POp& message);
+  C10dWork issue_message(const P2POp& message);
+  C10dWork issue_batch(std::vector<P2POp> ops, WorkParts parts);
+  void stage_batch(std::vector<P2POp>& ops, std::vector<CopyBack>& copies);
 
   const c10::intrusive_ptr<c10d::Store> store_;  // null over an existing communicator
   const CommPtr fixed_;                          // that communicator
@@ -166,9 +185,10 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> monitored_barriers_{0};
 
-  mutable std::mutex mutex_;  // guards the five below; never held while a communicator is made
+  std::unique_ptr<PairComms> pairs_;  // null over an existing communicator
+
+  mutable std::mutex mutex_;  // guards the four below; never held while a communicator is made
   Slots slots_;
-  std::map<PairKey, CommPtr> pairs_;
   WorkPtr last_work_;
   bool closed_ = false;
   std::mutex making_;  // one thread makes a communicator at a time

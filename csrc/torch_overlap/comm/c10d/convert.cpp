@@ -1,10 +1,15 @@
 #include "torch_overlap/comm/c10d/convert.h"
 
-#include <ATen/ops/as_strided.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
-#include <algorithm>
+#include <iterator>
+#include <map>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/comm/plain_dispatch.h"
+#include "torch_overlap/common/shared_memory.h"
 
 namespace torch_overlap {
 
@@ -42,10 +47,78 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
        static_cast<int>(op.op_));
 }
 
-at::Tensor memory_of(const at::Tensor& tensor) {
-  const bool plain = tensor.defined() && tensor.layout() == c10::kStrided;
-  if (!plain || tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return tensor;
-  return at::as_strided(tensor.detach(), {tensor.numel()}, {1});
+namespace {
+
+bool is_in_order(const at::Tensor& tensor) {
+  return !tensor.defined() || tensor.layout() != c10::kStrided ||
+         (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg());
+}
+
+// A contiguous copy for an operation to write. Its target counts as written from now on.
+at::Tensor stage(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
+                 std::string_view op) {
+  TORCH_OVERLAP_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, kValue, op,
+                      ": expected a tensor to write whose elements share no memory, got sizes ",
+                      tensor.sizes(), " with strides ", tensor.strides(), "; call .clone() first");
+  const at::Tensor staged = at::empty(tensor.sizes(), tensor.options());
+  if (reads) staged.copy_(tensor);
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  copies.push_back({staged, tensor});
+  return staged;
+}
+
+}  // namespace
+
+// On any thread, and into tensors that autograd or inference mode would guard.
+void copy_back(const std::vector<CopyBack>& copies) {
+  const PlainDispatch plain;
+  for (const auto& [from, to] : copies) to.copy_(from);
+}
+
+at::Tensor read_in_order(const at::Tensor& tensor) {
+  if (is_in_order(tensor)) return tensor;
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+std::vector<at::Tensor> read_in_order(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  for (const auto& tensor : tensors) result.push_back(read_in_order(tensor));
+  return result;
+}
+
+at::Tensor write_in_order(const at::Tensor& tensor, std::vector<CopyBack>& copies, bool reads,
+                          std::string_view op) {
+  const at::NoGradGuard no_grad;
+  return is_in_order(tensor) ? tensor : stage(tensor, copies, reads, op);
+}
+
+std::vector<at::Tensor> write_in_order(const std::vector<at::Tensor>& tensors,
+                                       std::vector<CopyBack>& copies, bool reads,
+                                       std::string_view op,
+                                       const std::vector<at::Tensor>& inputs) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  std::map<uintptr_t, uintptr_t> taken;  // begin and end of disjoint ranges
+  const auto take = [&](const MemoryRange& range) {
+    if (range.empty()) return true;
+    for (const auto& input : inputs) {
+      if (memory_range(input).meets(range)) return false;
+    }
+    const auto next = taken.upper_bound(range.begin);
+    if (next != taken.end() && next->first < range.end) return false;
+    if (next != taken.begin() && std::prev(next)->second > range.begin) return false;
+    taken.emplace(range.begin, range.end);
+    return true;
+  };
+  for (const auto& tensor : tensors) {
+    const bool is_strided = tensor.defined() && tensor.layout() == c10::kStrided;
+    result.push_back(!is_strided || take(memory_range(tensor))
+                         ? write_in_order(tensor, copies, reads, op)
+                         : stage(tensor, copies, reads, op));
+  }
+  return result;
 }
 
 const at::Tensor& only(const std::vector<at::Tensor>& tensors, std::string_view op) {
@@ -66,20 +139,6 @@ std::vector<at::Tensor> root_list(const std::vector<std::vector<at::Tensor>>& li
                                   std::string_view op) {
   if (!is_root && lists.empty()) return {};
   return only(lists, op);
-}
-
-bool overlap(const std::vector<at::Tensor>& tensors) {
-  std::vector<std::pair<const char*, const char*>> spans;
-  spans.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    if (!tensor.defined() || tensor.numel() == 0 || !tensor.has_storage()) continue;
-    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-    spans.emplace_back(begin, begin + tensor.nbytes());
-  }
-  std::sort(spans.begin(), spans.end());
-  return std::adjacent_find(spans.begin(), spans.end(), [](const auto& a, const auto& b) {
-           return b.first < a.second;
-         }) != spans.end();
 }
 
 }  // namespace torch_overlap

@@ -28,10 +28,11 @@ bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadl
 [[noreturn]] void fail_missing(const std::string& missing, int rank, int size,
                                Milliseconds timeout) {
   const bool several = missing.find(',') != std::string::npos;
-  fail(ErrorKind::kTimeout, "monitored_barrier: expected all ", size,
-       " ranks, got fewer: ", several ? "Ranks " : "Rank ", missing,
-       " failed to pass monitoredBarrier in ", timeout.count(), " ms (seen by rank ", rank,
-       "); look at what ", several ? "those ranks do" : "that rank does");
+  fail(ErrorKind::kTimeout, "monitored_barrier: Rank ", rank,
+       " timed out in monitoredBarrier: expected all ", size, " ranks within ", timeout.count(),
+       " ms, got fewer: ", several ? "Ranks " : "Rank ", missing,
+       " failed to pass monitoredBarrier; look at what ",
+       several ? "those ranks do" : "that rank does");
 }
 
 // Rank 0's part: who has not come; empty if all have.

@@ -30,13 +30,16 @@ struct Countdown {
 WorkWrapper::WorkWrapper(WorkParts parts)
     : c10d::Work(parts.rank, parts.type), parts_(std::move(parts)) {
   const auto stream = this->stream();
-  if (!parts_.epilogue || !stream) return;
+  if (parts_.copies.empty() || !stream) return;
   const c10::StreamGuard guard(*stream);
-  parts_.epilogue();
-  // They were allocated on another stream than the one that reads them now.
-  for (const auto& tensor : parts_.staging) tensor.record_stream(*stream);
-  epilogue_event_.emplace(stream->device_type());
-  epilogue_event_->record(*stream);
+  copy_back(parts_.copies);
+  // They may have been allocated on another stream, and nobody waits before they are freed.
+  for (const auto& [from, to] : parts_.copies) {
+    from.record_stream(*stream);
+    to.record_stream(*stream);
+  }
+  copies_event_.emplace(stream->device_type());
+  copies_event_->record(*stream);
 }
 
 std::optional<c10::Stream> WorkWrapper::stream() const {
@@ -45,12 +48,12 @@ std::optional<c10::Stream> WorkWrapper::stream() const {
 
 void WorkWrapper::finish_outputs() {
   for (const auto& member : parts_.members) member->finish_outputs();
-  if (!parts_.epilogue) return;
-  if (epilogue_event_) {
-    const c10::impl::VirtualGuardImpl impl(epilogue_event_->device_type());
-    epilogue_event_->block(impl.getStream(stream()->device()));
+  if (parts_.copies.empty()) return;
+  if (copies_event_) {
+    const c10::impl::VirtualGuardImpl impl(copies_event_->device_type());
+    copies_event_->block(impl.getStream(stream()->device()));
   } else {
-    std::call_once(epilogue_once_, parts_.epilogue);
+    std::call_once(copied_, [this] { copy_back(parts_.copies); });
   }
 }
 
@@ -59,8 +62,8 @@ bool WorkWrapper::isCompleted() {
                                 [](const WorkPtr& work) { return work->is_completed(); }) &&
                     std::all_of(parts_.members.begin(), parts_.members.end(),
                                 [](const auto& member) { return member->isCompleted(); });
-  if (!done || !parts_.epilogue) return done;
-  if (epilogue_event_) return epilogue_event_->query();
+  if (!done || parts_.copies.empty()) return done;
+  if (copies_event_) return copies_event_->query();
   if (isSuccess()) finish_outputs();
   return true;
 }
@@ -78,7 +81,9 @@ std::exception_ptr WorkWrapper::exception() const {
 }
 
 int WorkWrapper::sourceRank() const {
-  return parts_.source >= 0 ? parts_.source : c10d::Work::sourceRank();
+  if (parts_.source >= 0) return parts_.source;
+  const int source = parts_.works.empty() ? -1 : parts_.works.front()->source();
+  return source >= 0 ? source : c10d::Work::sourceRank();
 }
 
 void WorkWrapper::synchronize() {

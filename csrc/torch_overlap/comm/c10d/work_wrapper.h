@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/c10d/convert.h"
 #include "torch_overlap/comm/work.h"
 
 namespace torch_overlap {
@@ -19,14 +20,12 @@ class WorkWrapper;
 // What a WorkWrapper is made of.
 struct WorkParts {
   c10d::OpType type = c10d::OpType::UNKNOWN;
-  std::vector<WorkPtr> works;       // in order of issue; one, or those of a coalesced operation
-  std::vector<at::Tensor> outputs;  // what result() and the future hold
-  // Copies from staging tensors into the outputs, if any; runs once, after all works.
-  std::function<void()> epilogue;
-  std::vector<at::Tensor> staging;  // what the epilogue reads
+  std::vector<WorkPtr> works{};       // in order of issue; one, or those of a coalesced operation
+  std::vector<at::Tensor> outputs{};  // what result() and the future hold
+  std::vector<CopyBack> copies{};     // made once, after all works
   // The operations that were coalesced into this one, whose works `works` has: each finishes its
   // own outputs.
-  std::vector<c10::intrusive_ptr<WorkWrapper>> members;
+  std::vector<c10::intrusive_ptr<WorkWrapper>> members{};
   bool blocks_host = false;  // wait() waits on the host on every device: a barrier
   int rank = -1;
   int source = -1;  // of a recv
@@ -63,15 +62,15 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
   std::optional<c10::Stream> stream() const;
   // What wait() does, with errors as they are.
   void finish(std::chrono::milliseconds timeout);
-  // After all works: runs the epilogues on the first call, or orders the stream after them.
+  // After all works: makes the copies on the first call, or orders the stream after them.
   void finish_outputs();
   c10::intrusive_ptr<Future> stream_future(const c10::Stream& stream);
   // Calls `done` once, when all works are; with the first error.
   void when_done(const std::function<void(std::exception_ptr)>& done);
 
   WorkParts parts_;
-  std::once_flag epilogue_once_;
-  std::optional<c10::Event> epilogue_event_;  // CUDA: the epilogue ran on the stream of the works
+  std::once_flag copied_;
+  std::optional<c10::Event> copies_event_;  // CUDA: the epilogue ran on the stream of the works
   c10::intrusive_ptr<Future> future_;         // guarded by mutex_
   c10::intrusive_ptr<Future> future_result_;  // guarded by mutex_
 };

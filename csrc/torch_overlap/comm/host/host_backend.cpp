@@ -7,6 +7,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
+#include "torch_overlap/comm/bounded.h"
 #include "torch_overlap/comm/call_record.h"
 #include "torch_overlap/comm/host/host_primitives.h"
 #include "torch_overlap/comm/host/host_window.h"
@@ -18,6 +19,9 @@
 
 namespace torch_overlap {
 namespace {
+
+// How long a rank whose operation timed out waits for others to tell what they wait in.
+constexpr Milliseconds kLateLimit{300};
 
 constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
 
@@ -65,6 +69,9 @@ std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) 
   }
 }
 
+// One for collectives; for each peer one for sends, one for receives, one for puts and signals.
+int num_fixed_lanes(int size) { return 1 + 3 * size; }
+
 std::string overdue(const Call& call) {
   return concat("did not end in ", call.timeout.count(), " ms");
 }
@@ -76,16 +83,20 @@ HostBackend::HostBackend(const BackendContext& context, std::unique_ptr<HostTran
     : context_(context),
       transport_(std::move(transport)),
       make_child_(std::move(make_child)),
-      lanes_(1 + 3 * context.size) {}
+      lanes_(num_fixed_lanes(context.size)) {}
 
 HostBackend::~HostBackend() {
   transport_->stop(concat("communicator '", context_.name, "' was destroyed"), true);
 }
 
-int HostBackend::lane_of(const P2POp& op) const {
+HostBackend::Lane HostBackend::lane_of(const P2POp& op) const {
   // Sends to oneself are copies to the receives of the same batch: one lane for both.
   const bool is_recv = op.type == P2POp::Type::RECV && op.peer != context_.rank;
-  return 1 + op.peer + (is_recv ? context_.size : 0);
+  if (op.peer != kAnySource && op.tag == 0) return 1 + op.peer + (is_recv ? context_.size : 0);
+  // Behind the fixed lanes: a key for each tag, direction and peer; the last peer is "any".
+  const Lane peer = op.peer == kAnySource ? context_.size : op.peer;
+  return num_fixed_lanes(context_.size) + (Lane{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) +
+         peer;
 }
 
 HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
@@ -109,7 +120,6 @@ WorkPtr HostBackend::launch(Call call) {
   // Who runs it cannot look for signals meanwhile; one rank alone waits for nobody.
   const bool may_run = !async_op && (context_.size == 1 || !is_interruptible());
   const bool here = may_run && lanes_.try_acquire(lanes);
-  if (!async_op && !here) OwnedThread::refuse_to_block(self.get(), to_string(call.name));
   const int parts = here ? 1 : static_cast<int>(lanes.size());
   std::shared_ptr<HostWork> work;
   try {
@@ -118,12 +128,9 @@ WorkPtr HostBackend::launch(Call call) {
                                       parts, std::weak_ptr<HostWorkOwner>(self));
     if (!here) {
       std::vector<TaskLanes::Part> queue;
-      for (const int lane : lanes) {
-        const int part = work->call().primitive == Primitive::p2p ? lane : kAllLanes;
-        queue.emplace_back(lane, [self, work, part] {
-          const OwnedThread thread(self.get());
-          self->run(*work, part);
-        });
+      for (const Lane lane : lanes) {
+        const Lane part = work->call().primitive == Primitive::p2p ? lane : kAllLanes;
+        queue.emplace_back(lane, [self, work, part] { self->run(*work, part); });
       }
       lanes_.push(std::move(queue));
     }
@@ -144,15 +151,11 @@ WorkPtr HostBackend::launch(Call call) {
 WorkPtr HostBackend::launch_wait(Call call) {
   const auto self = std::static_pointer_cast<HostBackend>(shared_from_this());
   const bool async_op = call.async_op;
-  if (!async_op) OwnedThread::refuse_to_block(this, to_string(call.name));
   call.ticket = take_ticket(*call.window, call.root);  // now: waits end in the order of launch
   const auto work = std::make_shared<HostWork>(std::move(call), nullptr, launched_.fetch_add(1),
                                                /*parts=*/1, std::weak_ptr<HostWorkOwner>(self));
   if (async_op || is_interruptible()) {
-    lanes_.push_alone([self, work] {
-      const OwnedThread thread(self.get());
-      self->run(*work, kAllLanes);
-    });
+    lanes_.push_alone([self, work] { self->run(*work, kAllLanes); });
   } else {
     run(*work, kAllLanes);
   }
@@ -160,7 +163,7 @@ WorkPtr HostBackend::launch_wait(Call call) {
   return work;
 }
 
-void HostBackend::run(HostWork& work, int lane) {
+void HostBackend::run(HostWork& work, Lane lane) {
   std::exception_ptr error;
   bool has_begun = false;
   try {
@@ -173,7 +176,7 @@ void HostBackend::run(HostWork& work, int lane) {
   work.end_part(error);
 }
 
-void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
+void HostBackend::run_part(HostWork& work, Lane lane, bool& has_begun) {
   if (HostClock::now() >= work.deadline()) fail(ErrorKind::kTimeout, overdue(work.call()));
   if (broken_.load(std::memory_order_acquire)) {
     fail(ErrorKind::kState, "not run, because of ", failure());
@@ -191,17 +194,37 @@ void HostBackend::run_part(HostWork& work, int lane, bool& has_begun) {
     } else {
       run_p2p_lane(work, lane, primitives);
     }
+    if (primitives.source() != kAnySource) work.received_from(primitives.source());
     if (const Staging* staging = work.staging(); staging != nullptr && lane == kAllLanes) {
       const c10::DeviceGuard guard(context_.device);
       staging->write_back();
     }
+  } catch (const Error& error) {
+    has_begun = primitives.has_begun();
+    if (error.kind() == ErrorKind::kTimeout) explain_timeout(work, primitives.missing());
+    throw;
   } catch (...) {
     has_begun = primitives.has_begun();
     throw;
   }
 }
 
-void HostBackend::run_p2p_lane(HostWork& work, int lane, Primitives& primitives) {
+void HostBackend::explain_timeout(const HostWork& work, const std::set<int>& missing) {
+  if (missing.empty() || context_.store == nullptr || !transport_->hides_mismatches()) return;
+  // The store may not answer any more: what it does then is lost with its thread.
+  const auto why = std::make_shared<std::string>();
+  const auto ask = [why, store = context_.store,
+                    compare = late_comparison(work.call(), context_.rank, context_.size, missing,
+                                              kLateLimit)] { *why = compare(*store); };
+  try {
+    if (!run_bounded(ask, 2 * kLateLimit)) return;
+  } catch (const std::exception&) {  // the store is gone
+    return;
+  }
+  TORCH_OVERLAP_CHECK(why->empty(), kTimeout, *why);
+}
+
+void HostBackend::run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives) {
   std::vector<P2POp> mine;
   for (const P2POp& op : work.call().p2p) {
     if (lane_of(op) == lane) mine.push_back(op);
@@ -259,7 +282,6 @@ std::shared_ptr<Backend> HostBackend::split(const SplitRequest& request) {
 }
 
 void HostBackend::finalize() {
-  OwnedThread::refuse_to_block(this, "finalize");
   finalized_.store(true, std::memory_order_release);
   const auto timeout = std::min<Milliseconds>(context_.timeout(), std::chrono::hours(24 * 365));
   bool drained = false;

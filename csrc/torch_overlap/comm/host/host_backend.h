@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,9 +20,9 @@ namespace torch_overlap {
 
 // The launch path of all CPU communicators; a transport makes it a backend.
 //
-// Order: collectives run one after the other in the order of launch; so do the sends to one peer,
-// and the receives from one peer. Nothing else waits for each other, so any pattern of matching
-// sends and receives ends. Puts and signals to one rank run in the order of launch, and a wait for
+// Order: collectives run one after the other in the order of launch; so do the sends to one peer
+// under one tag, the receives from one peer under one tag, and those from any rank under one tag.
+// Nothing else waits for each other, so any pattern of matching sends and receives ends. Puts and signals to one rank run in the order of launch, and a wait for
 // a signal keeps nothing else from running. An operation with async_op=false keeps that order too:
 // it runs on the caller's thread when nothing is before it, else it takes its turn. Where the
 // caller looks for signals (base/interrupt.h) and there are other ranks, it always takes its turn,
@@ -52,21 +53,25 @@ class HostBackend final : public Backend, public HostWorkOwner {
     return make_child_(meet().context);
   }
   bool has_windows() const override { return context_.device.is_cpu(); }
+  bool has_tags() const override { return true; }
   void expire(const HostWork& work) override;
 
  private:
-  static constexpr int kAllLanes = -1;
+  using Lane = TaskLanes::Key;
+  static constexpr Lane kAllLanes = -1;
 
-  using LaneList = c10::SmallVector<int, 4>;
+  using LaneList = c10::SmallVector<Lane, 4>;
 
   void end(bool tells_peers);
-  int lane_of(const P2POp& op) const;
+  Lane lane_of(const P2POp& op) const;
   LaneList lanes_of(const Call& call) const;
   WorkPtr launch_wait(Call call);
   // Runs the part of `work` that belongs to `lane` and ends it.
-  void run(HostWork& work, int lane);
-  void run_part(HostWork& work, int lane, bool& has_begun);
-  void run_p2p_lane(HostWork& work, int lane, Primitives& primitives);
+  void run(HostWork& work, Lane lane);
+  void run_part(HostWork& work, Lane lane, bool& has_begun);
+  // A kTimeout error that names the ranks it waited for becomes one that says what they wait in.
+  void explain_timeout(const HostWork& work, const std::set<int>& missing);
+  void run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives);
   // The first call decides what the communicator failed of.
   void break_down(const std::exception_ptr& error);
   void require_usable(std::string_view op);

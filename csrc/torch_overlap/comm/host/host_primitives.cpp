@@ -67,11 +67,11 @@ void HostPrimitives::send(int peer, ConstBytes bytes) {
 
 void HostPrimitives::recv(int peer, Bytes bytes) { post(false, peer, bytes); }
 
-void HostPrimitives::post(bool is_send, int peer, Bytes bytes) {
+void HostPrimitives::post(bool is_send, int peer, Bytes bytes, int tag) {
   if (bytes.empty()) return;  // the other side knows its size too, and skips as well
   has_begun_ = true;
   const auto channel = now_ == Primitive::p2p ? Channel::p2p : Channel::collective;
-  const Message message{peer, channel, now_, bytes};
+  const Message message{peer, channel, now_, bytes, tag};
   try {
     pending_.push_back({peer, is_send ? transport_.send(message) : transport_.recv(message)});
   } catch (...) {
@@ -83,14 +83,20 @@ void HostPrimitives::post(bool is_send, int peer, Bytes bytes) {
 void HostPrimitives::wait_all() {
   const auto posted = std::exchange(pending_, {});  // taken back on every way out
   for (const Pending& waited : posted) {
-    if (waited.transfer->wait(deadline_)) continue;
-    std::set<int> missing{waited.peer};
-    for (const Pending& other : posted) {
-      if (other.transfer->is_missing()) missing.insert(other.peer);
+    if (waited.transfer->wait(deadline_)) {
+      if (waited.peer == kAnySource) source_ = waited.transfer->peer();
+      continue;
     }
-    const auto who =
-        missing.size() == 1 ? concat("rank ", waited.peer) : concat("ranks ", list_string(missing));
-    fail(ErrorKind::kTimeout, who, " did not arrive in ", timeout_.count(), " ms");
+    TORCH_OVERLAP_CHECK(waited.peer != kAnySource, kTimeout,
+                        "no rank sent a message within the timeout of ", timeout_.count(), " ms");
+    missing_.insert(waited.peer);
+    for (const Pending& other : posted) {
+      if (other.transfer->is_missing()) missing_.insert(other.peer);
+    }
+    const auto who = missing_.size() == 1 ? concat("rank ", waited.peer)
+                                          : concat("ranks ", list_string(missing_));
+    fail(ErrorKind::kTimeout, who, " did not arrive within the timeout of ", timeout_.count(),
+         " ms");
   }
 }
 
@@ -102,10 +108,10 @@ void HostPrimitives::p2p(const std::vector<P2POp>& ops) {
     const bool is_send = op.type == P2POp::Type::SEND;
     if (op.peer == rank()) {
       is_send ? to_self.push_back(read(op.tensor)) : from_self.push_back(write(op.tensor));
-    } else if (is_send) {
-      send(op.peer, read(op.tensor));
     } else {
-      recv(op.peer, write(op.tensor));
+      // Message has one type of span for both directions; a send only reads.
+      const ConstBytes bytes = is_send ? read(op.tensor) : ConstBytes(write(op.tensor));
+      post(is_send, op.peer, {const_cast<std::byte*>(bytes.data()), bytes.size()}, op.tag);
     }
   }
   for (size_t i = 0; i < to_self.size(); ++i) copy(from_self[i], to_self[i]);

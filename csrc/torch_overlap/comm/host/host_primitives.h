@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -42,8 +43,12 @@ class HostPrimitives final : public Primitives {
   void signal(SymmetricMemory& window, int dst) override;
   void wait_signal(SymmetricMemory& window, int src, uint64_t ticket) override;
 
-  // Whether a message was posted: until then a failure concerns nobody else.
+  // True once a message was posted: until then a failure concerns nobody else.
   bool has_begun() const { return has_begun_; }
+  // The ranks that a wait which timed out names.
+  const std::set<int>& missing() const { return missing_; }
+  // The sender of the last receive from any rank.
+  int source() const { return source_; }
 
  private:
   struct Pending {
@@ -53,7 +58,7 @@ class HostPrimitives final : public Primitives {
 
   void send(int peer, std::span<const std::byte> bytes);
   void recv(int peer, std::span<std::byte> bytes);
-  void post(bool is_send, int peer, std::span<std::byte> bytes);
+  void post(bool is_send, int peer, std::span<std::byte> bytes, int tag = 0);
   void wait_all();
 
   HostTransport& transport_;
@@ -63,6 +68,8 @@ class HostPrimitives final : public Primitives {
   Primitive now_ = Primitive::p2p;
   std::vector<Pending> pending_;
   bool has_begun_ = false;
+  int source_ = kAnySource;
+  std::set<int> missing_;
 };
 
 }  // namespace torch_overlap

@@ -7,6 +7,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/base/interrupt.h"
 #include "torch_overlap/comm/call_record.h"
+#include "torch_overlap/comm/host/callback_threads.h"
 #include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
@@ -14,7 +15,7 @@ namespace {
 
 // The thread that runs an operation knows best why it is late (which ranks are missing): a waiter
 // speaks up only this much later.
-constexpr std::chrono::milliseconds kGrace{200};
+constexpr std::chrono::milliseconds kGrace{1000};
 
 Deadline after(std::chrono::milliseconds timeout) {
   constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
@@ -29,18 +30,7 @@ struct Ended {
   std::exception_ptr error;
 };
 
-thread_local const HostWorkOwner* thread_owner = nullptr;
-
 }  // namespace
-
-OwnedThread::OwnedThread(const HostWorkOwner* owner) { thread_owner = owner; }
-OwnedThread::~OwnedThread() { thread_owner = nullptr; }
-
-void OwnedThread::refuse_to_block(const HostWorkOwner* owner, std::string_view op) {
-  TORCH_OVERLAP_CHECK(thread_owner == nullptr || thread_owner != owner, kState, op,
-                      ": expected a thread of the caller, got the communicator's own, in a "
-                      "completion callback; issue with async_op=true there, and wait elsewhere");
-}
 
 HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
                    std::weak_ptr<HostWorkOwner> owner)
@@ -83,12 +73,15 @@ void HostWork::end_part(const std::exception_ptr& error) {
     [[maybe_unused]] const auto* const leaked = ended.release();
     return;
   }
-  for (const auto& callback : ended->callbacks) {
-    try {
-      callback(ended->error);
-    } catch (const std::exception& thrown) {
-      TORCH_WARN(ended->call.describe(), ": a completion callback threw: ", thrown.what());
-    }
+  for (auto& callback : ended->callbacks) {
+    run_callback([callback = std::move(callback), error = ended->error, op = ended->call.name,
+                  id = ended->call.id] {
+      try {
+        callback(error);
+      } catch (const std::exception& thrown) {
+        TORCH_WARN(to_string(op), " #", id, ": a completion callback threw: ", thrown.what());
+      }
+    });
   }
 }
 
@@ -103,7 +96,6 @@ void HostWork::wait_until(Deadline until) {
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_.load(); };
   const Deadline expiry = deadline_ + kGrace;
-  if (!done_) OwnedThread::refuse_to_block(owner_.lock().get(), "wait");
   if (!wait_interruptibly(changed_, lock, std::min(until, expiry), done)) {
     if (until < expiry) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),

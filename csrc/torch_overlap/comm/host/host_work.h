@@ -26,22 +26,11 @@ class HostWorkOwner {
   virtual void expire(const HostWork& work) = 0;
 };
 
-// While this lives, the thread is one of `owner`'s: it must not wait for an operation of `owner`,
-// which may be one that the thread itself has to run. Completion callbacks run on such threads.
-class OwnedThread {
- public:
-  explicit OwnedThread(const HostWorkOwner* owner);
-  ~OwnedThread();
-  OwnedThread(const OwnedThread&) = delete;
-  OwnedThread& operator=(const OwnedThread&) = delete;
-  // Throws if the thread is `owner`'s.
-  static void refuse_to_block(const HostWorkOwner* owner, std::string_view op);
-};
-
 // An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is
 // done; the tensors are released by the thread that ends it, with no lock held (the last reference
-// to a Python tensor takes Python's lock). Where the process ends before the operation does, nobody
-// is called back, and the tensors are leaked.
+// to a Python tensor takes Python's lock). Callbacks run on threads of their own
+// (callback_threads.h). If the process ends before the operation does, nobody is called back, and
+// the tensors are leaked.
 class HostWork final : public TorchWork {
  public:
   // `index` counts the communicator's operations. `parts`: how many times end_part will be called.
@@ -55,6 +44,8 @@ class HostWork final : public TorchWork {
   Deadline deadline() const { return deadline_; }
   // Its turn has come.
   void begin();
+  // The rank that sent what a receive from any rank got.
+  void received_from(int rank) { source_.store(rank, std::memory_order_relaxed); }
   // "queued 12 s ago, running for 10 s"
   std::string age() const;
 
@@ -68,6 +59,7 @@ class HostWork final : public TorchWork {
   WorkStatus status() override;
   std::exception_ptr exception() override;
   void on_completion(std::function<void(std::exception_ptr)> callback) override;
+  int source() override { return done_ ? source_.load(std::memory_order_relaxed) : kAnySource; }
 
  private:
   void require_own_process(std::string_view op) const;
@@ -83,6 +75,7 @@ class HostWork final : public TorchWork {
   const std::weak_ptr<HostWorkOwner> owner_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::atomic<int> source_{kAnySource};
   int parts_;
   std::exception_ptr error_;        // as it is when
   std::atomic<bool> done_ = false;  // this is set: both are then read without the lock

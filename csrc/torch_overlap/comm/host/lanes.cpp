@@ -22,6 +22,7 @@ struct TaskLanes::State {
   struct Lane {
     std::deque<Item> queue;
     bool busy = false;
+    std::optional<Key> key;  // the key that it was last given to; never of a fixed lane
     std::condition_variable ready;
     std::thread thread;
 
@@ -46,7 +47,7 @@ struct TaskLanes::State {
   }
 };
 
-TaskLanes::TaskLanes(int count) : named_(count), state_(std::make_shared<State>()) {
+TaskLanes::TaskLanes(int count) : fixed_(count), state_(std::make_shared<State>()) {
   state_->lanes.resize(count);
 }
 
@@ -58,19 +59,23 @@ TaskLanes::~TaskLanes() {
   }
 }
 
-bool TaskLanes::try_acquire(std::span<const int> lanes) {
+bool TaskLanes::try_acquire(std::span<const Key> lanes) {
   std::lock_guard lock(state_->mutex);
-  for (const int index : lanes) {
-    if (!state_->lane(index).idle()) return false;
+  size_t taken = 0;
+  for (; taken < lanes.size(); ++taken) {
+    State::Lane& lane = state_->lane(lane_of(lanes[taken]));
+    if (!lane.idle()) break;
+    lane.busy = true;
   }
-  for (const int index : lanes) state_->lane(index).busy = true;
-  return true;
+  if (taken == lanes.size()) return true;
+  while (taken > 0) state_->lane(lane_of(lanes[--taken])).busy = false;
+  return false;
 }
 
-void TaskLanes::release(std::span<const int> lanes) {
+void TaskLanes::release(std::span<const Key> lanes) {
   std::lock_guard lock(state_->mutex);
-  for (const int index : lanes) {
-    State::Lane& lane = state_->lane(index);
+  for (const Key key : lanes) {
+    State::Lane& lane = state_->lane(lane_of(key));
     lane.busy = false;
     lane.ready.notify_one();  // for what was queued meanwhile
   }
@@ -79,19 +84,55 @@ void TaskLanes::release(std::span<const int> lanes) {
 
 void TaskLanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
-  for (const auto& part : parts) start(part.first);  // all threads or none of the tasks
-  for (auto& [index, task] : parts) enqueue(index, std::move(task));
+  // All threads or none of the tasks. A lane that waits for its task below is not idle for the next.
+  std::vector<int> lanes;
+  std::vector<int> claimed;
+  const auto unclaim = [&] {
+    for (const int index : claimed) state_->lane(index).busy = false;
+  };
+  try {
+    for (const auto& part : parts) {
+      const int index = lane_of(part.first);
+      lanes.push_back(index);
+      start(index);
+      if (!state_->lane(index).idle()) continue;
+      state_->lane(index).busy = true;
+      claimed.push_back(index);
+    }
+  } catch (...) {
+    unclaim();
+    throw;
+  }
+  unclaim();
+  for (size_t i = 0; i < parts.size(); ++i) enqueue(lanes[i], std::move(parts[i].second));
+}
+
+int TaskLanes::lane_of(Key key) {
+  if (key < static_cast<Key>(fixed_)) return static_cast<int>(key);
+  const auto& lanes = state_->lanes;
+  for (size_t index = fixed_; index < lanes.size(); ++index) {
+    if (lanes[index]->key == key && !lanes[index]->idle()) return static_cast<int>(index);
+  }
+  const int index = free_lane();
+  lanes[index]->key = key;
+  return index;
+}
+
+int TaskLanes::free_lane() {
+  auto& lanes = state_->lanes;
+  size_t index = fixed_;
+  while (index < lanes.size() && !lanes[index]->idle()) ++index;
+  if (index == lanes.size()) lanes.push_back(std::make_unique<State::Lane>());
+  lanes[index]->key.reset();
+  return static_cast<int>(index);
 }
 
 void TaskLanes::push_alone(Task task) {
   std::lock_guard lock(state_->mutex);
   require_open();  // who closes looks at the lanes
-  auto& lanes = state_->lanes;
-  size_t index = named_;
-  while (index < lanes.size() && !lanes[index]->idle()) ++index;
-  if (index == lanes.size()) lanes.push_back(std::make_unique<State::Lane>());
-  start(static_cast<int>(index));
-  enqueue(static_cast<int>(index), std::move(task));
+  const int index = free_lane();
+  start(index);
+  enqueue(index, std::move(task));
 }
 
 void TaskLanes::require_open() const {

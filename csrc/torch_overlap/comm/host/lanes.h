@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -13,16 +14,20 @@ namespace torch_overlap {
 // Worker threads that each run their tasks one after the other, in the order in which they came: a
 // lane. The thread of a lane starts with its first task that cannot run on the caller's.
 //
+// A lane is named by a key. Keys 0 .. count-1 have a lane each, for good. Any other key gets one
+// that is idle, or a new one, when a task comes, and keeps it until that lane is idle: there are as
+// many lanes as there are keys with tasks at a time.
+//
 // Threads: any may call. Tasks must not throw. The destructor lets the threads run what is queued;
 // it waits for them for a second and then leaves them to end by themselves, so that it may run on a
 // lane, or on a thread that holds what a task waits for (Python's lock).
 class TaskLanes {
  public:
   using Task = std::function<void()>;
-  // Which lane, and what part of an operation runs there.
-  using Part = std::pair<int, Task>;
+  using Key = int64_t;
+  // A part of an operation, and the lane that it runs on.
+  using Part = std::pair<Key, Task>;
 
-  // Lanes 0 .. count-1 have numbers.
   explicit TaskLanes(int count);
   ~TaskLanes();
   TaskLanes(const TaskLanes&) = delete;
@@ -30,8 +35,8 @@ class TaskLanes {
 
   // Makes all `lanes` the caller's if they are idle: it may then do their work itself, and must
   // call release(). Else false.
-  bool try_acquire(std::span<const int> lanes);
-  void release(std::span<const int> lanes);
+  bool try_acquire(std::span<const Key> lanes);
+  void release(std::span<const Key> lanes);
   // Runs the task on a lane of its own, which nothing else is queued on meanwhile.
   void push_alone(Task task);
   // Queues all parts at once, or throws and queues none.
@@ -46,13 +51,17 @@ class TaskLanes {
  private:
   struct State;
   static void work(const std::shared_ptr<State>& state, int index);
-  // The lock is held. start(): there is a thread for the lane; where none can be had it throws, and
-  // nothing is queued.
+  // The lock is held.
   void require_open() const;
+  // The lane of `key`; makes one if need be.
+  int lane_of(Key key);
+  // A lane that belongs to no key, for the caller to use at once.
+  int free_lane();
+  // Starts the lane's thread; throws if there can be none, and then nothing is queued.
   void start(int index);
   void enqueue(int index, Task task);
 
-  const size_t named_;            // the lanes behind these are for push_alone
+  const size_t fixed_;            // lanes that keys 0 .. count-1 have
   std::shared_ptr<State> state_;  // the threads share it
 };
 

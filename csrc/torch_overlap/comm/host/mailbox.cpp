@@ -49,8 +49,11 @@ class Mailbox::Half final : public Transfer {
     std::lock_guard lock(box_->mutex_);
     return state == State::kWaiting;
   }
+  int peer() const override { return message.peer == kAnySource ? source : message.peer; }
 
-  int from() const { return is_send ? rank : message.peer; }
+  bool is_from_any() const { return message.peer == kAnySource; }
+  // Indices of its slot.
+  int from() const { return is_send ? rank : is_from_any() ? box_->size_ : message.peer; }
   int to() const { return is_send ? message.peer : rank; }
 
   // Ends this half. The lock is held, so that it cannot be destroyed before it is told.
@@ -69,33 +72,64 @@ class Mailbox::Half final : public Transfer {
   const int rank;
   const bool is_send;
   const Message message;
-  State state = State::kWaiting;  // guarded by the mailbox's mutex
+  // Guarded by the mailbox's mutex.
+  State state = State::kWaiting;
+  uint64_t number = 0;  // its place among all halves
+  int source = kAnySource;
 };
 
 Mailbox::Mailbox(int size)
-    : size_(size), ranks_(size), slots_(static_cast<size_t>(size) * size * 2) {}
+    : size_(size), ranks_(size), slots_((static_cast<size_t>(size) + 1) * size * 2) {}
 Mailbox::~Mailbox() = default;
 
 std::deque<Mailbox::Half*>& Mailbox::slot(int from, int to, Channel channel) {
   return slots_[(static_cast<size_t>(from) * size_ + to) * 2 + static_cast<size_t>(channel)];
 }
 
+Mailbox::Half* Mailbox::take_match(const Half& mine) {
+  const auto matches = [&](const Half* half) {
+    return half->is_send != mine.is_send && half->message.tag == mine.message.tag;
+  };
+  const Channel channel = mine.message.channel;
+  std::deque<Half*>* best = nullptr;
+  std::deque<Half*>::iterator first;
+  const auto look = [&](int from) {
+    auto& waiting = slot(from, mine.to(), channel);
+    const auto found = std::find_if(waiting.begin(), waiting.end(), matches);
+    if (found == waiting.end() || (best != nullptr && (*first)->number < (*found)->number)) return;
+    best = &waiting;
+    first = found;
+  };
+  if (mine.is_from_any()) {
+    for (int from = 0; from < size_; ++from) {
+      if (from != mine.rank) look(from);
+    }
+  } else {
+    look(mine.from());
+    if (mine.is_send) look(size_);
+  }
+  if (best == nullptr) return nullptr;
+  Half* const match = *first;
+  best->erase(first);
+  return match;
+}
+
 std::unique_ptr<Transfer> Mailbox::post(int rank, bool is_send, const Message& message) {
   auto mine = std::make_unique<Half>(shared_from_this(), rank, is_send, message);
   std::unique_lock lock(mutex_);
   if (!ranks_[rank].stopped.empty()) fail(ErrorKind::kState, ranks_[rank].stopped);
-  auto& waiting = slot(mine->from(), mine->to(), message.channel);
-  if (waiting.empty() || waiting.front()->is_send == is_send) {
-    if (const auto& reason = ranks_[message.peer].left; !reason.empty()) {
-      fail(ErrorKind::kRuntime, left_message(message.peer, reason));
+  mine->number = posted_++;
+  Half* const other = take_match(*mine);
+  if (other == nullptr) {
+    if (!mine->is_from_any() && !ranks_[message.peer].left.empty()) {
+      fail(ErrorKind::kRuntime, left_message(message.peer, ranks_[message.peer].left));
     }
-    waiting.push_back(mine.get());
+    slot(mine->from(), mine->to(), message.channel).push_back(mine.get());
     return mine;
   }
-  Half* other = waiting.front();
-  waiting.pop_front();
   const Half& sender = is_send ? *mine : *other;
-  const Half& receiver = is_send ? *other : *mine;
+  Half& receiver = is_send ? *other : *mine;
+  receiver.source = sender.rank;
   std::exception_ptr error;
   if (sender.message.bytes.size() != receiver.message.bytes.size() ||
       sender.message.primitive != receiver.message.primitive) {

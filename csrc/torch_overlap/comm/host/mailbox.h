@@ -43,7 +43,10 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     std::condition_variable changed;
   };
 
+  // Halves between two ranks; `from` is size_ for receives from any rank.
   std::deque<Half*>& slot(int from, int to, Channel channel);
+  // The waiting half that `mine` matches, taken out of its slot; null if there is none yet.
+  Half* take_match(const Half& mine);
   // Ends all waiting halves for which `dies` is true with `error`. The lock is held.
   template <typename Predicate>
   void end_waiting(const Predicate& dies, const std::exception_ptr& error);
@@ -51,7 +54,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   const int size_;
   std::mutex mutex_;
   std::vector<Rank> ranks_;
-  std::vector<std::deque<Half*>> slots_;  // waiting halves: all sends, or all receives
+  uint64_t posted_ = 0;                   // counts the halves
+  std::vector<std::deque<Half*>> slots_;  // waiting halves, in order of posting
 };
 
 }  // namespace torch_overlap

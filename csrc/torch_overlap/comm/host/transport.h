@@ -18,12 +18,13 @@ using Deadline = HostClock::time_point;
 enum class Channel : uint8_t { p2p, collective };
 
 // One rank's half of a message: bytes to or from a peer. Halves match in the order in which each
-// side posts them, for each (sender, receiver, channel).
+// side posts them, for each (sender, receiver, channel, tag).
 struct Message {
-  int peer;
+  int peer;  // kAnySource: a receive from any other rank
   Channel channel;
-  Primitive primitive;         // what it is part of; both sides must be in the same one
+  Primitive primitive;         // the operation that it is part of; equal on both sides
   std::span<std::byte> bytes;  // a send only reads them; never empty
+  int tag = 0;
 };
 
 // A posted half. Belongs to the thread that posted it. The destructor takes back what did not
@@ -34,8 +35,10 @@ class Transfer {
   // True once the bytes have moved; false if `deadline` came first. Throws if it can never end
   // well: the peer has left, the two halves do not fit, the transport was aborted.
   virtual bool wait(Deadline deadline) = 0;
-  // Whether the peer is known not to have come. Never blocks, never throws.
+  // True if the peer is known not to have come. Never blocks, never throws.
   virtual bool is_missing() const = 0;
+  // The rank at the other end, once wait() returned true; of a receive from any rank, the sender.
+  virtual int peer() const = 0;
 };
 
 // How bytes get from one rank to another: all that a host backend is made of.
@@ -52,6 +55,10 @@ class HostTransport {
   // Called on the operation's thread before it begins; `index` counts this rank's operations on
   // this communicator. May block until `deadline`, or throw: where faults are injected.
   virtual void before(uint64_t index, Deadline deadline) {}
+
+  // True if halves that do not fit never meet, so that a peer which is there, in another operation
+  // or with other sizes, looks like one that is absent.
+  virtual bool hides_mismatches() const { return false; }
 
   // From now on every transfer of this rank throws `reason`, those that wait at once. With
   // `tell_peers`, the transfers that others have or post with this rank fail too.

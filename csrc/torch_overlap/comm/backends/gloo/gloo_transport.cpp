@@ -11,11 +11,17 @@
 namespace torch_overlap {
 namespace {
 
-// 31 bits: the channel, then a hash of what must be equal on both sides.
+// 31 bits: the channel, then a hash of the properties that are equal on both sides. The tag is
+// added to it, so that messages of one size never match under two tags.
 int tag_of(const Message& message) {
   const size_t shape = c10::get_hash(message.bytes.size(), static_cast<int>(message.primitive));
-  return static_cast<int>((static_cast<uint32_t>(message.channel) << 30) |
-                          ((shape ^ (shape >> 32)) & 0x3fffffff));
+  return static_cast<int>(
+      (static_cast<uint32_t>(message.channel) << 30) |
+      (((shape ^ (shape >> 32)) + static_cast<uint32_t>(message.tag)) & 0x3fffffff));
+}
+
+std::string peer_name(int peer) {
+  return peer == kAnySource ? std::string("any rank") : concat("rank ", peer);
 }
 
 }  // namespace
@@ -39,15 +45,16 @@ class GlooTransport::Posted final : public Transfer {
     } catch (const std::exception& error) {
       throw_if_stopped();
       if (HostClock::now() >= deadline) return false;
-      fail(ErrorKind::kRuntime, "rank ", peer_, ": ", error.what());
+      fail(ErrorKind::kRuntime, peer_name(peer_), ": ", error.what());
     }
     if (ended) return true;
     throw_if_stopped();
-    fail(ErrorKind::kRuntime, "rank ", peer_, ": the transfer was aborted");
+    fail(ErrorKind::kRuntime, peer_name(peer_), ": the transfer was aborted");
   }
 
   // gloo does not say.
   bool is_missing() const override { return false; }
+  int peer() const override { return peer_ == kAnySource ? work_->sourceRank() : peer_; }
 
   void abort() { work_->abort(); }
 
@@ -87,11 +94,13 @@ std::unique_ptr<Transfer> GlooTransport::post(const Message& message, bool is_se
       at::from_blob(message.bytes.data(), {static_cast<int64_t>(message.bytes.size())}, at::kByte)};
   std::unique_ptr<Posted> posted;
   try {
-    auto work = is_send ? group->send(bytes, message.peer, tag_of(message))
-                        : group->recv(bytes, message.peer, tag_of(message));
+    const int tag = tag_of(message);
+    auto work = is_send                      ? group->send(bytes, message.peer, tag)
+                : message.peer == kAnySource ? group->recvAnysource(bytes, tag)
+                                             : group->recv(bytes, message.peer, tag);
     posted = std::make_unique<Posted>(*this, message.peer, std::move(work));
   } catch (const std::exception& error) {
-    fail(ErrorKind::kRuntime, "rank ", message.peer, ": ", error.what());
+    fail(ErrorKind::kRuntime, peer_name(message.peer), ": ", error.what());
   }
   std::lock_guard lock(mutex_);
   posted_.insert(posted.get());

@@ -25,6 +25,7 @@ class GlooTransport final : public HostTransport {
   std::string version() const override;
   std::unique_ptr<Transfer> send(const Message& message) override;
   std::unique_ptr<Transfer> recv(const Message& message) override;
+  bool hides_mismatches() const override { return true; }
   void stop(const std::string& reason, bool tell_peers) override;
 
  private:

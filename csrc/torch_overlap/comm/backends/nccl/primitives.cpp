@@ -133,7 +133,7 @@ void NcclPrimitives::broadcast(const at::Tensor& tensor, int root) {
 }
 
 void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
-  const auto native = native_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
     goes_apart_ = true;  // to and from memory of ours
     return composed_all_reduce(*this, tensor, op);
@@ -146,7 +146,7 @@ void NcclPrimitives::all_reduce(const at::Tensor& tensor, const ReduceOp& op) {
 }
 
 void NcclPrimitives::reduce(const at::Tensor& tensor, const ReduceOp& op, int root) {
-  const auto native = native_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
     goes_apart_ = true;  // to and from memory of ours
     return composed_reduce(*this, tensor, op, root);
@@ -181,7 +181,7 @@ void NcclPrimitives::all_gather(const Blocks& out, const at::Tensor& tensor) {
 
 void NcclPrimitives::reduce_scatter(const at::Tensor& tensor, const Blocks& in,
                                     const ReduceOp& op) {
-  const auto native = native_reduction(tensor.scalar_type(), op);
+  const auto native = nccl_reduction(tensor.scalar_type(), op);
   if (!native) {
     goes_apart_ = true;  // to and from memory of ours
     return composed_reduce_scatter(*this, tensor, in, op);

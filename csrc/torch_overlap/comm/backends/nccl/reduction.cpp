@@ -108,6 +108,12 @@ std::optional<NativeReduction> native_reduction(at::ScalarType dtype, const Redu
   return NativeReduction{*native, *native_op, complex ? 2 : 1};
 }
 
+std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype, const ReduceOp& op) {
+  const bool is_ordered = op.type() == RedOpType::MIN || op.type() == RedOpType::MAX;
+  if (is_ordered && c10::isFloatingType(dtype)) return std::nullopt;
+  return native_reduction(dtype, op);
+}
+
 NcclRedOp::NcclRedOp(const NcclApi& api, ncclComm_t comm, const NativeReduction& native,
                      const ReduceOp& op)
     : api_(api), comm_(comm), op_(native.op) {

@@ -10,20 +10,24 @@
 
 namespace torch_overlap {
 
-// How NCCL does one reduction of one dtype by itself.
+// One reduction of one dtype in NCCL's terms.
 struct NativeReduction {
   ncclDataType_t dtype;
   ncclRedOp_t op;             // ncclSum for PREMUL_SUM, which NcclRedOp turns into its own
   int elements_per_item = 1;  // 2 for a complex dtype, which is reduced as pairs of reals
 };
 
-// Empty where NCCL has no such reduction, and composed.h takes over: bitwise ones, the logical xor
-// of bool, 16-bit integers and uncommon dtypes. fp8 too: NCCL would round to 8 bits at every hop,
-// and needs sm_90 on all ranks.
+// Empty if NCCL has no such reduction, and composed.h takes over: bitwise ones, the logical xor of
+// bool, 16-bit integers and uncommon dtypes. fp8 too: NCCL would round to 8 bits at every hop, and
+// needs sm_90 on all ranks.
 //
 // The answer depends on dtype and operation alone, so that all ranks take the same way.
 TORCH_OVERLAP_API std::optional<NativeReduction> native_reduction(at::ScalarType dtype,
                                                                   const ReduceOp& op);
+// The same for reductions that NCCL itself shall do. Also empty for MIN and MAX of floats, of which
+// NCCL drops a NaN that only some ranks have: a NaN propagates, as in torch.maximum().
+TORCH_OVERLAP_API std::optional<NativeReduction> nccl_reduction(at::ScalarType dtype,
+                                                                const ReduceOp& op);
 
 // The handle of a reduction for one call: NCCL's own operator, or for PREMUL_SUM one that is made
 // and destroyed here. NCCL lets it go as soon as the calls that use it have returned, groups

@@ -1,5 +1,6 @@
 #include "torch_overlap/comm/backends/nccl/work.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <thread>
@@ -47,6 +48,15 @@ void CudaWork::release() {
   const auto p2p = std::move(call_.p2p);
   const auto norm = std::move(call_.norm);
   const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
+}
+
+void CudaWork::release_to(c10::cuda::CUDAStream stream) {
+  if (released_.load(std::memory_order_acquire)) return;
+  call_.for_each_tensor([stream](const at::Tensor& tensor) {
+    if (!tensor.is_cuda() || !tensor.has_storage()) return;
+    c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
+  });
+  release();
 }
 
 void CudaWork::release_all() {
@@ -127,7 +137,8 @@ void CudaWork::wait() {
       }
     }
   }
-  if (current == issued_on_ || completed_.load(std::memory_order_acquire)) release();
+  if (completed_.load(std::memory_order_acquire)) return release();
+  if (current == issued_on_) release_to(current);
 }
 
 void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
@@ -140,7 +151,7 @@ void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
                       "capture");
   const c10::cuda::CUDAGuard device(runtime_->device);
   stream_waits(current, events_.end);
-  if (current == issued_on_) release();
+  if (current == issued_on_) release_to(current);
 }
 
 void CudaWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {

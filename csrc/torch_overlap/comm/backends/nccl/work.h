@@ -15,11 +15,13 @@ namespace torch_overlap {
 
 // One operation on a CUDA stream. See TorchWork for the contract.
 //
-// Tensors. An operation on the current stream holds none: stream order protects them, as it does
-// for any kernel. An async one holds all of them until (a) wait() on the stream that issued it,
-// after which stream order protects them again, or (b) the communicator sees that the operation has
-// ended. An async operation in a capture holds them until (a), or until the graph is gone: a leaf
-// of the graph runs beside what comes later in the capture, and must not lend it its memory.
+// Tensors. An operation on the current stream holds none; an async one holds all of them until (a)
+// wait() on the stream that issued it, or (b) the communicator sees that the operation has ended.
+// From (a) on the order of that stream protects them, also those that were allocated on another
+// stream: torch's allocator is told of each (record_stream), and gives its memory to nobody before
+// the stream has come to where it is freed. Memory of the stream itself is not held longer for it.
+// An async operation in a capture holds them until (a), or until the graph is gone: a leaf of the
+// graph runs beside what comes later in the capture, and must not lend it its memory.
 //
 // Threads: any. It takes no lock, and never calls into NCCL.
 class CudaWork final : public TorchWork {
@@ -56,6 +58,8 @@ class CudaWork final : public TorchWork {
   // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last
   // reference to a tensor may take the GIL.
   void release();
+  // The same for an operation that `stream` runs, or waits for.
+  void release_to(c10::cuda::CUDAStream stream);
   // Also the memory of a window, which stays mapped until the operation has ended, whatever stream
   // it is on: for who knows that it has, or that the graph which had it is gone.
   void release_all();
