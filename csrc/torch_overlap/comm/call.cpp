@@ -106,6 +106,8 @@ void Call::bump_versions(int rank) const {
   }
 }
 
-std::string Call::describe() const { return concat(to_string(name), " #", id, " on '", comm, "'"); }
+std::string Call::describe() const {
+  return concat(to_string(name), " #", sequence, " on '", comm, "'");
+}
 
 }  // namespace torch_overlap

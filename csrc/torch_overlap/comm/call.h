@@ -97,6 +97,12 @@ enum class Primitive : uint8_t {
   wait_signal,     // window, root: the rank whose signal is waited for, ticket
 };
 
+// All ranks issue it. The others concern one rank or two.
+constexpr bool is_collective(Primitive primitive) {
+  return primitive != Primitive::p2p && primitive != Primitive::put &&
+         primitive != Primitive::signal && primitive != Primitive::wait_signal;
+}
+
 // As errors name it: "send/recv" for p2p.
 TORCH_OVERLAP_API std::string_view to_string(Primitive primitive);
 
@@ -132,7 +138,10 @@ struct Call {
   DirectMode direct = DirectMode::off;  // for backends that have both ways
   Milliseconds timeout{0};              // never 0: the operation's, else the communicator's
   uint64_t id = 0;                      // counts the operations of the process
-  std::string_view comm;                // the communicator's name, for errors; outlives the call
+  // Number of the operation on its communicator: among the collectives, where it is the same on all
+  // ranks, or among the sends and receives.
+  uint64_t sequence = 0;
+  std::string_view comm;  // the communicator's name, for errors; outlives the call
   // What the flight recorder knows of it, kept up to date by who runs it; null: nothing.
   std::shared_ptr<CallRecord> record;
 
@@ -144,7 +153,7 @@ struct Call {
   // Counts up the versions of the tensors that the call writes on `rank`, as every operation in
   // place does, so that autograd finds out when one of them was saved for a backward.
   TORCH_OVERLAP_API void bump_versions(int rank) const;
-  // "all_reduce #12 on 'tp'": how errors name this call.
+  // "all_reduce #12 on 'tp'", with the number on its communicator: how errors name this call.
   TORCH_OVERLAP_API std::string describe() const;
 };
 

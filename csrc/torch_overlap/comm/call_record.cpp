@@ -135,6 +135,13 @@ std::string_view to_string(CallState state) {
   return "unknown";
 }
 
+uint64_t CommRecord::take_number(Primitive primitive) {
+  auto& count = primitive == Primitive::p2p ? p2p
+                : is_collective(primitive)  ? collectives
+                                            : one_sided;
+  return count.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
 CallRecord::CallRecord(const Call& call, std::shared_ptr<CommRecord> of)
     : comm(std::move(of)),
       op(call.name),
@@ -145,10 +152,9 @@ CallRecord::CallRecord(const Call& call, std::shared_ptr<CommRecord> of)
       timeout(call.timeout),
       call_id(call.id),
       trace_id(comm->trace_ids->fetch_add(1, std::memory_order_relaxed)),
-      collective_seq(is_collective() ? comm->collectives.fetch_add(1, std::memory_order_relaxed) + 1
+      collective_seq(is_collective() ? call.sequence
                                      : comm->collectives.load(std::memory_order_relaxed)),
-      p2p_seq(is_p2p() ? comm->p2p.fetch_add(1, std::memory_order_relaxed) + 1
-                       : comm->p2p.load(std::memory_order_relaxed)),
+      p2p_seq(is_p2p() ? call.sequence : comm->p2p.load(std::memory_order_relaxed)),
       created_ns(now_ns()) {
   record_tensors(call);
   if (stacks().cpp || stacks().python) {

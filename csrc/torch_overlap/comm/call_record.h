@@ -34,10 +34,13 @@ struct TORCH_OVERLAP_API CommRecord {
 
   int world_rank() const { return ranks_in_world.at(rank); }
 
-  // How many calls were issued. Point-to-point calls have a count of their own: only collectives
-  // are issued by all ranks in the same order.
+  // Number of calls that were issued. Point-to-point calls and those of windows have counts of
+  // their own: only collectives are issued by all ranks in the same order.
   std::atomic<uint64_t> collectives{0};
   std::atomic<uint64_t> p2p{0};
+  std::atomic<uint64_t> one_sided{0};
+  // The next number of its kind, counted from 1.
+  uint64_t take_number(Primitive primitive);
   // Numbers the records of one trace, over all its communicators.
   std::atomic<uint64_t>* trace_ids = nullptr;
 
@@ -109,7 +112,7 @@ class TORCH_OVERLAP_API CallRecord {
   const RedOpType reduce_op;
   const int root;
   const Milliseconds timeout;
-  const uint64_t call_id;   // Call::id, as errors and hooks show it
+  const uint64_t call_id;   // Call::id, as hooks show it
   const uint64_t trace_id;  // counts the records of the trace
   const uint64_t collective_seq;
   const uint64_t p2p_seq;
@@ -124,11 +127,7 @@ class TORCH_OVERLAP_API CallRecord {
   c10::SmallVector<std::weak_ptr<CallObserver>, 1> observers;
 
   bool is_p2p() const { return primitive == Primitive::p2p; }
-  // All ranks issue it. The others, with those of windows, are a matter of one rank or two.
-  bool is_collective() const {
-    return !is_p2p() && primitive != Primitive::put && primitive != Primitive::signal &&
-           primitive != Primitive::wait_signal;
-  }
+  bool is_collective() const { return torch_overlap::is_collective(primitive); }
   // Whether reduce_op means anything.
   bool has_reduction() const {
     return primitive == Primitive::all_reduce || primitive == Primitive::reduce ||

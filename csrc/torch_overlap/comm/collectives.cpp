@@ -126,8 +126,9 @@ Checker TorchComm::checker(std::string_view op) const {
 void TorchComm::check_tag(const Checker& check, int tag) const {
   TORCH_OVERLAP_CHECK(tag >= 0, kValue, check.op, ": expected a tag >= 0, got ", tag);
   TORCH_OVERLAP_CHECK(tag == 0 || has_tags(), kUnsupported, check.op,
-                      ": expected tag 0 on backend '", backend_name_, "', which sends no tags, got ",
-                      tag, "; messages between two ranks match in order of issue");
+                      ": expected tag 0 on backend '", backend_name_,
+                      "', which sends no tags, got ", tag,
+                      "; messages between two ranks match in order of issue");
 }
 
 bool TorchComm::has_tags() const { return membership()->backend->has_tags(); }
@@ -154,9 +155,10 @@ WorkPtr TorchComm::recv(const Tensor& tensor, int src, bool async_op, const OpOp
   if (src == kAnySource) {
     TORCH_OVERLAP_CHECK(has_tags(), kUnsupported, "recv: expected a source rank on backend '",
                         backend_name_, "', got any; pass src");
-    TORCH_OVERLAP_CHECK(tensor.numel() > 0, kValue,
-                        "recv: expected a tensor with elements to receive from any rank, got sizes ",
-                        tensor.sizes(), "; an empty message is not sent");
+    TORCH_OVERLAP_CHECK(
+        tensor.numel() > 0, kValue,
+        "recv: expected a tensor with elements to receive from any rank, got sizes ",
+        tensor.sizes(), "; an empty message is not sent");
   } else {
     check.rank_in_range(src, "src");
   }
@@ -191,10 +193,11 @@ WorkPtr TorchComm::batch_send_recv(std::vector<P2POp> ops, bool async_op,
       self_sends.size(), " and ", self_recvs.size());
   for (size_t i = 0; i < self_sends.size(); ++i) {
     const at::Tensor& sent = self_sends[i]->tensor;
-    TORCH_OVERLAP_CHECK(self_sends[i]->tag == self_recvs[i]->tag, kValue,
-                        "batch_op_issue: expected a receive from this rank for each tag sent to it, "
-                        "got tag ",
-                        self_sends[i]->tag, " sent and ", self_recvs[i]->tag, " received");
+    TORCH_OVERLAP_CHECK(
+        self_sends[i]->tag == self_recvs[i]->tag, kValue,
+        "batch_op_issue: expected a receive from this rank for each tag sent to it, "
+        "got tag ",
+        self_sends[i]->tag, " sent and ", self_recvs[i]->tag, " received");
     check.tensor_like(self_recvs[i]->tensor, sent, "a receive from this rank");
     check.numel(self_recvs[i]->tensor, sent.numel(), "a receive from this rank");
   }
@@ -274,7 +277,7 @@ WorkPtr TorchComm::all_gather_single(const Tensor& output, const Tensor& input, 
   const Checker check = checker("all_gather_single");
   check.tensor(input, "input");
   check.tensor_like(output, input, "output");
-  check.numel(output, input.numel() * check.size, "output");
+  check.numel_of_all(output, input, "output", "input");
   Call call = make_call(OpName::all_gather_single, Primitive::all_gather, input);
   call.out.flat = output;
   check_in_place_or_apart(check, input, call.out, "an output");
@@ -318,7 +321,7 @@ WorkPtr TorchComm::gather_single(const Tensor& output, const Tensor& input, int 
   call.root = root;
   if (check.rank == root) {
     check.tensor_like(output, input, "output");
-    check.numel(output, input.numel() * check.size, "output");
+    check.numel_of_all(output, input, "output", "input");
     call.out.flat = output;
     check_in_place_or_apart(check, input, call.out, "an output");
   }
@@ -347,7 +350,7 @@ WorkPtr TorchComm::reduce_scatter_single(const Tensor& output, const Tensor& inp
   const Checker check = checker("reduce_scatter_single");
   check.tensor(output, "output");
   check.tensor_like(input, output, "input");
-  check.numel(input, output.numel() * check.size, "input");
+  check.numel_of_all(input, output, "input", "output");
   check.reduction(output, op);
   Call call = make_call(OpName::reduce_scatter_single, Primitive::reduce_scatter, output);
   call.in.flat = input;

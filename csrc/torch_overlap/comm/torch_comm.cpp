@@ -200,6 +200,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
 }
 
 WorkPtr TorchComm::launch(const Membership& members, Call call) {
+  call.sequence = members.context.record->take_number(call.primitive);
   call.bump_versions(members.context.rank);
   FlightRecorder& recorder = FlightRecorder::of_process();
   if (!recorder.is_enabled() && hooks_->record.empty()) {

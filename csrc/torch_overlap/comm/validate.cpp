@@ -112,6 +112,15 @@ void Checker::numel(const at::Tensor& tensor, int64_t expected, const ArgumentNa
                       " elements, got ", tensor.numel(), " (sizes ", tensor.sizes(), ")");
 }
 
+void Checker::numel_of_all(const at::Tensor& tensor, const at::Tensor& part, std::string_view what,
+                           std::string_view part_name) const {
+  const int64_t expected = size * part.numel();
+  TORCH_OVERLAP_CHECK(tensor.numel() == expected, kValue, op, ": expected ", what, " of ", expected,
+                      " elements, which is ", size, " ranks x ", part.numel(), " of ", part_name,
+                      " (sizes ", part.sizes(), "), got ", tensor.numel(), " (sizes ",
+                      tensor.sizes(), ")");
+}
+
 namespace {
 
 // Others move as they are, and are not added up.

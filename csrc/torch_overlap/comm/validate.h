@@ -57,6 +57,9 @@ struct Checker {
   // No two outputs share memory.
   void outputs_apart(const std::vector<at::Tensor>& outputs, std::string_view what) const;
   void numel(const at::Tensor& tensor, int64_t expected, const ArgumentName& what) const;
+  // As many elements as all ranks' `part` together; `part_name` is how errors call that.
+  void numel_of_all(const at::Tensor& tensor, const at::Tensor& part, std::string_view what,
+                    std::string_view part_name) const;
   // check_reduction(), and a factor that is a tensor fits. `tensor` is written.
   void reduction(const at::Tensor& tensor, const ReduceOp& op) const;
 

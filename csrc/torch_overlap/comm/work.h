@@ -47,8 +47,8 @@ class TORCH_OVERLAP_API TorchWork {
   virtual std::exception_ptr exception() = 0;
 
   // Calls `callback` once when the operation is done: on the caller's thread if it is already, else
-  // on a thread for callbacks, which may issue operations and wait for them. Host operations only; a
-  // CUDA work has stream() instead.
+  // on a thread for callbacks, which may issue operations and wait for them. Host operations only;
+  // a CUDA work has stream() instead.
   virtual void on_completion(std::function<void(std::exception_ptr)> callback) = 0;
   // The sender of a receive from any rank, once that is done; -1 before, and of everything else.
   virtual int source() { return -1; }

@@ -31,7 +31,8 @@ TEST(Failures, AMissingRankIsNamedByTheOthersWithinTheTimeout) {
               error_of([&] { comm->all_reduce(x, RedOpType::SUM, async_op)->wait(); });
           EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
           EXPECT_TRUE(contains(error.what(), "all_reduce #")) << error.what();
-          EXPECT_TRUE(contains(error.what(), "rank 2 did not arrive within the timeout of 300 ms")) << error.what();
+          EXPECT_TRUE(contains(error.what(), "rank 2 did not arrive within the timeout of 300 ms"))
+              << error.what();
           // From now on everything says what happened first.
           const Error next = error_of([&] { comm->barrier(false); });
           EXPECT_EQ(next.kind(), ErrorKind::kState);

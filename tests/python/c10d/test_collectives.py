@@ -207,8 +207,6 @@ def unusual_tensors(rank, size, store):
     x = last[rank].clone(memory_format=torch.preserve_format).requires_grad_()
     dist.broadcast(x, src=size - 1)
     same(x.detach(), last[size - 1])
-    with pytest.raises(RuntimeError, match="contiguous"):
-        dist.all_reduce(torch.zeros(4, 4)[:, ::2])
 
     # Inputs that are only read are copied.
     wide = inputs_of_all_ranks(size, 6, 4)
@@ -300,9 +298,6 @@ def point_to_point(rank, size, store):
             x = poisoned(3)
             assert dist.recv(x, 0) == 0
             same(x, torch.full((3,), float(i)))
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="pass src"):
-            dist.recv(poisoned(1))
 
     # A ring as one batch, and sends and receives of several peers in an order that would deadlock one by one.
     output = poisoned(9)
@@ -418,9 +413,9 @@ def failed_coalescing(rank, size, store):
     def fail_halfway():
         with dist._coalescing_manager(group, cpu, async_ops=True):
             dist.isend(mine[rank] + 100, peer)
-            dist.broadcast(mine[rank].view(2, 3)[:, :2], src=0)
+            dist.all_gather([poisoned(5) for _ in range(size)], mine[rank])
 
-    with pytest.raises(RuntimeError, match=r"broadcast: expected .*contiguous"):
+    with pytest.raises(RuntimeError, match=r"all_gather: expected tensor_list\[0\] of 6 elements"):
         fail_halfway()
     # What the manager itself leaves behind when its body raises.
     dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)

@@ -161,7 +161,6 @@ def test_abort_with_pending_receives_of_several_pairs(size):
         assert took < 8
 
 
-
 def works(rank, size, store):
     device = init(rank, size, store)
     x = torch.full((1 << 20,), rank + 1.0, device=device)

@@ -17,9 +17,7 @@ from torch_overlap.testing import run_ranks
 
 
 def init(rank, size, store, seconds=60, backend="torch_overlap"):
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
 
 
 def wait_future(x, group):

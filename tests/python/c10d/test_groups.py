@@ -299,3 +299,19 @@ def test_the_interpreter_ends_although_groups_live():
     assert aborted == made
     assert "of process groups destroy_process_group()" in done.stderr
     assert all(f"'{name}'" in done.stderr for name in made)
+
+
+def looks_once(rank, size, store):
+    init(rank, size, store)
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError, match="Rank 0 timed out in monitoredBarrier.* Rank 1 failed to pass .* in 0 ms"
+        ):
+            dist.group.WORLD.monitored_barrier(timedelta(seconds=0))
+        store.set("looked", "1")
+    else:
+        store.wait(["looked"], timedelta(seconds=50))
+
+
+def test_a_monitored_barrier_with_timeout_zero_looks_once():
+    run_ranks(looks_once, 2, comm=False)

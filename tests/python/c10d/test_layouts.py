@@ -34,7 +34,7 @@ def test_every_operation_keeps_the_logical_order(size):
 
 def cuda_sweep(rank, size, store, seed, device_id):
     torch.cuda.set_device(gpu_of(rank))
-    device = torch.device("cuda", gpu_of(rank))
+    device = gpu_of(rank)
     dist.init_process_group("torch_overlap", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60),
                             device_id=device if device_id else None)  # fmt: skip
     layout_cases.run_all(rank, size, seed, device)

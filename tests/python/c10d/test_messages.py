@@ -159,7 +159,8 @@ def mismatched(rank, size, store):
     messages = []
     for number in range(3):
         group = None
-        init(rank, size, dist.PrefixStore(str(number), store), seconds=1)
+        init(rank, size, dist.PrefixStore(str(number), store), seconds=2)
+        dist.barrier()
         try:
             if number == 0:
                 dist.all_reduce(torch.ones(4 + 4 * rank))

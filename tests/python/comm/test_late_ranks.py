@@ -73,7 +73,11 @@ def run_end_of_a_set_up(comm: to.TorchComm, what: str, how: str) -> None:
             threading.Timer(0.5, child.abort).start()
         else:  # of an operation that is under way
             pending = child.recv(torch.zeros(1), 1, async_op=True, timeout=timedelta(seconds=0.5))
-        why = "was aborted" if how == "abort" else r"recv #\d+ on '.*': rank 1 did not arrive within the timeout of 500 ms"
+        why = (
+            "was aborted"
+            if how == "abort"
+            else r"recv #\d+ on '.*': rank 1 did not arrive within the timeout of 500 ms"
+        )
         with pytest.raises(to.StateError, match=rf"expected 2 ranks, got none of ranks \[1\] before the end: .*{why}"):
             window.tensor_deregister() if what == "tensor_deregister" else SET_UPS[what](child)
         assert time.monotonic() - begin < 30  # the timeout is minutes

@@ -52,8 +52,8 @@ C10dWork BackendWrapper::broadcast(Tensors& tensors, const c10d::BroadcastOption
     const auto memory = root == getRank()
                             ? read_in_order(tensor)
                             : write_in_order(tensor, parts.copies, /*reads=*/false, "broadcast");
-    parts.works.push_back(comm_for(tensor.device())
-                              ->broadcast(memory, root, opts.asyncOp, op_options(opts.timeout)));
+    parts.works.push_back(
+        comm_for(tensor.device())->broadcast(memory, root, opts.asyncOp, op_options(opts.timeout)));
     return wrap(std::move(parts));
   });
 }
@@ -79,8 +79,7 @@ C10dWork BackendWrapper::all_reduce_each(Tensors& tensors, c10d::OpType type,
                         "all_reduce_coalesced: expected at least one tensor, got none");
     const auto op = from_c10d(opts.reduceOp);
     WorkParts parts{.type = type, .outputs = tensors};
-    for (const auto& memory :
-         write_in_order(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
+    for (const auto& memory : write_in_order(tensors, parts.copies, /*reads=*/true, "all_reduce")) {
       parts.works.push_back(comm_for(memory.device())
                                 ->all_reduce(memory, op, opts.asyncOp, op_options(opts.timeout)));
     }
@@ -96,10 +95,9 @@ C10dWork BackendWrapper::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
     const auto memory = root == getRank()
                             ? write_in_order(tensor, parts.copies, /*reads=*/true, "reduce")
                             : read_in_order(tensor);
-    parts.works.push_back(
-        comm_for(tensor.device())
-            ->reduce(memory, root, from_c10d(opts.reduceOp), opts.asyncOp,
-                     op_options(opts.timeout)));
+    parts.works.push_back(comm_for(tensor.device())
+                              ->reduce(memory, root, from_c10d(opts.reduceOp), opts.asyncOp,
+                                       op_options(opts.timeout)));
     return wrap(std::move(parts));
   });
 }
@@ -111,8 +109,7 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
   return operation([&] {
     WorkParts parts{.type = c10d::OpType::ALLGATHER, .outputs = only(outputs, "all_gather")};
     const auto input = read_in_order(only(inputs, "all_gather"));
-    const auto targets =
-        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather");
+    const auto targets = write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather");
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     parts.works.push_back(same_size(targets)
@@ -170,9 +167,9 @@ C10dWork BackendWrapper::gather_each(Tensors& outputs, Tensors& inputs, c10d::Op
     const auto targets =
         write_in_order(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor");
     for (size_t i = 0; i < sources.size(); ++i) {
-      parts.works.push_back(comm_for(sources[i].device())
-                                ->all_gather_single(targets[i], sources[i], opts.asyncOp,
-                                                    op_options(opts.timeout)));
+      parts.works.push_back(
+          comm_for(sources[i].device())
+              ->all_gather_single(targets[i], sources[i], opts.asyncOp, op_options(opts.timeout)));
     }
     return wrap(std::move(parts));
   });
@@ -201,8 +198,8 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
     const int root = int_rank(opts.rootRank);
     const auto list = read_in_order(root_list(inputs, root == getRank(), "scatter"));
     WorkParts parts{.type = c10d::OpType::SCATTER, .outputs = outputs};
-    const auto target = write_in_order(only(outputs, "scatter"), parts.copies, /*reads=*/false,
-                                       "scatter");
+    const auto target =
+        write_in_order(only(outputs, "scatter"), parts.copies, /*reads=*/false, "scatter");
     parts.works.push_back(
         comm_for(target.device())
             ->scatter(target, list, root, opts.asyncOp, op_options(opts.timeout)));
@@ -268,15 +265,13 @@ C10dWork BackendWrapper::alltoall_base(at::Tensor& output, at::Tensor& input,
     check_rows(input, input_splits, getSize(), "input");
     WorkParts parts{.type = c10d::OpType::ALLTOALL_BASE, .outputs = {output}};
     const auto source = read_in_order(input);
-    const auto target =
-        write_in_order(output, parts.copies, /*reads=*/false, "all_to_all_single");
+    const auto target = write_in_order(output, parts.copies, /*reads=*/false, "all_to_all_single");
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     const bool even = output_splits.empty() && input_splits.empty();
-    parts.works.push_back(
-        even ? comm->all_to_all_single(target, source, opts.asyncOp, options)
-             : comm->all_to_all_v_single(target, source, output_splits, input_splits, opts.asyncOp,
-                                         options));
+    parts.works.push_back(even ? comm->all_to_all_single(target, source, opts.asyncOp, options)
+                               : comm->all_to_all_v_single(target, source, output_splits,
+                                                           input_splits, opts.asyncOp, options));
     return wrap(std::move(parts));
   });
 }

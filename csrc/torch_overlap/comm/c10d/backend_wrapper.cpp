@@ -79,7 +79,7 @@ BackendWrapper::CommPtr BackendWrapper::make_comm(const BackendOptions& group, M
 // Owns all it needs: the thread that makes a communicator may outlive the group.
 PairComms::Make BackendWrapper::pair_maker() const {
   return [store = store_, options = options_, rank = getRank()](const PairKey& key,
-                                                               c10::Device device) {
+                                                                c10::Device device) {
     const std::string suffix = concat(".p2p", key.src, "-", key.dst,
                                       key.tag == 0 ? std::string() : concat(".tag", key.tag));
     return make_comm(*options, options->timeout, device, suffix,
@@ -103,8 +103,8 @@ BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eage
   if (auto comm = existing()) return comm;
   const std::lock_guard making(making_);
   if (auto comm = existing()) return comm;
-  auto comm = make_comm(*options_, Ms(timeout_ms_.load()), device, "", store_,
-                        {getRank(), getSize()});
+  auto comm =
+      make_comm(*options_, Ms(timeout_ms_.load()), device, "", store_, {getRank(), getSize()});
   const std::lock_guard lock(mutex_);
   slots_[type] = Slot{comm, eager};
   return comm;
@@ -208,8 +208,7 @@ void BackendWrapper::close_pairs(std::string_view why) {
   }
   if (!pairs_) return;
   pairs_->close(concat("send/recv: expected a live process group, got '", options_->group_name,
-                       "', which was ", why,
-                       "; make a new one with torch.distributed.new_group"));
+                       "', which was ", why, "; make a new one with torch.distributed.new_group"));
 }
 
 // At once: freeing one communicator may wait for the device, on which the kernels of the others

@@ -163,8 +163,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
       throw;
     }
   }
-  C10dWork all_reduce_each(Tensors& tensors, c10d::OpType type,
-                           const c10d::AllreduceOptions& opts);
+  C10dWork all_reduce_each(Tensors& tensors, c10d::OpType type, const c10d::AllreduceOptions& opts);
   C10dWork gather_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,
                        const c10d::AllgatherOptions& opts);
   C10dWork reduce_scatter_each(Tensors& outputs, Tensors& inputs, c10d::OpType type,

@@ -95,8 +95,7 @@ at::Tensor write_in_order(const at::Tensor& tensor, std::vector<CopyBack>& copie
 
 std::vector<at::Tensor> write_in_order(const std::vector<at::Tensor>& tensors,
                                        std::vector<CopyBack>& copies, bool reads,
-                                       std::string_view op,
-                                       const std::vector<at::Tensor>& inputs) {
+                                       std::string_view op, const std::vector<at::Tensor>& inputs) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());

@@ -44,10 +44,10 @@ class JoinedWork final : public c10d::Work {
     using Clock = std::chrono::steady_clock;
     const auto begin = Clock::now();
     for (const auto& work : works_) {
-      const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin);
-      work->wait(timeout == kNoTimeout
-                     ? kNoTimeout
-                     : std::max(timeout - passed, std::chrono::milliseconds(1)));
+      const auto passed =
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin);
+      work->wait(timeout == kNoTimeout ? kNoTimeout
+                                       : std::max(timeout - passed, std::chrono::milliseconds(1)));
     }
     return true;
   }

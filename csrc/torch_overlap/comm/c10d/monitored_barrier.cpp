@@ -29,9 +29,9 @@ bool arrives(c10d::Store& store, const std::string& key, Clock::time_point deadl
                                Milliseconds timeout) {
   const bool several = missing.find(',') != std::string::npos;
   fail(ErrorKind::kTimeout, "monitored_barrier: Rank ", rank,
-       " timed out in monitoredBarrier: expected all ", size, " ranks within ", timeout.count(),
-       " ms, got fewer: ", several ? "Ranks " : "Rank ", missing,
-       " failed to pass monitoredBarrier; look at what ",
+       " timed out in monitoredBarrier: expected all ", size,
+       " ranks, got fewer: ", several ? "Ranks " : "Rank ", missing,
+       " failed to pass monitoredBarrier in ", timeout.count(), " ms; look at what ",
        several ? "those ranks do" : "that rank does");
 }
 

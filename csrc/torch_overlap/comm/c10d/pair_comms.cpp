@@ -28,6 +28,8 @@ std::string describe(const PairKey& key) {
                 key.tag == 0 ? std::string() : concat(" with tag ", key.tag));
 }
 
+}  // namespace
+
 // A message that waits for its communicator. What is asked of it before is answered by the host.
 class QueuedWork final : public c10d::Work {
  public:
@@ -92,8 +94,6 @@ class QueuedWork final : public c10d::Work {
   std::exception_ptr error_;
 };
 
-}  // namespace
-
 // One communicator, or the thread that makes it and then issues what was queued.
 class PairComms::Pair : public std::enable_shared_from_this<Pair> {
  public:
@@ -138,8 +138,8 @@ PairComms::C10dWork PairComms::Pair::issue(Issue issue, const Make& make) {
   TORCH_OVERLAP_CHECK(!is_capturing(device_), kState, "send/recv: expected ", describe(key_),
                       " before the capture too, got the first one inside; send one eagerly first, "
                       "which makes their communicator, or use batch_isend_irecv");
-  Message message{std::move(issue),
-                  c10::make_intrusive<QueuedWork>(-1, c10d::OpType::UNKNOWN), std::nullopt};
+  Message message{std::move(issue), c10::make_intrusive<QueuedWork>(-1, c10d::OpType::UNKNOWN),
+                  std::nullopt};
   auto work = message.work;
   if (!device_.is_cpu()) {
     const c10::impl::VirtualGuardImpl impl(device_.type());
@@ -235,8 +235,8 @@ PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device, Iss
       if (shared_->pairs.size() > kMaxPairs) {
         shared_->pairs.erase(key);
         fail(ErrorKind::kUnsupported, "send/recv: expected at most ", kMaxPairs,
-             " combinations of sender, receiver and tag on this rank, got another: ",
-             describe(key), "; re-use tags, or use batch_isend_irecv without them");
+             " combinations of sender, receiver and tag on this rank, got another: ", describe(key),
+             "; re-use tags, or use batch_isend_irecv without them");
       }
       slot = std::make_shared<Pair>(key, device);
     }

@@ -36,7 +36,7 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
                                                name_of(message.type));
   if (!is_send && message.peer != kAnySource) parts.source = message.peer;
   const auto issue = [is_send, memory, options = op_options(Ms(0))](TorchComm& comm, int peer,
-                                                                   int tag) {
+                                                                    int tag) {
     return is_send ? comm.send(memory, peer, /*async_op=*/true, options, tag)
                    : comm.recv(memory, peer, /*async_op=*/true, options, tag);
   };
@@ -61,13 +61,13 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
 void BackendWrapper::check_pair(const P2POp& message) const {
   const auto op = name_of(message.type);
   TORCH_OVERLAP_CHECK(message.tag >= 0, kValue, op, ": expected a tag >= 0, got ", message.tag);
-  TORCH_OVERLAP_CHECK(message.peer != kAnySource, kUnsupported,
-                      "recv: expected a source rank on ", message.tensor.device().str(),
+  TORCH_OVERLAP_CHECK(message.peer != kAnySource, kUnsupported, "recv: expected a source rank on ",
+                      message.tensor.device().str(),
                       ", got none; NCCL cannot receive from any rank, pass src");
-  TORCH_OVERLAP_CHECK(
-      message.peer >= 0 && message.peer < getSize() && message.peer != getRank(), kValue, op,
-      ": expected a peer among ranks 0 to ", getSize() - 1, " other than ", getRank(), ", got ",
-      message.peer, "; ranks count within the group");
+  TORCH_OVERLAP_CHECK(message.peer >= 0 && message.peer < getSize() && message.peer != getRank(),
+                      kValue, op, ": expected a peer among ranks 0 to ", getSize() - 1,
+                      " other than ", getRank(), ", got ", message.peer,
+                      "; ranks count within the group");
 }
 
 C10dWork BackendWrapper::point_to_point(const P2POp& message) {
@@ -114,8 +114,7 @@ void BackendWrapper::stage_batch(std::vector<P2POp>& ops, std::vector<CopyBack>&
       received.push_back(message.tensor);
     }
   }
-  const auto targets =
-      write_in_order(received, copies, /*reads=*/false, "batch_isend_irecv", sent);
+  const auto targets = write_in_order(received, copies, /*reads=*/false, "batch_isend_irecv", sent);
   auto target = targets.begin();
   for (P2POp& message : ops) {
     if (message.type == P2POp::Type::RECV) message.tensor = *target++;

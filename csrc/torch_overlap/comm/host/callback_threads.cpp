@@ -83,8 +83,8 @@ class CallbackThreads {
   uint64_t num_started_ = 0;
 };
 
-// Never destroyed: its threads run until the process ends. A fork makes its own, since it has none of
-// the threads.
+// Never destroyed: its threads run until the process ends. A fork makes its own, since it has none
+// of the threads.
 struct Holder {
   ForkSafeMutex mutex;
   CallbackThreads* threads = nullptr;

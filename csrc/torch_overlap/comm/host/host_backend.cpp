@@ -21,7 +21,7 @@ namespace torch_overlap {
 namespace {
 
 // How long a rank whose operation timed out waits for others to tell what they wait in.
-constexpr Milliseconds kLateLimit{300};
+constexpr Milliseconds kLateLimit{500};
 
 constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
 
@@ -95,8 +95,8 @@ HostBackend::Lane HostBackend::lane_of(const P2POp& op) const {
   if (op.peer != kAnySource && op.tag == 0) return 1 + op.peer + (is_recv ? context_.size : 0);
   // Behind the fixed lanes: a key for each tag, direction and peer; the last peer is "any".
   const Lane peer = op.peer == kAnySource ? context_.size : op.peer;
-  return num_fixed_lanes(context_.size) + (Lane{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) +
-         peer;
+  return num_fixed_lanes(context_.size) +
+         (Lane{op.tag} * 2 + (is_recv ? 1 : 0)) * (context_.size + 1) + peer;
 }
 
 HostBackend::LaneList HostBackend::lanes_of(const Call& call) const {
@@ -217,7 +217,7 @@ void HostBackend::explain_timeout(const HostWork& work, const std::set<int>& mis
                     compare = late_comparison(work.call(), context_.rank, context_.size, missing,
                                               kLateLimit)] { *why = compare(*store); };
   try {
-    if (!run_bounded(ask, 2 * kLateLimit)) return;
+    if (!run_bounded(ask, kLateLimit + kLateLimit / 2)) return;
   } catch (const std::exception&) {  // the store is gone
     return;
   }

@@ -22,11 +22,12 @@ namespace torch_overlap {
 //
 // Order: collectives run one after the other in the order of launch; so do the sends to one peer
 // under one tag, the receives from one peer under one tag, and those from any rank under one tag.
-// Nothing else waits for each other, so any pattern of matching sends and receives ends. Puts and signals to one rank run in the order of launch, and a wait for
-// a signal keeps nothing else from running. An operation with async_op=false keeps that order too:
-// it runs on the caller's thread when nothing is before it, else it takes its turn. Where the
-// caller looks for signals (base/interrupt.h) and there are other ranks, it always takes its turn,
-// and goes on if a signal ends the caller's wait.
+// Nothing else waits for each other, so any pattern of matching sends and receives ends. Puts and
+// signals to one rank run in the order of launch, and a wait for a signal keeps nothing else from
+// running. An operation with async_op=false keeps that order too: it runs on the caller's thread
+// when nothing is before it, else it takes its turn. Where the caller looks for signals
+// (base/interrupt.h) and there are other ranks, it always takes its turn, and goes on if a signal
+// ends the caller's wait.
 //
 // Timeouts count from launch. The first timeout or error after a message was posted breaks the
 // communicator: everything that runs or waits ends with an error, later launches and finalize()

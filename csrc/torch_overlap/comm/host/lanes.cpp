@@ -84,7 +84,8 @@ void TaskLanes::release(std::span<const Key> lanes) {
 
 void TaskLanes::push(std::vector<Part> parts) {
   std::lock_guard lock(state_->mutex);
-  // All threads or none of the tasks. A lane that waits for its task below is not idle for the next.
+  // All threads or none of the tasks. A lane that waits for its task below is not idle for the
+  // next.
   std::vector<int> lanes;
   std::vector<int> claimed;
   const auto unclaim = [&] {

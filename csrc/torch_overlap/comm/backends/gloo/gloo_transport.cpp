@@ -45,7 +45,8 @@ class GlooTransport::Posted final : public Transfer {
     } catch (const std::exception& error) {
       throw_if_stopped();
       if (HostClock::now() >= deadline) return false;
-      fail(ErrorKind::kRuntime, peer_name(peer_), ": ", error.what());
+      fail(ErrorKind::kRuntime, peer_name(peer_),
+           " died or left while this rank waited for it; gloo says: ", error.what());
     }
     if (ended) return true;
     throw_if_stopped();
