@@ -9,8 +9,8 @@ while a program runs.
 
 An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
 device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches
-counts. It is also for the version of the kernels that it was measured with, and in the cache for those of the libraries:
-an outdated one is not taken.
+counts. It is also for the version of the kernels that it was measured with, and in the cache for those of the
+libraries: an outdated one is not taken.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
     nobody knows whether they are quick.
     """
     content = json.loads(Path(path).read_text())
+    library = _library(content["torch"], content.get("kernels", 1))
     times: dict[tuple[str, Shape, str, int, str], dict[str, float]] = {}
     for row in content["rows"]:
         if row["op"] not in _BENCHED or row["dtype"] not in _DTYPES or row["algorithm"] not in _C._algorithms():
@@ -238,7 +239,7 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
         times.setdefault(case, {})[row["algorithm"]] = round(row["us"], 1)
     return [
         {"op": op, "shape": list(shape), "dtype": dtype, "tp": tp, "mode": mode, "device": content["gpu"],
-         "library": _library(content["torch"], content.get("kernels", 1)), "algorithm": _quickest(op, shape[0], mode, found), "us": found}
+         "library": library, "algorithm": _quickest(op, shape[0], mode, found), "us": found}
         for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
 

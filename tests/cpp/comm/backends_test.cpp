@@ -99,7 +99,7 @@ TEST(Blocks, PartsComeFromTheListOrFromTheFlatTensor) {
 TEST(Call, KeepsEveryTensorAndNamesItself) {
   Call call;
   call.name = OpName::all_gather_v;
-  call.id = 12;
+  call.sequence = 12;
   call.comm = "tp";
   call.tensor = at::ones({1});
   call.in.flat = at::ones({2});

@@ -57,7 +57,7 @@ void run_pairs(int size, milliseconds timeout, const std::function<void(const Ra
         options.timeout = timeout;
         options.abort_process_on_timeout_or_error = false;
         options.store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-        return TorchComm::create("local", device, name + "." + std::to_string(rank), options,
+        return TorchComm::create("local", device, name, options,
                                  RankAndSize{rank == key.src ? 0 : 1, 2});
       };
       PairComms pairs(make);
@@ -74,13 +74,13 @@ TEST(PairComms, ARingOfSendsBeforeAnyReceiveEnds) {
     const int right = (me.rank + 1) % kSize;
     const int left = (me.rank + kSize - 1) % kSize;
     for (int round = 0; round < 3; ++round) {
-      const at::Tensor x = at::full({1000}, me.rank + 10 * round);
+      const at::Tensor x = at::full({1000}, 1.0 * me.rank + 10 * round);
       const at::Tensor y = at::empty({1000});
       const auto sent = me.send(x, right);
       const auto received = me.recv(y, left);
       sent->wait();
       received->wait();
-      EXPECT_TRUE(at::equal(y, at::full({1000}, left + 10 * round)));
+      EXPECT_TRUE(at::equal(y, at::full({1000}, 1.0 * left + 10 * round)));
       EXPECT_TRUE(received->isCompleted());
       EXPECT_TRUE(received->isSuccess());
     }
@@ -94,7 +94,7 @@ TEST(PairComms, MessagesMatchByTagAndInOrder) {
     std::vector<C10dWork> works;
     for (int i = 0; i < kMessages; ++i) {
       for (const int tag : me.rank == 0 ? std::vector<int>{0, 1, 2} : std::vector<int>{2, 0, 1}) {
-        tensors.push_back(at::full({8}, me.rank == 0 ? 10 * tag + i : -1));
+        tensors.push_back(at::full({8}, me.rank == 0 ? 10.0 * tag + i : -1.0));
         works.push_back(me.rank == 0 ? me.send(tensors.back(), 1, tag)
                                      : me.recv(tensors.back(), 0, tag));
       }
@@ -104,7 +104,7 @@ TEST(PairComms, MessagesMatchByTagAndInOrder) {
     for (int i = 0; i < kMessages; ++i) {
       const int tags[] = {2, 0, 1};
       for (int t = 0; t < 3; ++t) {
-        EXPECT_TRUE(at::equal(tensors[3 * i + t], at::full({8}, 10 * tags[t] + i)));
+        EXPECT_TRUE(at::equal(tensors[3 * i + t], at::full({8}, 10.0 * tags[t] + i)));
       }
     }
   });

@@ -36,6 +36,7 @@ std::shared_ptr<CallRecord> make_record(const std::shared_ptr<CommRecord>& comm)
   call.name = OpName::all_reduce;
   call.primitive = Primitive::all_reduce;
   call.tensor = at::ones({2, 3});
+  call.sequence = comm->take_number(call.primitive);
   return std::make_shared<CallRecord>(call, comm);
 }
 

@@ -164,8 +164,9 @@ def cases(seed: int, rank: int, size: int, make: Callable[[], Case], device) -> 
         finish(dist.all_reduce_coalesced([first, second], **how))
         case.check((first, total), (second, total + size))
 
-    for run in (broadcast, all_reduce, reduce, all_gather, all_gather_into_tensor, gather, scatter, reduce_scatter,
-                reduce_scatter_tensor, all_to_all_single, all_to_all_splits, all_to_all, send_recv, batch, coalesced):  # fmt: skip
+    runs = [broadcast, all_reduce, reduce, all_gather, all_gather_into_tensor, gather, scatter, reduce_scatter]
+    runs += [reduce_scatter_tensor, all_to_all_single, all_to_all_splits, all_to_all, send_recv, batch, coalesced]
+    for run in runs:
         yield run.__name__, lambda async_op, run=run: run(make(), async_op=async_op)
 
 
@@ -179,5 +180,5 @@ def run_all(rank: int, size: int, seed: int, device="cpu") -> None:
                     try:
                         run(async_op)
                     except AssertionError as error:
-                        where = f"{name}, async_op={async_op}, {at_root.__name__} on rank {size - 1}, {elsewhere.__name__} elsewhere"
-                        raise AssertionError(f"{where}: {error}") from None
+                        where = f"{at_root.__name__} on rank {size - 1}, {elsewhere.__name__} elsewhere"
+                        raise AssertionError(f"{name}, async_op={async_op}, {where}: {error}") from None

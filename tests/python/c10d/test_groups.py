@@ -305,7 +305,7 @@ def looks_once(rank, size, store):
     init(rank, size, store)
     if rank == 0:
         with pytest.raises(
-            RuntimeError, match="Rank 0 timed out in monitoredBarrier.* Rank 1 failed to pass .* in 0 ms"
+            RuntimeError, match=r"Rank 0 timed out in monitoredBarrier.* Rank 1 failed to pass .* in 0 ms"
         ):
             dist.group.WORLD.monitored_barrier(timedelta(seconds=0))
         store.set("looked", "1")

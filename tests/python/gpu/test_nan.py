@@ -1,4 +1,4 @@
-"""A NaN of any rank propagates through MIN and MAX, at every size, whoever does the operation; elsewhere they are exact."""
+"""A NaN of any rank propagates through MIN and MAX, at every size, by our kernels and over NCCL."""
 
 import pytest
 import torch

@@ -21,7 +21,9 @@ namespace torch_overlap {
 namespace {
 
 // How long a rank whose operation timed out waits for others to tell what they wait in.
-constexpr Milliseconds kLateLimit{500};
+Milliseconds late_limit(Milliseconds timeout) {
+  return std::clamp<Milliseconds>(timeout / 4, Milliseconds(500), Milliseconds(5000));
+}
 
 constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
 
@@ -213,11 +215,12 @@ void HostBackend::explain_timeout(const HostWork& work, const std::set<int>& mis
   if (missing.empty() || context_.store == nullptr || !transport_->hides_mismatches()) return;
   // The store may not answer any more: what it does then is lost with its thread.
   const auto why = std::make_shared<std::string>();
+  const Milliseconds limit = late_limit(work.call().timeout);
   const auto ask = [why, store = context_.store,
                     compare = late_comparison(work.call(), context_.rank, context_.size, missing,
-                                              kLateLimit)] { *why = compare(*store); };
+                                              limit)] { *why = compare(*store); };
   try {
-    if (!run_bounded(ask, kLateLimit + kLateLimit / 2)) return;
+    if (!run_bounded(ask, limit + limit / 2)) return;
   } catch (const std::exception&) {  // the store is gone
     return;
   }
