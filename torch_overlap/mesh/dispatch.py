@@ -305,8 +305,8 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
                 "Sharded: expected Sharded operands, got a DTensor beside them; from_dtensor takes it"
             )
         raise InvalidTypeError(
-            f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them; "
-            "shard(x, mesh) says that it is the same on every rank, from_local how its parts lie"
+            f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them. "
+            "Call shard(x, mesh) if every rank has the same tensor, from_local(x, mesh, spec) if each has its part."
         )
     if kind is slice:
         return slice, value.start, value.stop, value.step
