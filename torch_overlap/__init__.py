@@ -174,7 +174,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch_overlap.mesh when it is first asked for: it imports torch.export and torch.distributed.checkpoint."""
+    """Imports torch_overlap.mesh when it is first asked for: it changes what torch.compile can follow."""
     if name == "mesh":
         return importlib.import_module("torch_overlap.mesh")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -36,7 +36,7 @@ _STRIDED = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
 
 
 def refuse_strides(call: Call) -> None:
-    """Raises UnsupportedError if the caller addresses memory by strides: those of local tensors depend on the layout."""
+    """Raises UnsupportedError if the operator addresses memory by strides: those of local tensors go by the layout."""
     if call.name in _STRIDED:
         raise UnsupportedError(
             f"{call.name}: expected a function of the elements of a value, got one of its memory, and a Sharded has no "

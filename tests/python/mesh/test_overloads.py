@@ -70,7 +70,9 @@ def other_overloads() -> set[Any]:
         packet, before = getattr(aten, name, None), list[str]()
         for overload in [] if packet is None else [getattr(packet, o) for o in packet.overloads()]:
             names = [a.name for a in overload._schema.arguments if not a.kwarg_only]
-            if is_called(overload) and not overload._overloadname.startswith(("prim_", "Tensor_list", "list_", "sublist")):
+            if is_called(overload) and not overload._overloadname.startswith(
+                ("prim_", "Tensor_list", "list_", "sublist")
+            ):
                 is_other = any(a != b for a, b in zip(before, names, strict=False))
                 found |= {overload} if is_other or any("dtype" in n for n in names) else set()
                 before = max(before, names, key=len)
