@@ -6,11 +6,17 @@ work = comm.all_reduce(x, to.ReduceOp.SUM, async_op=True)
 work.wait()
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch_overlap._load import load_library
 
 load_library()
 
-from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, mesh, nn, objcol, ops, tune  # noqa: E402
+if TYPE_CHECKING:
+    from torch_overlap import mesh
+
+from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, nn, objcol, ops, tune  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -165,6 +171,14 @@ __all__ = [
     "tune",
     "window_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch_overlap.mesh when it is first asked for: it changes what torch.compile can follow."""
+    if name == "mesh":
+        return importlib.import_module("torch_overlap.mesh")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
 
 _c10d.register()
 tune.load()

@@ -9,13 +9,14 @@
     local.local_call(call, rule, input_layouts, output_layouts, rank, device=None)
         -> Callable[[Sequence[Tensor]], Tensor | tuple | list], what a rank runs on its own parts
 
-A call without inputs (arange, zeros) has no rule: every rank runs local_call(call, None, [], replicated, rank, device).
+A call without a rule takes whole operands: every rank runs local_call(call, None, replicated, replicated, rank). So
+does one without inputs (arange, zeros), on `device`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +24,25 @@ import torch
 __all__ = ["Call", "Operand"]
 
 
+# Overloads whose arguments mean something else than those of the operator they share a name with. They are operators of
+# their own: no rule for the name holds for them.
+_OTHER_OPERATORS = frozenset({
+    "view.dtype", "view_copy.dtype", "mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype",
+    "repeat_interleave.Tensor", "where.default",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of this global shape."""
+    """A tensor of this global shape.
+
+    `strides`: those that an operator saw when it was captured; None: those of a contiguous tensor. Two operands that
+    differ in nothing else are equal.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = field(default=None, compare=False)
 
 
 class Call:
@@ -36,7 +50,8 @@ class Call:
 
     Attributes:
         target: The operator, as in torch.ops.aten.sum.dim_IntList.
-        name: Without namespace and overload: "sum". Operators of other namespaces keep it: "mine::sum".
+        name: Without namespace and overload: "sum". Operators of other namespaces keep it: "mine::sum". An overload of
+            another meaning is named: "view.dtype".
         args, kwargs: As the schema has them, an Operand in place of each tensor (in lists of tensors too).
         inputs: Those Operands, in order.
         outputs: The tensors of the result, in order.
@@ -56,7 +71,8 @@ class Call:
     ) -> None:
         self.target = target
         namespace, _, rest = str(target).partition(".")
-        self.name = rest.split(".")[0] if namespace == "aten" else f"{namespace}::{rest.split('.')[0]}"
+        name = rest if rest in _OTHER_OPERATORS else rest.split(".")[0]
+        self.name = name if namespace == "aten" else f"{namespace}::{name}"
         self.args = tuple(args)
         self.kwargs = dict(kwargs)
         self.outputs = list(outputs)

@@ -22,6 +22,7 @@ from torch_overlap.mesh.fast_calls import fast_call
 from torch_overlap.mesh.list_index import without_lists
 from torch_overlap.mesh.program import Program, Recorded, Ref
 from torch_overlap.mesh.random_ops import refuse_random
+from torch_overlap.mesh.refused import refuse_strides
 from torch_overlap.mesh.rules import rule_of
 
 __all__ = ["capture"]
@@ -53,8 +54,8 @@ def capture(
     `device`: where the operands live. Arguments that name it mean the device of each rank; others are refused.
 
     Raises:
-        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device, a result that depends
-            on elements (item, nonzero, a mask as index).
+        UnsupportedError: random numbers, writes to a part of a tensor, `out=`, another device, as_strided, a result
+            that depends on elements (item, nonzero, a mask as index).
         Exception: those of torch, for operands that do not fit.
     """
     kwargs = kwargs or {}
@@ -114,6 +115,7 @@ class _Recorder(SchemaCheckMode):
         self._real: dict[int, Tensor] = {}  # what stands for a tensor with data
         self._layouts = layouts
         self._owner: dict[int, int] = {}  # the operand whose tensor this is
+        self._depth = 0  # number of operators that are being taken apart
 
     def argument(self, leaf: Any, device: torch.device | None) -> Any:
         if isinstance(leaf, Operand):
@@ -174,6 +176,8 @@ class _Recorder(SchemaCheckMode):
         operands = self._operands(args), self._operands(kwargs)
         call = Call(func, *operands, [])
         refuse_random(call)
+        if self._depth == 0:
+            refuse_strides(call)
         result = _on_meta(func, args, kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
         outputs = [t for t in outputs if isinstance(t, Tensor)]
@@ -197,7 +201,9 @@ class _Recorder(SchemaCheckMode):
         entry = SHARDED.get(call.name)
         number = self._owner.get(id(args[0]), len(self._layouts)) if entry and args else len(self._layouts)
         layout = self._layouts[number] if number < len(self._layouts) else None
-        if entry is None or layout is None or not args[0].is_floating_point() or args[0].numel() == 0:
+        if entry is None or layout is None or not args[0].is_floating_point():
+            return None
+        if args[0].dim() == 0 or args[0].numel() == 0:
             return None
         dims = entry.dims(*args)
         is_cut = dims is not None and any(layout.dims[d] for d in dims)
@@ -211,10 +217,13 @@ class _Recorder(SchemaCheckMode):
     def _instead(self, function: Callable[[], Any]) -> Any:
         """Records what `function` does; nothing if it writes to parts of tensors or is not to be had."""
         count = len(self.program.steps)
+        self._depth += 1
         try:
             result = self.run(function)
         except UnsupportedError:
             result = NotImplemented
+        finally:
+            self._depth -= 1
         if result is NotImplemented:
             del self.program.steps[count:]
         return result
@@ -275,7 +284,8 @@ def _is_composite(func: Any) -> bool:
 
 
 def _operand(tensor: Tensor) -> Operand:
-    return Operand(tuple(tensor.shape), tensor.dtype)
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return Operand(tuple(tensor.shape), tensor.dtype, strides)
 
 
 def _flat(args: Any) -> list[Any]:

@@ -305,8 +305,8 @@ def _key(value: Any, operands: list[Sharded]) -> Any:
                 "Sharded: expected Sharded operands, got a DTensor beside them; from_dtensor takes it"
             )
         raise InvalidTypeError(
-            f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them; "
-            "shard(x, mesh) says that it is the same on every rank, from_local how its parts lie"
+            f"Sharded: expected Sharded operands, got a plain tensor of shape {tuple(value.shape)} beside them. "
+            "Call shard(x, mesh) if every rank has the same tensor, from_local(x, mesh, spec) if each has its part."
         )
     if kind is slice:
         return slice, value.start, value.stop, value.step
@@ -372,9 +372,8 @@ def _plan(
         outputs = [whole_of(mesh, o.shape, o.dtype) for o in call_.outputs]
         local = local_call(call_, None, [], [spec.layout for spec in outputs], mesh.rank, device)
         return Executed(call_, None, None, [], [], local, outputs)
-    rule = rule_of(call_)
-    if rule is None:
-        rule = OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
+    known = rule_of(call_)
+    rule = known or OpRule.opaque(call_.name, [x.shape for x in call_.inputs], [y.shape for y in call_.outputs])
     sizes = [x.dtype.itemsize for x in (*call_.inputs, *call_.outputs)]
     found = propagate(rule, [spec.layout for spec in inputs], mesh.cost, sizes)
     strategy, plans = found.chosen, found.plans
@@ -387,7 +386,7 @@ def _plan(
             strategy, plans = other, ways
             break
     needed = [spec_of(mesh, to, spec.shape, spec.dtype) for to, spec in zip(strategy.inputs, inputs, strict=True)]
-    local = local_call(call_, rule, strategy.inputs, strategy.outputs, mesh.rank, device)
+    local = local_call(call_, known, strategy.inputs, strategy.outputs, mesh.rank, device)
     # What is made of an anchored value alone, and is as large, stays as well.
     stays = len(inputs) == 1 and inputs[0].anchored and not plans[0].num_sends
     outputs = [

@@ -47,7 +47,7 @@ def _class_loss(
         return loss.sum()
     wide = torch.float32 if logs.dtype in (torch.float16, torch.bfloat16) else logs.dtype  # counts are exact
     counts = (target != ignore).to(wide)
-    total = (counts if own is None else counts * own).sum()
+    total = (counts if own is None else as_type(own, wide).masked_fill(is_ignored, 0)).sum()
     return as_type(as_type(loss, wide).sum() / total, logs.dtype)
 
 

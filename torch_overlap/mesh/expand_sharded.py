@@ -26,18 +26,20 @@ def widened(x: Tensor) -> Tensor:
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same; but a pending sum ends here, once for all uses of it."""
-    return x.clamp(-math.inf, math.inf)
+    """The same; but a pending value ends here, once for all uses of it. (A clamp would drop the gradient of a nan.)"""
+    return x.pow(1)
 
 
-def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """vector_norm by sums, whose gradient is zero where the norm is."""
+def norm_of(x: Tensor, ord: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> Any:
+    """vector_norm by sums, whose gradient is zero where the norm is. Not for negative powers."""
+    if -math.inf < ord < 0:
+        return NotImplemented
     x = as_type(x, torch.float32 if dtype in _HALVES else dtype)
     dims = list(dims)
     if math.isinf(ord):
         out = x.abs().amax(dims, keepdim) if ord > 0 else x.abs().amin(dims, keepdim)
     elif ord == 0:
-        out = (x != 0).to(x.dtype).sum(dims, keepdim)
+        out = x.sign().masked_fill(x != 0, 1).sum(dims, keepdim)  # sign: its gradient is zero
     elif ord == 1:
         out = x.abs().sum(dims, keepdim)
     else:
@@ -58,9 +60,8 @@ def variance_of(x: Tensor, dims: Sequence[int], keepdim: bool, lost: float) -> T
 
 
 def _highest(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The maximum, as a number. Of x itself: where that is pending, it is reduced for what comes next as well."""
-    limits = torch.finfo(x.dtype)
-    return x.amax(list(dims), True).detach().clamp(limits.min, limits.max)
+    """The maximum, without a gradient. Where x is pending, it is reduced for what comes next as well."""
+    return settled(x.amax(list(dims), True).detach())
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -81,6 +82,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     dims = [dim] if isinstance(dim, int) else list(dim)
     result, x = x.dtype, widened(x)
     top = _highest(x, dims)
+    top = top.masked_fill(top.isinf(), 0)  # infinity stays in the sum
     out = (x - top).exp().sum(dims, True).log() + top
     if not keepdim:
         gone = {d % x.dim() for d in dims}
@@ -97,7 +99,7 @@ def _std(*args: Any, **kwargs: Any) -> Tensor:
     return _var(*args, **kwargs).sqrt()
 
 
-def _norm(x: Tensor, ord: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def _norm(x: Tensor, ord: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     return norm_of(x, float(ord), [dim] if isinstance(dim, int) else dim, keepdim, dtype or x.dtype)
 
 

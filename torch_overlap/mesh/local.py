@@ -33,7 +33,7 @@ def local_call(
     The layouts are those of a Strategy of `rule` (None: operands are whole). The parts of all ranks together, as the
     output layouts say, are the result of the operator on the global tensors. Nothing waits for a device, so the
     function may be captured; it is differentiable where the operator is: the gradient of an input is that of the
-    rank's own part.
+    rank's own part. An operator without a rule gets its operands with the strides that it was captured with.
 
     `device`: where tensors are made by an operator without inputs (arange, zeros).
 
@@ -48,11 +48,11 @@ def local_call(
         list(input_layouts),
         rank,
     )
+    if rule is None:
+        return _as_captured(call, _on_device(call, device))
     make = _TABLE.get(call.name)
     local = make(parts) if make is not None and parts.is_cut() else None
-    if local is None:
-        local = _on_device(call, device)
-    return local
+    return _on_device(call, device) if local is None else local
 
 
 class _Parts(NamedTuple):
@@ -91,6 +91,31 @@ def _on_device(call: Call, device: torch.device | None) -> Local:
         return call.target(*args, **kwargs)
 
     return local
+
+
+def _as_captured(call: Call, local: Local) -> Local:
+    """`local` on operands with the strides that the capture saw.
+
+    A composite operator of torch decides by strides what it calls, and what that reads memory with (`_weight_norm`
+    calls a kernel for contiguous tensors). The capture decides once; local tensors may be views.
+    """
+    if not call.inputs:
+        return local
+    strides = [operand.strides for operand in call.inputs]
+    if not any(strides):
+        return lambda tensors: local([t.contiguous() for t in tensors])
+    return lambda tensors: local([_with_strides(t, s) for t, s in zip(tensors, strides, strict=True)])
+
+
+def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """x with these strides (None: contiguous): itself where it has them, else a copy."""
+    if strides is None:
+        return x.contiguous()
+    if x.stride() == strides:
+        return x
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]  # of a dimension that repeats
+    made = torch.empty_strided(once.shape, strides, dtype=x.dtype, device=x.device).copy_(once)
+    return made.expand(x.shape)
 
 
 def _zeros_with_gradient(shape: Sequence[int], value: Any, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_overlap._C import InvalidTypeError, InvalidValueError, MeshComms
 from torch_overlap.mesh._core import Layout
-from torch_overlap.mesh.communication.shard import shard
+from torch_overlap.mesh.communication.shard import part_of
 from torch_overlap.mesh.sharded import Sharded, from_local
 from torch_overlap.mesh.styles import without_styles
 from torch_overlap.mesh.value_spec import Spec, expect_connected, gradient_layout, layout_of, spec_of, used_axes
@@ -111,8 +111,9 @@ def shard_module(
 
 def _part(whole: Tensor, mesh: MeshComms, layout: Layout, *, anchored: bool) -> tuple[Tensor, Spec]:
     with torch.no_grad():
-        part = shard(whole.detach(), mesh, layout)
-    local: Tensor = part.local
+        local: Tensor = part_of(whole.detach(), mesh, layout).local
+        if local.numel() < whole.numel():
+            local = local.clone()  # the part alone, not a view that keeps the whole
     if isinstance(whole, nn.Parameter):
         local = nn.Parameter(local, whole.requires_grad)
     return local, spec_of(mesh, layout, whole.shape, whole.dtype, anchored)
@@ -208,7 +209,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
             )
     with torch.no_grad():
         for name, value in named.items():
-            value.local.copy_(shard(state[name].to(value.device), value.mesh, value.layout).local)
+            value.local.copy_(part_of(state[name].to(value.device), value.mesh, value.layout).local)
 
 
 # --- Gradients ----------------------------------------------------------------------------------

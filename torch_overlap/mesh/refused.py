@@ -1,4 +1,4 @@
-"""Methods of tensors that a Sharded has not: what it says then."""
+"""Methods of tensors, and operators on them, that a Sharded has not: what it says then."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch_overlap._C import UnsupportedError
+from torch_overlap.mesh.call import Call
 
-__all__ = ["REFUSED"]
+__all__ = ["REFUSED", "refuse_strides"]
 
 _OF_MEMORY = "data_ptr untyped_storage storage storage_type is_set_to is_shared is_pinned register_hook"
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor setitem"
@@ -30,3 +31,14 @@ _CHANGES = (
 REFUSED = {name: _refusal(name, _MEMORY) for name in _OF_MEMORY.split()} | {
     f"__{name}__": _refusal(name, _CHANGES) for name in _IN_PLACE.split()
 }
+
+_STRIDED = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
+
+
+def refuse_strides(call: Call) -> None:
+    """Raises UnsupportedError if the operator addresses memory by strides: those of local tensors go by the layout."""
+    if call.name in _STRIDED:
+        raise UnsupportedError(
+            f"{call.name}: expected a function of the elements of a value, got one of its memory, and a Sharded has no "
+            "strides. Call unfold, narrow, diagonal or reshape, or take .local or .full()."
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+
 import torch
 
 from torch_overlap.mesh._core import OpRule
@@ -34,6 +36,7 @@ _NONLINEAR = {
     "binary_cross_entropy_with_logits", "soft_margin_loss",
 }  # fmt: skip
 _CASTS = {"to", "_to_copy"}
+_REINTERPRETED = {"view.dtype", "view_copy.dtype"}
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "relu_", "silu_", "detach_"}  # in graphs that others traced
 _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
            "binary_cross_entropy_with_logits"}  # fmt: skip
@@ -41,7 +44,7 @@ _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "bina
 
 def known_operators() -> list[str]:
     """Names of the ATen operators that have a rule, or come as others that have; the rest runs on whole tensors."""
-    elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | _CASTS | _IN_PLACE | {"mul", "div", "type_as"}
+    elementwise = _LINEAR | _MOVE | _ADD | _NONLINEAR | _CASTS | _REINTERPRETED | _IN_PLACE | {"mul", "div", "type_as"}
     return sorted(elementwise | set(COMPUTE) | set(MOVES) | set(EXPANSIONS))
 
 
@@ -76,16 +79,18 @@ def _find(call: Call) -> OpRule | None:
 def _elementwise(name: str, call: Call) -> str | None:
     has_scalar = len(call.inputs) < 2
     if name == "mul":
-        return "linear" if has_scalar else "multiply"
+        return _scaling(call) if has_scalar else "multiply"
     if name == "div":
         rounds = call.argument(2, "rounding_mode") is not None
         if rounds or call.args[0] is not call.inputs[0]:
             return "nonlinear"
-        return "linear" if has_scalar else "divide"
+        return _scaling(call) if has_scalar else "divide"
     if name in _CASTS or name == "type_as":
         if len(call.inputs) != 1 and name != "type_as":
             return None
         return "move" if len(call.inputs) == 1 and _widens(call.inputs[0].dtype, call.outputs[0].dtype) else "nonlinear"
+    if name in _REINTERPRETED:
+        return "nonlinear" if call.inputs[0].dtype.itemsize == call.outputs[0].dtype.itemsize else None
     if name in _LINEAR:
         trains = "dropout" in name and bool(call.argument(2, "train", True))
         return "nonlinear" if trains else "linear"  # ranks would drop other elements
@@ -96,6 +101,12 @@ def _elementwise(name: str, call: Call) -> str | None:
     if name in _LOSSES and len(call.outputs[0].shape) == 0:
         return "nonlinear" if all(not x.shape for x in call.inputs) else None
     return "nonlinear" if name in _NONLINEAR else None
+
+
+def _scaling(call: Call) -> str:
+    """Of a pending sum, infinity times each term, or each term by 0, is nan where terms have other signs."""
+    number = call.argument(1, "other", 1)
+    return "linear" if cmath.isfinite(number) and (number != 0 or call.name == "mul") else "nonlinear"
 
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:

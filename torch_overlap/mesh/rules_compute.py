@@ -95,8 +95,8 @@ def _group_norm(call: Call) -> OpRule | None:
 
 
 def _batch_norm(call: Call) -> OpRule | None:
-    if call.argument(5, "training", False):
-        return None  # statistics of the whole batch
+    if call.argument(5, "training", False) or len(call.inputs[0].shape) < 2:
+        return None  # statistics of the whole batch; nothing but a batch, of no element
     names = names_of(call.inputs[0].shape)
     return _einsum_rule(call, [names, *[[names[1]]] * (len(call.inputs) - 1)], [names])
 

@@ -36,8 +36,8 @@ def whole(call: Call, index: int, name: str, default: Any) -> list[int]:
 
 
 def _reshape(call: Call) -> OpRule | None:
-    if len(call.inputs) != 1 or call.inputs[0].dtype != call.outputs[0].dtype:
-        return None  # a view as another dtype
+    if len(call.inputs) != 1:
+        return None
     return OpRule.reshape(call.inputs[0].shape, call.outputs[0].shape)
 
 
@@ -146,7 +146,7 @@ def _scatter(call: Call) -> OpRule | None:
 
 
 def _index_add(call: Call) -> OpRule | None:
-    if len(call.inputs) != 3 or len(call.inputs[1].shape) != 1:
+    if len(call.inputs) != 3 or len(call.inputs[1].shape) != 1 or not call.inputs[0].shape:
         return None
     x, _, source = (operand.shape for operand in call.inputs)
     dim = int(call.args[1]) % len(x)

@@ -78,7 +78,8 @@ def run_call(call: Call, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str
         locals_ = [local_call(call, None, [], layouts, rank, torch.device("cpu"))([]) for rank in mesh.ranks]
         return _values(call, locals_, layouts)
     shapes, out_shapes = [x.shape for x in call.inputs], [x.shape for x in call.outputs]
-    rule = rule_of(call) or OpRule.opaque(call.name, shapes, out_shapes)
+    known = rule_of(call)
+    rule = known or OpRule.opaque(call.name, shapes, out_shapes)
     sizes = [x.dtype.itemsize for x in [*call.inputs, *call.outputs]]
     found = propagate(rule, [x.layout for x in inputs], H200, sizes)
     if kinds is not None:
@@ -86,7 +87,7 @@ def run_call(call: Call, inputs: Sequence[Value], mesh: Mesh, *, kinds: list[str
     moved_ = [moved(x, p, y) for x, p, y in zip(inputs, found.plans, found.chosen.inputs, strict=True)]
     locals_ = []
     for index, rank in enumerate(mesh.ranks):
-        local = local_call(call, rule, found.chosen.inputs, found.chosen.outputs, rank)
+        local = local_call(call, known, found.chosen.inputs, found.chosen.outputs, rank)
         locals_.append(local([x.parts[index] for x in moved_]))
     return _values(call, locals_, found.chosen.outputs)
 

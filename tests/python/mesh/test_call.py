@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_overlap import UnsupportedError
-from torch_overlap.mesh import Layout, Mesh
+from torch_overlap.mesh import CostModel, Layout, Mesh, propagate
 from torch_overlap.mesh.call import Call, Operand
 from torch_overlap.mesh.capture import capture
 from torch_overlap.mesh.local import local_call
@@ -239,8 +239,14 @@ def test_an_operator_without_a_rule_is_opaque() -> None:
 
 
 def test_a_view_as_another_type_moves_no_pending_sum() -> None:
+    mesh = Mesh({"x": 2})
     (step,) = capture(Tensor.view, (X, torch.int32)).steps
-    assert rule_of(step.call) is None
+    rule = rule_of(step.call)
+    assert rule is not None
+    (plan,) = propagate(rule, [Layout.parse(mesh, "[],[] P{x}")], CostModel.h200()).plans
+    assert [s.kind for s in plan.steps] == ["all_reduce"]  # the bits of terms are not those of the sum
+    (step,) = capture(Tensor.view, (X, torch.int16)).steps
+    assert rule_of(step.call) is None  # elements are cut
 
 
 def test_threads_take_turns() -> None:

@@ -126,13 +126,28 @@ def test_a_plan_and_its_steps(way: str, seed: int) -> None:
     assert len(kinds) > 1
 
 
+READ = """
+import pickle, sys
+import torch_overlap as to
+assert not [name for name in sys.modules if name.startswith("torch_overlap.mesh")]
+assert not hasattr(to, "no_such_module")
+package = to.mesh
+from torch_overlap import mesh
+from torch_overlap.mesh import Mesh
+assert mesh is package and mesh.Mesh is Mesh
+mesh, plan = pickle.load(sys.stdin.buffer)
+print(mesh.ranks)
+print(plan.explain())
+"""
+
+
 def test_another_process_reads_them(seed: int) -> None:
+    """It imports torch_overlap.mesh when that is first asked for."""
     rng = random.Random(seed)
     mesh = random_mesh(rng)
     plan = plan_reshard(Layout.replicated(mesh, 2), random_layout(rng, mesh, 2), [16, 16], 4, CostModel.h200())
-    code = "import pickle, sys; mesh, plan = pickle.load(sys.stdin.buffer); print(mesh.ranks); print(plan.explain())"
     values = pickle.dumps((mesh, plan))
-    done = subprocess.run([sys.executable, "-c", code], input=values, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", READ], input=values, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().rstrip() == f"{mesh.ranks}\n{plan.explain()}".rstrip()
 

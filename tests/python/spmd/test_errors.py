@@ -44,8 +44,11 @@ def test_operands(seed):
         other = connect("x=2,y=2", r.mesh.comm, name=f"{r.mesh.name}-other")
         y = shard(r.randn(4, 6), other, P("x"))
         with r.sends():
-            message = r"a plain tensor of shape \(4, 6\) beside them; shard\(x, mesh\)"
+            message = (
+                r"a plain tensor of shape \(4, 6\) beside them. Call shard\(x, mesh\) if .* from_local\(x, mesh, spec\)"
+            )
             refused(TypeError, message, torch.add, x, torch.ones(4, 6))
+            refused(TypeError, r"\(2, 4\) beside them. Call shard\(x, mesh\)", lambda: torch.ones(2, 4) @ x)
             refused(TypeError, "a plain tensor", lambda: x * torch.ones(6))
             refused(TypeError, "a plain tensor", torch.cat, [x, torch.ones(1, 6)])
             refused(TypeError, "a plain tensor", F.linear, x, torch.ones(3, 6))

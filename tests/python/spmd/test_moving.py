@@ -16,6 +16,7 @@ from torch_overlap.mesh import (
     ppermute,
     reduce_scatter,
     shard,
+    shard_module,
 )
 
 
@@ -229,3 +230,36 @@ def test_broadcast(text, seed):
         r.check(out, own[plain.ranks[-1]], str(out.layout))
 
     on_mesh(text, body, seed)
+
+
+def test_shard_copies_whatever_the_layout(seed):
+    """The result shares neither memory nor being a leaf with the plain tensor; from_local takes over what it gets."""
+
+    def body(r):
+        for spec in (None, P(), P("x"), P(None, "y"), P(("x", "y")), "[],[]", "[],[] P{x}"):
+            for make in (lambda x: x, lambda x: x.t(), lambda x: x.detach()[:]):
+                x = make(r.randn(6, 6))
+                whole = x.clone()
+                y = shard(x, r.mesh, spec).requires_grad_()
+                assert y.is_leaf
+                assert not x.requires_grad
+                x.fill_(7)
+                torch.testing.assert_close(y.full(), whole)
+                with torch.no_grad():
+                    y.local.fill_(3)
+                assert x.eq(7).all()
+                leaf = whole.requires_grad_()
+                y = shard(leaf, r.mesh, spec)
+                assert not y.is_leaf
+                assert y.requires_grad
+                with torch.no_grad():
+                    leaf.fill_(7)
+                assert not y.full().eq(7).any()
+        x = r.randn(4, 6)
+        assert from_local(x, r.mesh, P()).local is x
+        whole = torch.nn.Linear(6, 6)
+        parameter = whole.weight
+        shard_module(whole, r.mesh, {"weight": P("x"), "bias": P()})
+        assert whole._parameters["weight"].untyped_storage().nbytes() == parameter.untyped_storage().nbytes() // 2
+
+    on_mesh("x=2,y=2", body, seed)

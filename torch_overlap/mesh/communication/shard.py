@@ -20,7 +20,7 @@ from torch_overlap.mesh.sharded import Sharded
 from torch_overlap.mesh.tracing import asked, is_dynamo_compiling
 from torch_overlap.mesh.value_spec import Spec, expect_connected, layout_of, spec_of, whole_of, with_invariant_rest
 
-__all__ = ["ShardOp", "shard"]
+__all__ = ["ShardOp", "part_of", "shard"]
 
 
 class ShardOp(LayoutOperation):
@@ -52,9 +52,12 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
 
     w = shard(w, mesh, P(None, "tp"))
 
-    A plain tensor is the whole one, the same on every rank; each rank keeps its part, and nothing is sent. A Sharded is
-    resharded. A leaf that requires a gradient stays out of it: the result is differentiable with respect to it; for a
-    parameter of which only the part is kept, shard under no_grad and call `requires_grad_()`.
+    A plain tensor is the whole one, the same on every rank. Each rank copies its part, whatever the layout: the result
+    shares no memory with `x`, and nothing is sent. `from_local` copies nothing: it takes over a tensor that the caller
+    gives away, for `P()` the whole one. A Sharded is resharded.
+
+    The result is differentiable with respect to an `x` that requires a gradient, and no leaf then. For a parameter of
+    which only the part is kept, shard under no_grad and call `requires_grad_()`.
 
     Args:
         spec: any spelling of a layout: P("dp", None), a ShardingSpec, entries or DimSpecs, text. Axes that it leaves
@@ -77,18 +80,21 @@ def shard(x: Tensor | Sharded, mesh: MeshComms, spec: Any = None, replicated_axe
         raise InvalidTypeError("shard: expected a plain tensor or a Sharded, got a DTensor; from_dtensor takes it")
     if is_dynamo_compiling():
         source, target = asked(_ends_of_whole, x.shape, x.dtype, mesh, spec, replicated_axes, partial_sum_axes)
-        return Sharded(x, source)._to(target)
+        return Sharded(Sharded(x, source)._to(target).local.clone(), target)
+    out = part_of(x, mesh, spec, replicated_axes, partial_sum_axes)
+    local = out.local
+    if not is_batchedtensor(local) and local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        out.local = local.clone()
+    return out
+
+
+def part_of(x: Tensor, mesh: MeshComms, spec: Any = None, replicated_axes: Iterable[str] = (),
+            partial_sum_axes: Iterable[str] = ()) -> Sharded:  # fmt: skip
+    """`shard` of a plain tensor that the caller gives away: the local tensor may be `x`, or a view of it."""
     if x.device.type != mesh.comm.get_device().type:
         raise InvalidTypeError(f"shard: expected a tensor on {mesh.comm.get_device()}, got one on {x.device}")
     whole = Sharded(x, whole_of(mesh, x.shape, x.dtype))
     out = _shard(whole, spec, replicated_axes, partial_sum_axes)
-    if (
-        out.local is not x
-        and not is_batchedtensor(out.local)
-        and out.local.is_leaf
-        and out.local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    ):
-        out.local = out.local.clone()  # the part alone, not a view that keeps the whole
     out._maker = 0  # the caller's, who may change it
     return out
 
