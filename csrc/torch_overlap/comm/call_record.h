@@ -40,7 +40,7 @@ struct TORCH_OVERLAP_API CommRecord {
   std::atomic<uint64_t> p2p{0};
   std::atomic<uint64_t> one_sided{0};
   // The next number of its kind, counted from 1.
-  TORCH_OVERLAP_API uint64_t take_number(Primitive primitive);
+  uint64_t take_number(Primitive primitive);
   // Numbers the records of one trace, over all its communicators.
   std::atomic<uint64_t>* trace_ids = nullptr;
 
