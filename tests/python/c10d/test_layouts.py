@@ -93,6 +93,22 @@ def shared_outputs(rank, size, store):
     dist.all_reduce_coalesced([whole[:4], whole[2:]])
     torch.testing.assert_close(whole, sum(torch.arange(6.0) + r for r in range(size)))
 
+    # An input that outputs overlap, other than in place: on one rank it is in place, and no rank may be left alone.
+    same = torch.full((3, 3), rank + 1.0)
+    dist.all_gather([same] * size, same)
+    assert (same == size).all()
+    shifted = torch.arange(2.0 * size + 1) + 100 * rank
+    expected = torch.cat([torch.tensor([1.0, 2.0]) + 100 * r for r in range(size)])
+    dist.all_gather_into_tensor(shifted[: 2 * size], shifted[1:3])
+    torch.testing.assert_close(shifted[: 2 * size], expected)
+    shifted = torch.arange(2.0 * size + 1) + 100 * rank
+    expected = sum(torch.arange(2.0 * size)[2 * rank : 2 * rank + 2] + 100 * r for r in range(size))
+    dist.reduce_scatter_tensor(shifted[1:3], shifted[: 2 * size])
+    torch.testing.assert_close(shifted[1:3], expected)
+    row = torch.arange(4.0).reshape(2, 2) + 10 * rank
+    dist.reduce_scatter(row[0], [row[1], row[0]])  # rank 0 gets the sum of row 1, rank 1 that of row 0
+    torch.testing.assert_close(row[0], sum(torch.arange(4.0).reshape(2, 2)[1 - rank] + 10 * r for r in range(size)))
+
     # A batch that receives twice into one buffer, as pipelining's set-up does, and into what it sends.
     buffer, peer = torch.zeros(2), 1 - rank
     ops = [dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank + i), peer) for i in range(2)]

@@ -8,6 +8,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 #include "torch_overlap/comm/c10d/convert.h"
+#include "torch_overlap/common/shared_memory.h"
 
 namespace torch_overlap {
 namespace {
@@ -25,6 +26,36 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs, std::string_view
   TORCH_OVERLAP_CHECK(outputs.size() == inputs.size() && !inputs.empty(), kValue, op,
                       ": expected as many outputs as inputs, at least one, got ", outputs.size(),
                       " and ", inputs.size());
+}
+
+// The inputs if an output shares memory with one of them: then such outputs are staged, so that
+// inputs stay until they are read. Empty if they share none but where the operation works in place:
+// for a pair (output, input) that `may_be_same` allows, the same memory, or one of the two being
+// the part of rank `own` in the other.
+template <typename MayBeSame>
+Tensors inputs_to_keep(const Tensors& outputs, const Tensors& inputs, int own,
+                       const MayBeSame& may_be_same) {
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    const MemoryRange out = memory_range(outputs[o]);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const MemoryRange in = memory_range(inputs[i]);
+      if (!out.meets(in)) continue;
+      const auto& [whole, part] =
+          outputs[o].numel() > inputs[i].numel() ? std::pair(out, in) : std::pair(in, out);
+      const bool is_part = outputs[o].numel() != inputs[i].numel();
+      const uintptr_t offset = is_part ? own * (part.end - part.begin) : 0;
+      if (!may_be_same(o, i) || part.begin != whole.begin + offset) return inputs;
+    }
+  }
+  return {};
+}
+
+// Pairs of one output and one input each, and one output or input for each rank.
+bool is_same_index(size_t output, size_t input) { return output == input; }
+auto is_index_of(int rank) {
+  return [rank](size_t output, size_t input) {
+    return std::max(output, input) == static_cast<size_t>(rank);
+  };
 }
 
 // Equal parts of an all-to-all are rows of dimension 0.
@@ -109,7 +140,9 @@ C10dWork BackendWrapper::allgather(TensorLists& outputs, Tensors& inputs,
   return operation([&] {
     WorkParts parts{.type = c10d::OpType::ALLGATHER, .outputs = only(outputs, "all_gather")};
     const auto input = read_in_order(only(inputs, "all_gather"));
-    const auto targets = write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather");
+    const auto targets =
+        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather",
+                       inputs_to_keep(parts.outputs, {input}, getRank(), is_index_of(getRank())));
     const auto comm = comm_for(input.device());
     const auto options = op_options(opts.timeout);
     parts.works.push_back(same_size(targets)
@@ -165,7 +198,8 @@ C10dWork BackendWrapper::gather_each(Tensors& outputs, Tensors& inputs, c10d::Op
     WorkParts parts{.type = type, .outputs = outputs};
     const auto sources = read_in_order(inputs);
     const auto targets =
-        write_in_order(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor");
+        write_in_order(outputs, parts.copies, /*reads=*/false, "all_gather_into_tensor",
+                       inputs_to_keep(outputs, sources, getRank(), is_same_index));
     for (size_t i = 0; i < sources.size(); ++i) {
       parts.works.push_back(
           comm_for(sources[i].device())
@@ -182,7 +216,9 @@ C10dWork BackendWrapper::gather(TensorLists& outputs, Tensors& inputs,
     WorkParts parts{.type = c10d::OpType::GATHER,
                     .outputs = root_list(outputs, root == getRank(), "gather")};
     const auto input = read_in_order(only(inputs, "gather"));
-    const auto targets = write_in_order(parts.outputs, parts.copies, /*reads=*/false, "gather");
+    const auto targets =
+        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "gather",
+                       inputs_to_keep(parts.outputs, {input}, root, is_index_of(root)));
     parts.works.push_back(
         comm_for(input.device())
             ->gather(targets, input, root, opts.asyncOp, op_options(opts.timeout)));
@@ -198,8 +234,10 @@ C10dWork BackendWrapper::scatter(Tensors& outputs, TensorLists& inputs,
     const int root = int_rank(opts.rootRank);
     const auto list = read_in_order(root_list(inputs, root == getRank(), "scatter"));
     WorkParts parts{.type = c10d::OpType::SCATTER, .outputs = outputs};
-    const auto target =
-        write_in_order(only(outputs, "scatter"), parts.copies, /*reads=*/false, "scatter");
+    (void)only(outputs, "scatter");
+    const auto target = write_in_order(outputs, parts.copies, /*reads=*/false, "scatter",
+                                       inputs_to_keep(outputs, list, root, is_index_of(root)))
+                            .front();
     parts.works.push_back(
         comm_for(target.device())
             ->scatter(target, list, root, opts.asyncOp, op_options(opts.timeout)));
@@ -212,8 +250,11 @@ C10dWork BackendWrapper::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   return operation([&] {
     const auto list = read_in_order(only(inputs, "reduce_scatter"));
     WorkParts parts{.type = c10d::OpType::REDUCE_SCATTER, .outputs = outputs};
-    const auto target = write_in_order(only(outputs, "reduce_scatter"), parts.copies,
-                                       /*reads=*/false, "reduce_scatter");
+    (void)only(outputs, "reduce_scatter");
+    const auto target =
+        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter",
+                       inputs_to_keep(outputs, list, getRank(), is_index_of(getRank())))
+            .front();
     const auto comm = comm_for(target.device());
     const auto op = from_c10d(opts.reduceOp);
     const auto options = op_options(opts.timeout);
@@ -244,7 +285,8 @@ C10dWork BackendWrapper::reduce_scatter_each(Tensors& outputs, Tensors& inputs, 
     WorkParts parts{.type = type, .outputs = outputs};
     const auto sources = read_in_order(inputs);
     const auto targets =
-        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor");
+        write_in_order(outputs, parts.copies, /*reads=*/false, "reduce_scatter_tensor",
+                       inputs_to_keep(outputs, sources, getRank(), is_same_index));
     for (size_t i = 0; i < sources.size(); ++i) {
       parts.works.push_back(comm_for(targets[i].device())
                                 ->reduce_scatter_single(targets[i], sources[i], op, opts.asyncOp,
