@@ -20,8 +20,9 @@ Tensor reshard_kernel(const Tensor& x, std::string_view mesh, std::string_view f
   }
   TORCH_OVERLAP_CHECK(fits, kValue, "reshard: expected the local part of ", list_string(shape),
                       " under ", from, ", ",
-                      list_string(mesh::local_shape(plan->from, shape, comms->rank())), ", got ",
-                      x.sym_sizes());
+                      list_string(mesh::local_shape(plan->from, shape, comms->rank())),
+                      ", for x, got shape ", x.sym_sizes(),
+                      ". Pass the layout that x has, and the shape of the whole tensor.");
   Tensor y = x;
   for (const mesh::Step& step : plan->steps) y = run_step(y, step, shape, *comms);
   return y;
