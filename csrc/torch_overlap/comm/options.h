@@ -94,8 +94,8 @@ TORCH_OVERLAP_API ResolvedOptions resolve_options(const CommOptions& options);
 // Puts an operation's or a child's hints over `options`, the known ones into their fields.
 TORCH_OVERLAP_API void merge_hints(ResolvedOptions& options, const Hints& hints);
 
-// One warning for the hints that nobody warned of yet. It names the backend that got them, and those
-// that it knows: `known`, its own, and the ones above.
+// One warning for the hints that nobody warned of yet. It names the backend that got them, and
+// those that it knows: `known`, its own, and the ones above.
 TORCH_OVERLAP_API void warn_unknown_hints(const Hints& hints, std::string_view backend,
                                           std::vector<std::string_view> known = {});
 

@@ -287,8 +287,8 @@ std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at:
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_quantizable(op, x, options);
   TORCH_OVERLAP_CHECK(is_tensor_scaling(options.scaling), kValue, op,
-                      ": expected a scaling_mode with one factor, got ",
-                      to_string(options.scaling), ". Use quantize.");
+                      ": expected a scaling_mode with one factor, got ", to_string(options.scaling),
+                      ". Use quantize.");
   check_scale(op, x, scale);
   if (auto done = by_kernels(op, x, options, scale)) return std::move(*done);
   Quantized out;

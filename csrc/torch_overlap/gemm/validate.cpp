@@ -99,9 +99,9 @@ void check_8_bit_sizes(std::string_view op, const GemmProblem& problem) {
                       "; pad rhs with zeros");
   for (const auto side : {Side::kLhs, Side::kRhs}) {
     const auto& data = side == Side::kLhs ? problem.lhs.data : problem.rhs.data;
-    const bool aligned = data.numel() == 0 ||
-                         ((data.size(0) == 1 || data.stride(0) % kAlignment == 0) &&
-                          reinterpret_cast<uintptr_t>(data.const_data_ptr()) % kAlignment == 0);
+    const bool aligned =
+        data.numel() == 0 || ((data.size(0) == 1 || data.stride(0) % kAlignment == 0) &&
+                              reinterpret_cast<uintptr_t>(data.const_data_ptr()) % kAlignment == 0);
     TORCH_OVERLAP_CHECK(aligned, kValue, op, ": expected 8-bit ", name_of(side),
                         " whose rows begin at multiples of ", kAlignment, " bytes, got strides ",
                         data.strides(), " and offset ", data.storage_offset(), "; copy it");

@@ -72,7 +72,8 @@ class AllToAll : public Function<AllToAll> {
     ctx->saved_data["group_size"] = group_size;
     const BelowAutograd guard;
     if (!async_op) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
-    return noted(kAllToAll, x, start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+    return noted(kAllToAll, x,
+                 start(materialized(x), split_dim, concat_dim, comm, group_size, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

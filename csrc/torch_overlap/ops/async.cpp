@@ -37,7 +37,8 @@ class Pending {
   // `was_waited_for_` is set by the first check that passes, and looked at behind the version.
   void check_input() {
     const bool is_changed = input_.enabled() && input_.current_version() != version_;
-    TORCH_OVERLAP_CHECK(!is_changed || was_waited_for_, kState, "wait_tensor: expected the input of ", op_,
+    TORCH_OVERLAP_CHECK(!is_changed || was_waited_for_, kState,
+                        "wait_tensor: expected the input of ", op_,
                         "_async unchanged until its result is waited for, got one that was "
                         "changed in place. Call wait_tensor before the change, or pass a clone.");
     was_waited_for_ = true;

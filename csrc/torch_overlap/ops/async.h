@@ -11,13 +11,14 @@
 // here which work writes it; wait_tensor() waits for that work.
 //
 // The table holds works and version counters, never tensors: a work keeps its own tensors alive
-// until it is done, so a result that dies unwaited is written to the end, in memory that nobody else
-// has, and is then freed. Its entry goes with it. Threads: any.
+// until it is done, so a result that dies unwaited is written to the end, in memory that nobody
+// else has, and is then freed. Its entry goes with it. Threads: any.
 //
-// The input. The communicator may read it at any time before the first wait, on a CPU in a thread of
-// its own, on a GPU on another stream, so a change in between is a race. Such a change is an error
-// of the caller, as it is for a tensor that autograd saved, and is found in the same way: by the
-// version of the input. A copy of every input would find nothing and cost its time on every call.
+// The input. The communicator may read it at any time before the first wait, on a CPU in a thread
+// of its own, on a GPU on another stream, so a change in between is a race. Such a change is an
+// error of the caller, as it is for a tensor that autograd saved, and is found in the same way: by
+// the version of the input. A copy of every input would find nothing and cost its time on every
+// call.
 namespace torch_overlap::ops {
 
 // `out` is fresh memory that `work` writes and `op` made of `input`. A null work sent nothing.

@@ -16,12 +16,11 @@ namespace {
 // In the dtype and on the device of x.
 void check_like_x(std::string_view op, const Argument& argument, const at::Tensor& x,
                   const at::Tensor& got) {
-  TORCH_OVERLAP_CHECK(x.scalar_type() == got.scalar_type(), kType, op, ": expected a ",
-                      argument.name, " of dtype ", x.scalar_type(), " as x for ", argument,
-                      ", got ", got.scalar_type(), ". Convert one of them.");
-  TORCH_OVERLAP_CHECK(x.device() == got.device(), kType, op, ": expected a ", argument.name,
-                      " on device ", x.device(), " as x for ", argument, ", got ", got.device(),
-                      ". Move one of them.");
+  TORCH_OVERLAP_CHECK(x.scalar_type() == got.scalar_type(), kType, op, ": expected ", argument,
+                      " of dtype ", x.scalar_type(), " as x, got ", got.scalar_type(),
+                      ". Convert one of them.");
+  TORCH_OVERLAP_CHECK(x.device() == got.device(), kType, op, ": expected ", argument, " on device ",
+                      x.device(), " as x, got ", got.device(), ". Move one of them.");
 }
 
 }  // namespace
@@ -76,9 +75,7 @@ void check_unscaled(std::string_view op, const at::Tensor& x) {
 
 std::ostream& operator<<(std::ostream& out, const Argument& argument) {
   if (argument.index < 0) return out << argument.name;
-  // The lists are called weights and biases.
-  out << argument.name << (argument.name.ends_with('s') ? "es[" : "s[");
-  return out << argument.index << ']';
+  return out << argument.list << '[' << argument.index << ']';
 }
 
 void check_weight_shape(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
@@ -86,10 +83,9 @@ void check_weight_shape(std::string_view op, const at::Tensor& x, const at::Tens
   const auto k = x.sym_size(-1) * ranks;
   TORCH_OVERLAP_CHECK(
       weight.dim() == 2 && k.sym_eq(weight.sym_size(1)).expect_true(__FILE__, __LINE__), kValue, op,
-      ": expected a weight [out_features, in_features] with in_features ", k,
-      ranks == 1 ? " as x" : " as x of all ranks", " for ", Argument{"weight", index},
-      ", got shape ", weight.sym_sizes(), " for x of shape ", x.sym_sizes(),
-      ". Pass weight.t() if it is [in_features, out_features].");
+      ": expected ", weight_argument(index), " [out_features, in_features] with in_features ", k,
+      ranks == 1 ? " as x" : " as x of all ranks", ", got shape ", weight.sym_sizes(),
+      " for x of shape ", x.sym_sizes(), ". Pass weight.t() if it is [in_features, out_features].");
 }
 
 void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Tensor& weight,
@@ -97,22 +93,22 @@ void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Ten
   TORCH_OVERLAP_CHECK(
       bias.dim() == 1 &&
           weight.sym_size(0).sym_eq(bias.sym_size(0)).expect_true(__FILE__, __LINE__),
-      kValue, op, ": expected a bias [out_features] of ", weight.sym_size(0), " elements for ",
-      Argument{"bias", index}, ", got shape ", bias.sym_sizes(), " beside a weight of shape ",
-      weight.sym_sizes(), ". Pass the bias of that weight.");
+      kValue, op, ": expected ", bias_argument(index), " [out_features] of ", weight.sym_size(0),
+      " elements, got shape ", bias.sym_sizes(), " beside a weight of shape ", weight.sym_sizes(),
+      ". Pass the bias of that weight.");
 }
 
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight, int64_t index,
                   int64_t ranks) {
   check_unscaled(op, x);
   check_weight_shape(op, x, weight, index, ranks);
-  check_like_x(op, {"weight", index}, x, weight);
+  check_like_x(op, weight_argument(index), x, weight);
 }
 
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
                 const at::Tensor& weight, int64_t index) {
   check_bias_shape(op, bias, weight, index);
-  check_like_x(op, {"bias", index}, x, bias);
+  check_like_x(op, bias_argument(index), x, bias);
 }
 
 void check_weight_count(std::string_view op, size_t weights, size_t biases) {

@@ -31,15 +31,18 @@ void check_dtype(std::string_view op, std::string_view what, const at::Tensor& e
                  const at::Tensor& got);
 // 8-bit floats are no operands where nobody gives their scales.
 void check_unscaled(std::string_view op, const at::Tensor& x);
-// An argument in a message: one tensor, or element `index` of a list of them.
+// An argument in a message: "a weight" of an operator that takes one, or "weights[1]".
 struct Argument {
   std::string_view name;
-  int64_t index = -1;  // -1: it is no list
+  std::string_view list;
+  int64_t index = -1;  // -1: it is in no list
 };
+inline Argument weight_argument(int64_t index) { return {"a weight", "weights", index}; }
+inline Argument bias_argument(int64_t index) { return {"a bias", "biases", index}; }
 std::ostream& operator<<(std::ostream& out, const Argument& argument);
 
-// The operands of a linear layer on x [..., k]: weight [n, k], bias [n]. `index`: in the lists of an
-// operator that takes several. `ranks`: as many share the k that the weight has.
+// The operands of a linear layer on x [..., k]: weight [n, k], bias [n]. `index`: in the lists of
+// an operator that takes several. `ranks`: as many share the k that the weight has.
 void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                   int64_t index = -1, int64_t ranks = 1);
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,

@@ -45,7 +45,8 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
                         " of dtype float8_e4m3fn or float8_e5m2 for ", to_string(mode), ", got ",
                         operand.scalar_type(), "; use torch_overlap.ops.quantize");
     TORCH_OVERLAP_CHECK(scale_inv, kValue, op, ": expected ", what, "_scale_inv for ",
-                        to_string(mode), ", got none (Missing inverse scaling factor). Pass what "
+                        to_string(mode),
+                        ", got none (Missing inverse scaling factor). Pass what "
                         "quantize gave.");
   }
   TORCH_OVERLAP_CHECK(!swizzle || (mode == ScalingMode::MXFP8_1D_SCALING && !scales_swizzled),

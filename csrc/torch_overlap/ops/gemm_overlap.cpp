@@ -173,10 +173,11 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
                       ": expected no aux_in for RS with a method other than BULK, got one. The "
                       "product is what is reduced; aux_in is for BULK.");
-  TORCH_OVERLAP_CHECK(!call.fuse_gelu, kUnsupported, kGemm,
-                      ": expected no fuse_gelu with comm_type RS, got it. GELU is not linear, so it "
-                      "is not that of the ranks' terms of a sum; apply it, or its derivative, to "
-                      "the output.");
+  TORCH_OVERLAP_CHECK(
+      !call.fuse_gelu, kUnsupported, kGemm,
+      ": expected no fuse_gelu with comm_type RS, got it. GELU is not linear, so it "
+      "is not that of the ranks' terms of a sum; apply it, or its derivative, to "
+      "the output.");
   TORCH_OVERLAP_CHECK(!(call.fuse_bias && call.grad), kUnsupported, kGemm,
                       ": expected no bias gradient with comm_type RS, got it. Each rank has only "
                       "its part of that sum over k, which no rank's rows of the output complete; "

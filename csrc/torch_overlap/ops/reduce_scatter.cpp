@@ -60,7 +60,8 @@ class ReduceScatter : public Function<ReduceScatter> {
     ctx->saved_data["factor"] = IValue(factor);
     const BelowAutograd guard;
     if (!async_op) return ops::reduce_scatter(x, dim, op, comm, group_size, factor);
-    return noted(kReduceScatter, x, start(materialized(x), dim, op, comm, group_size, factor, true));
+    return noted(kReduceScatter, x,
+                 start(materialized(x), dim, op, comm, group_size, factor, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

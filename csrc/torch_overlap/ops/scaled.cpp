@@ -55,7 +55,7 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
   const auto modes = scaled_modes(op, scaling_mode);
-  check_quantized(op, {"x"}, x, x_scale_inv, modes.x);
+  check_quantized(op, {.name = "x", .list = {}}, x, x_scale_inv, modes.x);
   TORCH_OVERLAP_CHECK(
       out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,
       ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype,
@@ -71,17 +71,17 @@ void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Ten
                          const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,
                          at::ScalarType out_dtype, const ScaledModes& modes, int64_t index) {
   check_weight_shape(op, x, weight, index);
-  check_quantized(op, {"weight", index}, weight, weight_scale_inv, modes.weight);
-  TORCH_OVERLAP_CHECK(weight.device() == x.device(), kType, op, ": expected a weight on device ",
-                      x.device(), " as x for ", Argument{"weight", index}, ", got ",
+  check_quantized(op, weight_argument(index), weight, weight_scale_inv, modes.weight);
+  TORCH_OVERLAP_CHECK(weight.device() == x.device(), kType, op, ": expected ",
+                      weight_argument(index), " on device ", x.device(), " as x, got ",
                       weight.device(), ". Move one of them.");
   if (!bias) return;
   check_bias_shape(op, *bias, weight, index);
-  TORCH_OVERLAP_CHECK(bias->scalar_type() == out_dtype, kType, op, ": expected a bias of dtype ",
-                      out_dtype, ", that of the result, for ", Argument{"bias", index}, ", got ",
+  TORCH_OVERLAP_CHECK(bias->scalar_type() == out_dtype, kType, op, ": expected ",
+                      bias_argument(index), " of dtype ", out_dtype, ", that of the result, got ",
                       bias->scalar_type(), ". Convert it.");
-  TORCH_OVERLAP_CHECK(bias->device() == x.device(), kType, op, ": expected a bias on device ",
-                      x.device(), " as x for ", Argument{"bias", index}, ", got ", bias->device(),
+  TORCH_OVERLAP_CHECK(bias->device() == x.device(), kType, op, ": expected ", bias_argument(index),
+                      " on device ", x.device(), " as x, got ", bias->device(),
                       ". Move one of them.");
 }
 

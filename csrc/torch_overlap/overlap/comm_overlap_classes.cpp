@@ -120,10 +120,11 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
   const auto buffer = get_buffer();
   const auto chunk = get_buffer(/*local_chunk=*/true);
   GemmArgs whole = args;
-  TORCH_OVERLAP_CHECK(!args.lhs.transposed, kUnsupported, op,
-                      ": expected lhs as it is, [tokens, features], got it transposed. Each element "
-                      "of such a product sums over the tokens of all ranks, so no chunk of them is "
-                      "a product; use BULK, then a product of the gathered tokens.");
+  TORCH_OVERLAP_CHECK(
+      !args.lhs.transposed, kUnsupported, op,
+      ": expected lhs as it is, [tokens, features], got it transposed. Each element "
+      "of such a product sums over the tokens of all ranks, so no chunk of them is "
+      "a product; use BULK, then a product of the gathered tokens.");
   TORCH_OVERLAP_CHECK(args.lhs.scaling != ScalingMode::BLOCK_2D_SCALING && !args.lhs.swizzled,
                       kUnsupported, op,
                       ": expected lhs whose scales have a row for each of its, got ",

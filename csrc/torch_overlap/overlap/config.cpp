@@ -126,11 +126,12 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(!copy_engines_carry_all() || comm_cga_size == 1, kUnsupported, op,
                       ": expected comm_cga_size 1 where copy engines carry the data, got ",
                       comm_cga_size, "; use_ce=False moves it with kernels");
-  TORCH_OVERLAP_CHECK(!aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),
-                      kValue, op, ": expected RING_EXCHANGE and AG with aggregate_ag, got ",
-                      to_string(method), " and ", to_string(comm_type),
-                      ". It multiplies two ranks' chunks at once, and others have no chunks that are "
-                      "multiplied; pass aggregate_ag=False.");
+  TORCH_OVERLAP_CHECK(
+      !aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG), kValue, op,
+      ": expected RING_EXCHANGE and AG with aggregate_ag, got ", to_string(method), " and ",
+      to_string(comm_type),
+      ". It multiplies two ranks' chunks at once, and others have no chunks that are "
+      "multiplied; pass aggregate_ag=False.");
   TORCH_OVERLAP_CHECK(!aggregate_ag || tp_size % 2 == 0, kValue, op,
                       ": expected an even tp_size with aggregate_ag, got ", tp_size,
                       ". It multiplies pairs of chunks; pass aggregate_ag=False.");
@@ -141,10 +142,11 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(!relay_ag || !aggregate_ag, kUnsupported, op,
                       ": expected aggregate_ag or relay_ag, got both; products of two chunks wait "
                       "for their owners");
-  TORCH_OVERLAP_CHECK(!atomic_gemm || method != Method::BULK, kValue, op,
-                      ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK. Its "
-                      "collective has nothing to do with the product, which has nothing to wait for "
-                      "or to tell; pass atomic_gemm=False.");
+  TORCH_OVERLAP_CHECK(
+      !atomic_gemm || method != Method::BULK, kValue, op,
+      ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK. Its "
+      "collective has nothing to do with the product, which has nothing to wait for "
+      "or to tell; pass atomic_gemm=False.");
 }
 
 std::string CommOverlapConfig::text() const {
