@@ -78,7 +78,10 @@ void note_written(const OptionalTensor& tensor) {
 GemmResults gemm_kernel(const GemmCall& call) {
   if (call.comm_type != 0) return run_overlapped(call);
   auto results = empty_gemm_results(call);
-  torch_overlap::gemm("gemm", gemm_args(call, results));
+  auto args = gemm_args(call, results);
+  if (call.lhs_swizzle || call.rhs_swizzle) check_gemm("gemm", args);
+  swizzle_operands(call, args);
+  torch_overlap::gemm("gemm", args);
   for (const auto* written : {&call.lhs_swizzle, &call.rhs_swizzle, &call.out_amax}) {
     note_written(*written);
   }

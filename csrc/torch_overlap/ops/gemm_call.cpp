@@ -270,8 +270,6 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
                           lhs_mode, call.lhs_scale_inv, call.scales_swizzled);
   args.rhs = gemm_operand(matrix("rhs", call.rhs, call.rhs_axis_boundary), call.rhs_transposed,
                           mode, call.rhs_scale_inv, call.scales_swizzled);
-  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
-  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
   const int64_t m = args.lhs.data.size(args.lhs.transposed ? 1 : 0);
   const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
   args.out = output.view({m, n});
@@ -290,6 +288,11 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
   args.out_amax = or_undefined(call.out_amax);
   args.workspace = or_undefined(call.workspace);
   return args;
+}
+
+void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op) {
+  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
+  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
 }
 
 }  // namespace torch_overlap::ops

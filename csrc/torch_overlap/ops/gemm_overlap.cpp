@@ -114,13 +114,14 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
       " rows of ", config.buffer_shape[1], " features of ", bytes,
       " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size(),
       ". Make a buffer of that shape and dtype.");
-  const auto args = gemm_args(call, results);
+  auto args = gemm_args(call, results);
   check_gemm(kGemm, args);
   const auto use = buffer->use();
   const ActiveTokens active(*buffer, gathers ? rows * tp : rows);
   const auto target = as_matrix(aux_out, columns);
-  buffer->check_bulk(args, type, gathers ? at::Tensor() : target);  // before it is written to
+  buffer->check_bulk(type, gathers ? at::Tensor() : target);  // before it is written to
   buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
+  swizzle_operands(call, args);
   buffer->bulk_overlap(args, type, gathers ? at::Tensor() : target);
   if (gathers) target.copy_(buffer->get_buffer().view(target.scalar_type()));
   return results;
@@ -161,6 +162,7 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   auto& aux_out = std::get<3>(results);
   aux_out = at::empty_symint(sizes, call.lhs.options());
   auto args = gemm_args(whole, results);
+  swizzle_operands(call, args);
   args.lhs.data = call.lhs.reshape({rows, columns}).contiguous();
   const auto copy = as_matrix(aux_out, columns);
   buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_ag(args, copy)
@@ -202,7 +204,9 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
   std::get<0>(partial) = buffer->get_buffer();
-  const auto args = gemm_args(call, partial);
+  auto args = gemm_args(call, partial);
+  if (call.lhs_swizzle || call.rhs_swizzle) check_gemm(kGemm, args);
+  swizzle_operands(call, args);
   buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_rs(args, output)
                            : buffer->split_overlap_rs(args, output);
   return results;

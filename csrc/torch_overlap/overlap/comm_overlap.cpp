@@ -228,8 +228,7 @@ void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, b
                       type == CommOverlapType::AG ? "split_overlap_ag" : "split_overlap_rs");
 }
 
-void CommOverlapCore::check_bulk(const GemmArgs& args, CommOverlapType type,
-                                 const Tensor& rs_output) const {
+void CommOverlapCore::check_bulk(CommOverlapType type, const Tensor& rs_output) const {
   constexpr std::string_view kOp = "bulk_overlap";
   require_bulk(kOp);
   TORCH_OVERLAP_CHECK(type == CommOverlapType::AG || type == CommOverlapType::RS, kValue, kOp,
@@ -239,7 +238,6 @@ void CommOverlapCore::check_bulk(const GemmArgs& args, CommOverlapType type,
                       to_string(config_.comm_type), ", got ", to_string(type));
   const auto lock = channel_->lock();
   const bool gathers = type == CommOverlapType::AG;
-  check_gemm(kOp, args);
   TORCH_OVERLAP_CHECK(gathers || config_.buffer_dtype != at::kByte, kType, kOp,
                       ": expected a floating-point buffer for RS, got uint8, which has no sums");
   if (!gathers && rs_output.defined()) {
@@ -257,7 +255,7 @@ void CommOverlapCore::check_bulk(const GemmArgs& args, CommOverlapType type,
 void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
                                    const Tensor& rs_output) {
   const auto lock = channel_->lock();
-  check_bulk(args, type, rs_output);
+  check_bulk(type, rs_output);
   do_bulk(args, type, rs_output);
 }
 

@@ -96,9 +96,10 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // The product of `args` beside the all-gather of the buffer, or beside its reduce-scatter: into
   // `rs_output` [rows of this rank, features], or, undefined, into this rank's rows of the buffer.
   void bulk_overlap(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output = {});
-  // Throws what bulk_overlap() throws for these arguments. For a caller that fills the buffer in
-  // the same call, and must not have changed it when that is refused.
-  void check_bulk(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output = {}) const;
+  // Throws what bulk_overlap() throws for these arguments; the product is checked by check_gemm().
+  // For a caller that fills the buffer in the same call, which must leave it alone when it is
+  // refused.
+  void check_bulk(CommOverlapType type, const Tensor& rs_output = {}) const;
   // The all-gather of the buffer alone, on the streams of `lender`, which may be under way with a
   // product of its own.
   void bulk_overlap_external_ag(CommOverlapCore& lender);

@@ -11,6 +11,7 @@ import torch
 import torch_overlap as to
 from torch_overlap import CommOverlapMethod as Method
 from torch_overlap import CommOverlapType as Type
+from torch_overlap.gemm import ScalingMode
 from torch_overlap.testing import run_ranks
 
 SIZE, TOKENS, ROWS, K, N = 2, 8, 3, 16, 32  # a call has 2 * 3 of 8 tokens
@@ -233,3 +234,17 @@ def says_why(comm: to.TorchComm) -> None:
 
 def test_what_is_not_there_is_refused_with_its_reason() -> None:
     run_ranks(says_why, SIZE, backend="local")
+
+
+def test_a_refused_product_leaves_the_buffers_of_scales_alone() -> None:
+    mode = ScalingMode.MXFP8_1D_SCALING
+    x, x_scale, *_ = to.ops.quantize(torch.ones(8, 64), mode)
+    w, w_scale, *_ = to.ops.quantize(torch.ones(16, 64), mode)
+    room = [torch.full((128, 4), 7, dtype=torch.uint8) for _ in range(2)]
+    call = {"lhs_swizzle": room[0], "rhs_swizzle": room[1], "scaling_mode": mode, "rhs_transposed": True}
+    with pytest.raises(to.InvalidTypeError, match="^gemm: expected bias of"):  # the last of all checks
+        to.ops.gemm(x, x_scale, w, w_scale, t(16, dtype=torch.float64), fuse_bias=True, out_dtype=torch.float32, **call)
+    assert all((buffer == 7).all() for buffer in room)
+    y, *_ = to.ops.gemm(x, x_scale, w, w_scale, out_dtype=torch.float32, **call)
+    assert (y == 64).all()
+    assert torch.equal(room[0], to.ops.swizzle_scales(x_scale).view(torch.uint8))
