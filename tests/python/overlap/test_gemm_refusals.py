@@ -242,7 +242,7 @@ def test_a_refused_product_leaves_the_buffers_of_scales_alone() -> None:
     w, w_scale, *_ = to.ops.quantize(torch.ones(16, 64), mode)
     room = [torch.full((128, 4), 7, dtype=torch.uint8) for _ in range(2)]
     call = {"lhs_swizzle": room[0], "rhs_swizzle": room[1], "scaling_mode": mode, "rhs_transposed": True}
-    with pytest.raises(to.InvalidTypeError, match="^gemm: expected bias of"):  # the last of all checks
+    with pytest.raises(to.InvalidTypeError, match=r"^gemm: expected bias of"):  # the last of all checks
         to.ops.gemm(x, x_scale, w, w_scale, t(16, dtype=torch.float64), fuse_bias=True, out_dtype=torch.float32, **call)
     assert all((buffer == 7).all() for buffer in room)
     y, *_ = to.ops.gemm(x, x_scale, w, w_scale, out_dtype=torch.float32, **call)
