@@ -183,16 +183,17 @@ def test_threads_that_still_wait_take_no_change_for_an_early_one() -> None:
     run_ranks(waited_by_threads, SIZE, backend="local")
 
 
+def compiled(comm: to.TorchComm, seed: int) -> None:
+    xs, me = draw(seed), comm.get_rank()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        y = ops.all_gather_async(x, comm)
+        x.add_(1)
+        return ops.wait_tensor(y)
+
+    torch.testing.assert_close(step(xs[me].clone()), torch.cat(xs))
+
+
 def test_a_compiled_function_orders_the_change_behind_the_operation(seed: int) -> None:
-    def rank(comm: to.TorchComm) -> None:
-        xs, me = draw(seed)[:1], comm.get_rank()
-
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def step(x: Tensor) -> Tensor:
-            y = ops.all_gather_async(x, comm)
-            x.add_(1)
-            return ops.wait_tensor(y)
-
-        torch.testing.assert_close(step(xs[me].clone()), torch.cat(xs))
-
-    run_ranks(rank, 1, backend="local")
+    run_ranks(compiled, SIZE, seed, backend="gloo", timeout=280)  # a compiler's state belongs to its process

@@ -217,7 +217,7 @@ WHY: dict[str, tuple[Callable[[to.TorchComm], Any], type[Exception], str]] = {
     ),
     "gradient": (
         gradient,
-        to.UnsupportedError,
+        RuntimeError,
         r"^gemm: expected comm_type NONE \(0\) where a gradient is asked, got AG \(2\). .*use all_gather_matmul",
     ),
 }
