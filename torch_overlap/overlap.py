@@ -63,7 +63,8 @@ def create_comm_overlap_buffer(
     `destroy_comm_overlap_buffer` takes one hold back.
 
     Args:
-        comm_type: what is overlapped; NONE only with BULK, which then does both.
+        comm_type: what is overlapped; NONE only with BULK, which then does both. AG not with PIPELINE: it reduces
+            pieces of a product while others are computed, and what is gathered comes before the product.
         buffer_shape: (tokens, features) of all ranks, the most that a call may have.
         tp_size: the size of `comm`, which is the default.
         num_splits: pieces of a PIPELINE; 4, or the number of ranks for RING_EXCHANGE.
@@ -74,9 +75,10 @@ def create_comm_overlap_buffer(
         num_comm_sm: blocks of communication kernels; 16, or 1 for RING_EXCHANGE.
         set_sm_margin: products leave num_comm_sm SMs free; True, or False for RING_EXCHANGE.
         use_ce: copy engines move what is gathered or exchanged; False, or True for RING_EXCHANGE.
-        atomic_gemm: for `atomic_gemm_overlap_ag` and `_rs`.
+        atomic_gemm: for `atomic_gemm_overlap_ag` and `_rs`. Not with BULK, where the product and the collective do not
+            wait for each other.
         rs_overlap_first_gemm: a PIPELINE issues a product before the reduction of the one before it.
-        aggregate_ag: RING_EXCHANGE computes products of two chunks; even tp_size only.
+        aggregate_ag: RING_EXCHANGE of AG computes products of two chunks; even tp_size only.
         relay_ag: RING_EXCHANGE passes chunks on from neighbour to neighbour, for links between neighbours only; else
             each comes straight from its owner. Not with aggregate_ag.
 

@@ -17,7 +17,8 @@ _SEQUENTIAL = "sequential"
 def expect_algorithm(who: str, algorithm: str, known: Sequence[str]) -> None:
     """Raises InvalidValueError, as the operators do, for a name that is not known."""
     if algorithm not in known:
-        raise InvalidValueError(f"{who}: expected algorithm to be one of {', '.join(known)}, got '{algorithm}'")
+        raise InvalidValueError(f"{who}: expected algorithm to be one of {', '.join(known)}, got '{algorithm}'. "
+                                "Use one of them.")  # fmt: skip
 
 
 def require_fused(who: str, op: str, x: Tensor, features: int, comm: TorchComm, algorithm: str) -> None:

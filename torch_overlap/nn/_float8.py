@@ -84,18 +84,15 @@ def row_product(
 
 
 def _plan(who: str, x: Tensor, weights: Sequence[Tensor], state: Float8State, dim: int | None, algorithm: str) -> Plan:
-    kind, features = x.device.type, weights[0].size(1)
+    kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     for what, found in (("x", dtype), ("weights", weights[0].dtype)):
         if found not in _DTYPES:
             raise TypeError(f"{who}: expected {what} of float32, float16 or bfloat16 with fp8, got {found}; convert it")
-    if x.dim() < 2:
-        raise ValueError(f"{who}: expected x of two or more dimensions, got shape {list(x.shape)}; use x.unsqueeze(0)")
-    if x.size(-1) != features:
-        raise ValueError(f"{who}: expected x of {features} features, got shape {list(x.shape)}; check the layer before")
     if dim is not None and not (-x.dim() <= dim < x.dim() - 1 and dim != -1):
         what = "gather_dim" if who == "ColumnParallelLinear" else "scatter_dim"
-        raise ValueError(f"{who}: expected {what} to be a dimension of rows, got {dim}, for shape {list(x.shape)}")
+        raise ValueError(f"{who}: expected {what} to be a dimension of rows, got {dim}, for shape "
+                         f"{list(x.shape)}. The features are last.")  # fmt: skip
     _choice.expect_algorithm(who, algorithm, ALGORITHMS)
     sizes = tuple(w.size(0) for w in weights)
     recipe, (name, size) = state.recipe, group(state.comm)

@@ -61,12 +61,13 @@ class Float8Recipe:
         ):
             if value not in choices:
                 listed = " or ".join(str(choice) for choice in choices)
-                raise ValueError(f"Float8Recipe: expected {what} {listed}, got {value}")
+                raise ValueError(f"Float8Recipe: expected {what} {listed}, got {value}. Use one of them.")
         if self.block and self.margin != 0:
             raise ValueError(f"Float8Recipe: expected margin 0 with {self.scaling}, got {self.margin}; a block's scale "
                              "is that of its own values")  # fmt: skip
         if self.amax_history_len < 1:
-            raise ValueError(f"Float8Recipe: expected amax_history_len of 1 or more, got {self.amax_history_len}")
+            raise ValueError(f"Float8Recipe: expected amax_history_len of 1 or more, got {self.amax_history_len}. 1 "
+                             "looks at the step before.")  # fmt: skip
 
     @property
     def alignment(self) -> int:

@@ -27,13 +27,13 @@ def expect_comm(who: str, comm: object) -> None:
                         "one, get_comm(name) finds one by its name")  # fmt: skip
 
 
-def per_rank(who: str, what: str, value: int, comm: TorchComm) -> int:
-    """`value` / the number of ranks; an error where it does not divide."""
+def per_rank(who: str, what: str, value: int, comm: TorchComm, advice: str = "Pad it") -> int:
+    """`value` / the number of ranks; an error with `advice` where it does not divide."""
     expect_comm(who, comm)
     size = comm.get_size()
     if value % size != 0:
-        raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}; pad it, or use "
-                         "another number of ranks")  # fmt: skip
+        raise ValueError(f"{who}: expected {what} divisible by the group size {size}, got {value}. {advice}, or use "
+                         "another number of ranks.")  # fmt: skip
     return value // size
 
 
@@ -79,6 +79,19 @@ class _ParallelLinear(nn.Module):
                     raise ValueError(f"{name}: expected {what} of a rank divisible by {self.fp8.alignment} with "
                                      f"{self.fp8.scaling if self.fp8.block else 'fp8'}, got {value}; pad it, or "
                                      "use fp8=None")  # fmt: skip
+
+    def _expect_features(self, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Raises ValueError, naming the layer, where x has no rows or a weight is not [out, in] with its features."""
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        if x.dim() < 2:
+            raise ValueError(f"{name}: expected x of two or more dimensions, got shape {list(x.shape)}. "
+                             "Use x.unsqueeze(0).")  # fmt: skip
+        for i, weight in enumerate(weights):
+            if weight.dim() != 2 or weight.size(1) != x.size(-1):
+                which = "weight" if len(weights) == 1 else f"weights[{i}]"
+                raise ValueError(f"{name}: expected x [..., in_features] and {which} [out_features, in_features] of "
+                                 f"this rank, got shapes {list(x.shape)} and {list(weight.shape)}. Check the layer "
+                                 "before, or pass weight.t() if it is [in_features, out_features].")  # fmt: skip
 
     def _reset_float8(self) -> None:
         if self.float8 is not None:
@@ -168,7 +181,8 @@ class ColumnParallelLinear(_ParallelLinear):
             sizes = self.out_features
             self._names = [(f"weight{i}", f"bias{i}") for i in range(len(sizes))]
         if not sizes:
-            raise ValueError("ColumnParallelLinear: expected one or more out_features, got none")
+            raise ValueError("ColumnParallelLinear: expected one or more out_features, got none. Pass a number, or a "
+                             "list of them.")  # fmt: skip
         device = comm.get_device() if device is None else device
         for (weight, bias_name), size in zip(self._names, sizes, strict=True):
             part = per_rank("ColumnParallelLinear", "out_features", size, comm)
@@ -205,6 +219,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return outputs if isinstance(self.out_features, list) else outputs[0]
 
     def _products(self, x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        self._expect_features(x, weights)
         features = sum(w.size(0) for w in weights)
         # The operator saves the gathered rows that it returns.
         keep = self.keep_gathered and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
@@ -219,9 +234,6 @@ class ColumnParallelLinear(_ParallelLinear):
                 algorithm=self.algorithm,
             )  # fmt: skip
         else:
-            if x.dim() < 2:
-                raise ValueError(f"ColumnParallelLinear: expected x of two or more dimensions, got shape "
-                                 f"{list(x.shape)}; use x.unsqueeze(0)")  # fmt: skip
             self._require_fused("matmul_all_reduce", x, features)  # of the gradient
             outputs = copy_matmul(x, weights, biases, self.comm, self.algorithm)
         if self.gather_output:
@@ -332,6 +344,7 @@ class RowParallelLinear(_ParallelLinear):
         """Valid on the current stream."""
         if not self.input_is_parallel:
             x = own_part(x, -1, self.comm)
+        self._expect_features(x, [self.weight])
         if self.float8 is not None:
             self._require_fused_float8("scaled_matmul_reduce_scatter", x, self.out_features)
             dim = self.scatter_dim if self.sequence_parallel else None

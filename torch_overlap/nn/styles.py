@@ -287,7 +287,8 @@ class SharedGather(Style):
         super().__init__(sequence_parallel, sequence_dim, **options)
         self.names, self.multiple_of, self.argument = names, multiple_of, argument
         if not names:
-            raise ValueError("SharedGather: expected the names of one or more linears, got none")
+            raise ValueError("SharedGather: expected the names of one or more linears, got none. Pass those that take "
+                             "the module's first argument.")  # fmt: skip
 
     def _linears(self, module: nn.Module, ranks: int) -> dict[str, nn.Linear]:
         return {n: self._columns(module.get_submodule(n), ranks, self.multiple_of, n) for n in self.names}

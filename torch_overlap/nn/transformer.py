@@ -25,7 +25,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.R
 
 def _one_of(who: str, what: str, table: dict[str, Any], value: str) -> Any:
     if value not in table:
-        raise ValueError(f"{who}: expected {what} to be one of {', '.join(table)}, got '{value}'")
+        raise ValueError(f"{who}: expected {what} to be one of {', '.join(table)}, got '{value}'. Use one of them.")
     return table[value]
 
 
@@ -108,12 +108,16 @@ class ParallelSelfAttention(nn.Module):
         super().__init__()
         who, kv_heads = "ParallelSelfAttention", heads if kv_heads is None else kv_heads
         if sequence_dim not in (0, 1):
-            raise ValueError(f"{who}: expected sequence_dim 0 or 1, got {sequence_dim}")
-        for what, value, by in (("heads", heads, kv_heads), ("features", features, 1 if head_dim else heads)):
-            if value % by != 0:
-                raise ValueError(f"{who}: expected {what} divisible by {by}, got {value}; see kv_heads and head_dim")
-        per_rank(who, "heads", heads, comm)
-        per_rank(who, "kv_heads", kv_heads, comm)
+            raise ValueError(f"{who}: expected sequence_dim 0 or 1, got {sequence_dim}. x is [sequence, batch, "
+                             "features] or [batch, sequence, features].")  # fmt: skip
+        if heads % kv_heads != 0:
+            raise ValueError(f"{who}: expected heads divisible by kv_heads {kv_heads}, got {heads}. Each head of key "
+                             "and value serves as many heads of the query; choose kv_heads so.")  # fmt: skip
+        if not head_dim and features % heads != 0:
+            raise ValueError(f"{who}: expected features divisible by heads {heads} without head_dim, got {features}. "
+                             "Pass head_dim.")  # fmt: skip
+        per_rank(who, "heads", heads, comm, "A head stays whole on one rank: add heads")
+        per_rank(who, "kv_heads", kv_heads, comm, "A head stays whole on one rank: repeat heads of key and value")
         self.head_dim = head_dim if head_dim else features // heads
         self.shares_kv, self.causal, self.sequence_dim = kv_heads != heads, causal, sequence_dim
         sizes = [count * self.head_dim for count in (heads, kv_heads, kv_heads)]

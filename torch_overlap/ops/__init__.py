@@ -13,6 +13,13 @@ Streams: a result is valid on the current stream when the call returns; the host
 an `*_async` function is not there yet: pass it through `wait_tensor` before anything reads it. It may be dropped
 unwaited. While a compiler traces, the `*_async` functions are the plain ones.
 
+The input of an `*_async` function must not be changed in place until its result has passed through `wait_tensor`: the
+communicator may read it at any time before, whatever the backend, and has no copy of it. `wait_tensor` raises
+`StateError` for an input that was changed, also if the operation happened to be done before the change. It looks at the
+version of the tensor, as autograd does for a tensor that it saved: a change through `x.data`, or by a kernel that torch
+does not know of, is not found. Tensors of `torch.inference_mode` have no version, and are copied. The input may be
+dropped. A compiler that traces the functions orders a later change after the operation.
+
 torch.compile keeps every operator, also one whose result is not used, in the order of the program. Two limits.
 Inductor of torch 2.11 moves operators that do not depend on each other to save memory. All ranks that compile the same
 function for the same shapes move them alike; where they do not, set

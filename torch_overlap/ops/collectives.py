@@ -37,7 +37,7 @@ def all_reduce(
 def all_reduce_async(
     x: Tensor, comm: TorchComm, op: ReduceOp | str = "sum", *, grad: str = "R", factor: float | None = None
 ) -> Tensor:
-    """`all_reduce` in the background; the result passes through `wait_tensor`."""
+    """`all_reduce` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     name, factor = reduction(op, factor)
     return _ops.all_reduce_async(x, name, *group(comm), grad, factor)
 
@@ -61,7 +61,10 @@ def all_gather(x: Tensor, comm: TorchComm, dim: int = 0, *, grad: str = "R") -> 
 
 
 def all_gather_async(x: Tensor, comm: TorchComm, dim: int = 0, *, grad: str = "R") -> Tensor:
-    """`all_gather` in the background; the result (not contiguous unless dim is 0) passes through `wait_tensor`."""
+    """`all_gather` in the background: `x` is unchanged until the result has passed through `wait_tensor`.
+
+    The result is contiguous if dim is 0.
+    """
     return _ops.all_gather_async(x, dim, *group(comm), grad)
 
 
@@ -83,7 +86,7 @@ def reduce_scatter(
 def reduce_scatter_async(
     x: Tensor, comm: TorchComm, dim: int = 0, op: ReduceOp | str = "sum", *, factor: float | None = None
 ) -> Tensor:
-    """`reduce_scatter` in the background; the result passes through `wait_tensor`."""
+    """`reduce_scatter` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     name, factor = reduction(op, factor)
     return _ops.reduce_scatter_async(x, dim, name, *group(comm), factor)
 
@@ -98,7 +101,7 @@ def all_to_all(x: Tensor, comm: TorchComm, split_dim: int = 0, concat_dim: int =
 
 
 def all_to_all_async(x: Tensor, comm: TorchComm, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
-    """`all_to_all` in the background; the result passes through `wait_tensor`."""
+    """`all_to_all` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     return _ops.all_to_all_async(x, split_dim, concat_dim, *group(comm))
 
 
@@ -111,7 +114,7 @@ def all_to_all_v(x: Tensor, comm: TorchComm, out_splits: Sequence[int], in_split
 
 
 def all_to_all_v_async(x: Tensor, comm: TorchComm, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """`all_to_all_v` in the background; the result passes through `wait_tensor`."""
+    """`all_to_all_v` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     return _ops.all_to_all_v_async(x, out_splits, in_splits, group(comm)[0])
 
 
@@ -121,7 +124,7 @@ def broadcast(x: Tensor, comm: TorchComm, root: int = 0) -> Tensor:
 
 
 def broadcast_async(x: Tensor, comm: TorchComm, root: int = 0) -> Tensor:
-    """`broadcast` in the background; the result passes through `wait_tensor`."""
+    """`broadcast` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     return _ops.broadcast_async(x, root, group(comm)[0])
 
 
@@ -134,7 +137,7 @@ def permute(x: Tensor, comm: TorchComm, pairs: Iterable[tuple[int, int]]) -> Ten
 
 
 def permute_async(x: Tensor, comm: TorchComm, pairs: Iterable[tuple[int, int]]) -> Tensor:
-    """`permute` in the background; the result passes through `wait_tensor`."""
+    """`permute` in the background: `x` is unchanged until the result has passed through `wait_tensor`."""
     return _ops.permute_async(x, flat_pairs("permute_async", pairs), group(comm)[0])
 
 
@@ -149,8 +152,9 @@ def recv_(x: Tensor, comm: TorchComm, src: int) -> Tensor:
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """`x`, once the background operation that writes it is done; at once if there is none.
+    """Returns `x`, once the background operation that writes it is done; at once if there is none.
 
-    On a GPU the current stream waits, and the host does not. Raises what went wrong in that operation.
+    On a GPU the current stream waits, and the host does not. Raises what went wrong in that operation, and StateError
+    if its input was changed before the first wait: the result is then of no use.
     """
     return _ops.wait_tensor(x)

@@ -83,7 +83,9 @@ def gemm(
             this rank's rows, the product that of all. BULK leaves the product as it is. Rows may be fewer than the
             buffer has. What is scattered is shared along the first dimension in equal parts, rounded up: the last ranks
             may get fewer rows, or none. What is gathered, which each rank sees its own part of, has as many rows on
-            all; the classes take others (set_active_tokens).
+            all; the classes take others (set_active_tokens). AG takes no lhs_transposed: such a product sums over the
+            rows of all ranks, so no rank's rows are one. RS takes no fuse_gelu, which is not linear, and no bias
+            gradient, of which each rank has only its part: both belong behind the sum.
         lhs_axis_boundary, rhs_axis_boundary: where the dimensions are split; negative ones count from the end.
         lhs_transposed, rhs_transposed: whether a collapsed operand is transposed: lhs [k, m], rhs [n, k].
         fuse_gelu: the tanh form of GELU.
@@ -99,8 +101,11 @@ def gemm(
         fuse_gelu and no grad: what GELU was applied to, of the output's shape; aux_out: the gathered lhs, or what BULK
         made of aux_in. Those that do not exist have shape [0].
 
-    Gradient: that of output, of unscaled operands without grad, of any order; it raises for others. torch.autocast
-    casts unscaled operands, and bias and gelu_input.
+    A call that is refused raises before anything is sent, and leaves a buffer as it was, its active tokens too.
+
+    Gradient: that of output, of unscaled operands without grad, of any order; it raises for others, and with a
+    comm_type: all_gather_matmul, matmul_reduce_scatter and bulk_overlap_matmul have one. torch.autocast casts unscaled
+    operands, and bias and gelu_input.
     """
     operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, gelu_input, aux_in)
     attributes = (

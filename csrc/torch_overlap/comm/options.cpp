@@ -53,27 +53,37 @@ struct Warned {
   std::set<std::string> hints;
 };
 
-}  // namespace
-
-void warn_unknown_hints(const Hints& hints, std::string_view where) {
+// `where` got the hints. Whoever else of that `kind` gets them is not warned of them again.
+void warn(const Hints& hints, std::string_view where, std::string_view kind,
+          const std::vector<std::string_view>& known) {
   auto& warned = ProcessWide<Warned>::get();
   std::vector<std::string> fresh;
   {
     const std::lock_guard lock(warned.mutex);
     for (const auto& [key, value] : hints) {
-      if (warned.hints.insert(concat(where, "/", key)).second) fresh.push_back(key);
+      if (warned.hints.insert(concat(kind, "/", key)).second) fresh.push_back(key);
     }
   }
-  if (!fresh.empty()) TORCH_WARN(where, ": unknown hints are ignored: ", list_string(fresh));
+  if (fresh.empty()) return;
+  TORCH_WARN(where, ": unknown hints are ignored: ", list_string(fresh), "; known ones are ",
+             list_string(known), ".");
 }
 
-OpHints op_hints(const Hints& hints) {
+}  // namespace
+
+void warn_unknown_hints(const Hints& hints, std::string_view backend,
+                        std::vector<std::string_view> known) {
+  known.insert(known.end(), {kPriorityHints[0], kMismatchHint, kDirectHint});
+  warn(hints, backend, backend, known);
+}
+
+OpHints op_hints(std::string_view op, const Hints& hints) {
   OpHints out;
   if (hints.empty()) return out;
   Hints rest = hints;
   out.high_priority = take_priority(rest);
   out.direct = take_direct(rest);
-  warn_unknown_hints(rest, "operation");
+  warn(rest, op, "operation", {kPriorityHints[0], kDirectHint});
   return out;
 }
 

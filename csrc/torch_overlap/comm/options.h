@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "torch_overlap/base/export.h"
 
@@ -93,16 +94,18 @@ TORCH_OVERLAP_API ResolvedOptions resolve_options(const CommOptions& options);
 // Puts an operation's or a child's hints over `options`, the known ones into their fields.
 TORCH_OVERLAP_API void merge_hints(ResolvedOptions& options, const Hints& hints);
 
-// One warning that names the hints nobody warned of yet; `where` says who got them ("nccl", ...).
-TORCH_OVERLAP_API void warn_unknown_hints(const Hints& hints, std::string_view where);
+// One warning for the hints that nobody warned of yet. It names the backend that got them, and
+// those that it knows: `known`, its own, and the ones above.
+TORCH_OVERLAP_API void warn_unknown_hints(const Hints& hints, std::string_view backend,
+                                          std::vector<std::string_view> known = {});
 
-// The hints of an operation; unset where they are not among `hints`. Warns once for each unknown
+// The hints of operation `op`; unset where they are not among `hints`. Warns once for each unknown
 // hint.
 struct OpHints {
   std::optional<bool> high_priority;
   std::optional<DirectMode> direct;
 };
-TORCH_OVERLAP_API OpHints op_hints(const Hints& hints);
+TORCH_OVERLAP_API OpHints op_hints(std::string_view op, const Hints& hints);
 
 // The names of DirectMode, with "auto" for automatic. `what` names the value in the error.
 TORCH_OVERLAP_API DirectMode parse_direct_mode(std::string_view text, std::string_view what);

@@ -183,7 +183,7 @@ WorkPtr TorchComm::issue(const Checker& check, Call call, bool async_op, const O
   const BackendContext& context = check.members->context;
   call.timeout = options.timeout.count() > 0 ? std::min(options.timeout, kLongestTimeout)
                                              : context.options.timeout;
-  const OpHints hints = op_hints(options.hints);
+  const OpHints hints = op_hints(to_string(call.name), options.hints);
   call.high_priority = hints.high_priority.value_or(context.options.is_high_priority_stream);
   call.direct = hints.direct.value_or(context.options.direct);
   call.id = take_op_id();

@@ -13,9 +13,7 @@ void check_matrix(std::string_view op, std::string_view name, const at::Tensor& 
   TORCH_OVERLAP_CHECK(matrix.dim() == 2, kValue, op, ": expected ", name,
                       " of 2 dimensions, got shape ", matrix.sizes(),
                       "; collapse the dimensions before and after its axis boundary");
-  const bool rows_apart = matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1);
-  const bool contiguous = matrix.size(1) <= 1 || matrix.stride(1) == 1;
-  TORCH_OVERLAP_CHECK(contiguous && rows_apart, kValue, op, ": expected ", name,
+  TORCH_OVERLAP_CHECK(has_contiguous_rows(matrix), kValue, op, ": expected ", name,
                       " whose rows are contiguous and apart, got shape ", matrix.sizes(),
                       " and strides ", matrix.strides(), "; use ", name,
                       ".contiguous(), or its transpose and the other `transposed`");

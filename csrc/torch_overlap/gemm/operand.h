@@ -25,6 +25,13 @@ inline bool is_8_bit(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kFloat8_e5m2;
 }
 
+// True if the rows of a matrix are contiguous and do not overlap. The strides of a tensor without
+// elements, and those of a dimension of one element, say nothing.
+inline bool has_contiguous_rows(const at::Tensor& matrix) {
+  return matrix.numel() == 0 || ((matrix.size(1) == 1 || matrix.stride(1) == 1) &&
+                                 (matrix.size(0) == 1 || matrix.stride(0) >= matrix.size(1)));
+}
+
 enum class Side { kLhs, kRhs };
 constexpr std::string_view name_of(Side side) { return side == Side::kLhs ? "lhs" : "rhs"; }
 

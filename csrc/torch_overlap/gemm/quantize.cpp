@@ -44,7 +44,7 @@ void check_wide(std::string_view op, std::string_view what, at::ScalarType dtype
   TORCH_OVERLAP_CHECK(
       dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble,
       kType, op, ": expected ", what, " of dtype float32, float16, bfloat16 or float64, got ",
-      dtype);
+      dtype, ". Convert it.");
 }
 
 // Rows and columns of the matrix of x's last dimension.
@@ -57,7 +57,8 @@ std::pair<c10::SymInt, c10::SymInt> matrix_sizes(const at::Tensor& x) {
 
 void check_mode(std::string_view op, ScalingMode scaling, bool swizzled) {
   TORCH_OVERLAP_CHECK(scaling != ScalingMode::NO_SCALING, kValue, op,
-                      ": expected a scaling mode of 8-bit values, got NO_SCALING");
+                      ": expected a scaling_mode of 8-bit values, got NO_SCALING. Use another "
+                      "ScalingMode.");
   TORCH_OVERLAP_CHECK(!swizzled || scaling == ScalingMode::MXFP8_1D_SCALING, kValue, op,
                       ": expected swizzled scales for MXFP8_1D_SCALING only, got them for ",
                       to_string(scaling), "; pass swizzled=False");
@@ -221,7 +222,8 @@ std::optional<std::pair<Quantized, at::Tensor>> by_kernels(std::string_view op, 
 double largest_value(std::string_view op, at::ScalarType dtype) {
   if (dtype == at::kFloat8_e4m3fn) return 448.0;
   TORCH_OVERLAP_CHECK(dtype == at::kFloat8_e5m2, kType, op,
-                      ": expected the 8-bit dtype float8_e4m3fn or float8_e5m2, got ", dtype);
+                      ": expected the 8-bit dtype float8_e4m3fn or float8_e5m2, got ", dtype,
+                      ". Use one of them.");
   return 57344.0;
 }
 
@@ -273,9 +275,10 @@ Quantized quantize(std::string_view op, const at::Tensor& x, const QuantizeOptio
 void check_scale(std::string_view op, const at::Tensor& x, const at::Tensor& scale) {
   TORCH_OVERLAP_CHECK(scale.scalar_type() == at::kFloat && scale.device() == x.device(), kType, op,
                       ": expected scale of dtype float32 on ", x.device(), ", got ",
-                      scale.scalar_type(), " on ", scale.device());
+                      scale.scalar_type(), " on ", scale.device(), ". Move or convert it.");
   TORCH_OVERLAP_CHECK(scale.sym_numel().sym_eq(1).expect_true(__FILE__, __LINE__), kValue, op,
-                      ": expected a scale of one element, got shape ", scale.sym_sizes());
+                      ": expected a scale of one element, got shape ", scale.sym_sizes(),
+                      ". Pass the factor of the whole tensor.");
 }
 
 std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at::Tensor& x,
@@ -284,8 +287,8 @@ std::pair<Quantized, at::Tensor> quantize_delayed(std::string_view op, const at:
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_quantizable(op, x, options);
   TORCH_OVERLAP_CHECK(is_tensor_scaling(options.scaling), kValue, op,
-                      ": expected a scaling mode with one factor, got ",
-                      to_string(options.scaling));
+                      ": expected a scaling_mode with one factor, got ", to_string(options.scaling),
+                      ". Use quantize.");
   check_scale(op, x, scale);
   if (auto done = by_kernels(op, x, options, scale)) return std::move(*done);
   Quantized out;
@@ -304,16 +307,18 @@ void update_scale(std::string_view op, const at::Tensor& amax_history, const at:
   const double largest = largest_value(op, dtype);
   TORCH_OVERLAP_CHECK(amax_history.scalar_type() == at::kFloat && scale.scalar_type() == at::kFloat,
                       kType, op, ": expected amax_history and scale of dtype float32, got ",
-                      amax_history.scalar_type(), " and ", scale.scalar_type());
+                      amax_history.scalar_type(), " and ", scale.scalar_type(), ". Convert them.");
   TORCH_OVERLAP_CHECK(amax_history.device() == scale.device(), kType, op,
                       ": expected amax_history and scale on one device, got ",
-                      amax_history.device(), " and ", scale.device());
+                      amax_history.device(), " and ", scale.device(), ". Move one of them.");
   TORCH_OVERLAP_CHECK(amax_history.dim() >= 1 && amax_history.size(0) > 0 &&
                           amax_history.numel() == amax_history.size(0) * scale.numel(),
                       kValue, op, ": expected amax_history [length] or [length, n] and scale [n], ",
-                      "got shapes ", amax_history.sizes(), " and ", scale.sizes());
+                      "got shapes ", amax_history.sizes(), " and ", scale.sizes(),
+                      ". Each scale has a column of the history.");
   TORCH_OVERLAP_CHECK(amax_compute == "max" || amax_compute == "most_recent", kValue, op,
-                      ": expected amax_compute to be max or most_recent, got '", amax_compute, "'");
+                      ": expected amax_compute to be max or most_recent, got '", amax_compute,
+                      "'. Use one of them.");
   const double scaled_largest = std::ldexp(largest, static_cast<int>(-margin));
   if (GemmBackend* backend = find_gemm_backend(scale.device().type())) {
     if (backend->update_scale(
@@ -336,7 +341,8 @@ void check_dequantizable(std::string_view op, const at::Tensor& data, const at::
   check_mode(op, scaling, swizzled);
   check_wide(op, "a result", dtype);
   TORCH_OVERLAP_CHECK(data.dim() >= 1, kValue, op,
-                      ": expected data of one or more dimensions, got a scalar");
+                      ": expected data of one or more dimensions, got a scalar. Use "
+                      "data.reshape(1).");
   const auto [rows, cols] = matrix_sizes(data);
   const auto expected = empty_scales(op, rows, cols, at::TensorOptions().device(at::kMeta),
                                      {.scaling = scaling, .swizzled = swizzled});

@@ -17,7 +17,8 @@ Int whole_tiles(const Int& size, int64_t tile) {
 void check_scales(std::string_view op, const at::Tensor& scales) {
   TORCH_OVERLAP_CHECK(
       scales.scalar_type() == at::kFloat8_e8m0fnu || scales.scalar_type() == at::kByte, kType, op,
-      ": expected scales of dtype float8_e8m0fnu or uint8, got ", scales.scalar_type());
+      ": expected scales of dtype float8_e8m0fnu or uint8, got ", scales.scalar_type(),
+      ". Only those of MXFP8 are swizzled.");
   TORCH_OVERLAP_CHECK(scales.dim() == 2, kValue, op, ": expected scales [rows, blocks], got shape ",
                       scales.sym_sizes());
 }

@@ -2,6 +2,7 @@
 
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/gemm/apart.h"
+#include "torch_overlap/gemm/operand.h"
 
 namespace torch_overlap {
 namespace {
@@ -71,7 +72,7 @@ void check_out(std::string_view op, const GemmProblem& problem) {
   TORCH_OVERLAP_CHECK(out.dim() == 2 && out.size(0) == m && out.size(1) == n, kValue, op,
                       ": expected out of shape [", m, ", ", n, "], got ", out.sizes(),
                       " (output buffer size is incorrect); allocate [m, n]");
-  TORCH_OVERLAP_CHECK((n <= 1 || out.stride(1) == 1) && (m <= 1 || out.stride(0) >= n), kValue, op,
+  TORCH_OVERLAP_CHECK(has_contiguous_rows(out), kValue, op,
                       ": expected out whose rows are contiguous and apart, got strides ",
                       out.strides(), "; pass a row-major view");
   const auto in = problem.lhs.data.scalar_type();
@@ -98,8 +99,9 @@ void check_8_bit_sizes(std::string_view op, const GemmProblem& problem) {
                       "; pad rhs with zeros");
   for (const auto side : {Side::kLhs, Side::kRhs}) {
     const auto& data = side == Side::kLhs ? problem.lhs.data : problem.rhs.data;
-    const bool aligned = (data.size(0) <= 1 || data.stride(0) % kAlignment == 0) &&
-                         reinterpret_cast<uintptr_t>(data.const_data_ptr()) % kAlignment == 0;
+    const bool aligned =
+        data.numel() == 0 || ((data.size(0) == 1 || data.stride(0) % kAlignment == 0) &&
+                              reinterpret_cast<uintptr_t>(data.const_data_ptr()) % kAlignment == 0);
     TORCH_OVERLAP_CHECK(aligned, kValue, op, ": expected 8-bit ", name_of(side),
                         " whose rows begin at multiples of ", kAlignment, " bytes, got strides ",
                         data.strides(), " and offset ", data.storage_offset(), "; copy it");
@@ -143,9 +145,8 @@ void check_extra(std::string_view op, std::string_view name, const at::Tensor& t
                       ", got ", type, "; convert it");
   TORCH_OVERLAP_CHECK(tensor.sizes() == sizes, kValue, op, ": expected ", name, " of shape ", sizes,
                       ", got ", tensor.sizes(), "; pass one of that shape");
-  const auto last = tensor.dim() - 1;
-  const bool fits = (tensor.size(last) <= 1 || tensor.stride(last) == 1) &&
-                    (last == 0 || tensor.size(0) <= 1 || tensor.stride(0) >= tensor.size(1));
+  const bool fits = tensor.dim() == 1 ? tensor.size(0) <= 1 || tensor.stride(0) == 1
+                                      : has_contiguous_rows(tensor);
   TORCH_OVERLAP_CHECK(fits, kValue, op, ": expected ", name,
                       " whose rows are contiguous and apart, got strides ", tensor.strides(),
                       "; use ", name, ".contiguous()");

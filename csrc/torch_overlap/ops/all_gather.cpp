@@ -42,7 +42,7 @@ Started start(const Tensor& x, int64_t dim, std::string_view comm, int64_t group
   check_group_size(kAllGather, group_size);
   dim = wrap_dim(kAllGather, x, dim, "dim");
   const auto communicator = find_comm(kAllGather, comm, group_size);
-  const auto mine = dim_first(x, dim);
+  const auto mine = sent_later(dim_first(x, dim), x);
   auto sizes = mine.sizes().vec();
   sizes[0] *= group_size;
   const auto gathered = at::empty(sizes, x.options());
@@ -69,7 +69,7 @@ class AllGather : public Function<AllGather> {
     const BelowAutograd guard;
     if (!async_op) return ops::all_gather(x, dim, comm, group_size, grad);
     check_choice(kAllGather, "grad", "R I", grad);
-    return noted(start(materialized(x), dim, comm, group_size));
+    return noted(kAllGather, x, start(materialized(x), dim, comm, group_size));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -96,7 +96,7 @@ Tensor all_gather_async(const Tensor& x, int64_t dim, std::string_view comm, int
   if (needs_autograd(x)) return AllGather::apply(x, dim, comm, group_size, grad, true);
   const BelowAutograd guard;
   check_choice(kAllGather, "grad", "R I", grad);
-  return noted(start(materialized(x), dim, comm, group_size));
+  return noted(kAllGather, x, start(materialized(x), dim, comm, group_size));
 }
 
 // This rank's part: I -> S. Its gradient is the invariant all_gather.

@@ -36,21 +36,17 @@ Outputs all_gather_matmul_out(const Tensor& x, at::TensorList weights,
   check_group_size(kAllGatherMatmul, group_size);
   check_algorithm(kAllGatherMatmul, algorithm);
   const int64_t dim = row_dim(x, gather_dim);
-  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kAllGatherMatmul,
-                      ": expected one or more weights, got none");
-  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kAllGatherMatmul,
-                      ": expected no biases or one entry for each of the ", weights.size(),
-                      " weights, got ", biases.size(), "; None stands for no bias");
+  check_weight_count(kAllGatherMatmul, weights.size(), biases.size());
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= group_size;
   Outputs out;
   out.gathered =
       return_gathered ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options());
   for (size_t i = 0; i < weights.size(); ++i) {
-    check_weight(kAllGatherMatmul, x, weights[i]);
+    check_weight(kAllGatherMatmul, x, weights[i], static_cast<int64_t>(i));
     sizes.back() = weights[i].sym_size(0);
     const auto bias = biases.empty() ? std::nullopt : biases.get(i);
-    if (bias) check_bias(kAllGatherMatmul, x, *bias, weights[i]);
+    if (bias) check_bias(kAllGatherMatmul, x, *bias, weights[i], static_cast<int64_t>(i));
     out.products.push_back(at::empty_symint(sizes, x.options()));
   }
   return out;

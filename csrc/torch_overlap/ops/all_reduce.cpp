@@ -50,7 +50,7 @@ class AllReduce : public Function<AllReduce> {
     ctx->saved_data["factor"] = IValue(factor);
     const BelowAutograd guard;
     if (!async_op) return ops::all_reduce(x, op, comm, group_size, grad, factor);
-    return noted(start(materialized(x), op, comm, group_size, grad, factor, true));
+    return noted("all_reduce", x, start(materialized(x), op, comm, group_size, grad, factor, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -81,7 +81,7 @@ Tensor all_reduce_async(const Tensor& x, std::string_view op, std::string_view c
   if (!can_start_async(x)) return ops::all_reduce(x, op, comm, group_size, grad, factor);
   if (needs_autograd(x)) return AllReduce::apply(x, op, comm, group_size, grad, factor, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), op, comm, group_size, grad, factor, true));
+  return noted("all_reduce", x, start(materialized(x), op, comm, group_size, grad, factor, true));
 }
 
 // In place. Traced, it is the functional operator and a copy, which a compiler takes apart and

@@ -38,10 +38,11 @@ Started start(const Tensor& x, int64_t split_dim, int64_t concat_dim, std::strin
   check_divisible(kAllToAll, x, dims.split, group_size);
   const auto communicator = find_comm(kAllToAll, comm, group_size);
   const int64_t part = x.size(dims.split) / group_size;
-  const auto parts = x.unflatten(dims.split, {group_size, part})
-                         .movedim(dims.split, 0)
-                         .movedim(dims.concat + 1, 1)
-                         .contiguous();
+  auto parts = x.unflatten(dims.split, {group_size, part})
+                   .movedim(dims.split, 0)
+                   .movedim(dims.concat + 1, 1)
+                   .contiguous();
+  if (async_op) parts = sent_later(parts, x);
   const auto received = at::empty(parts.sizes(), parts.options());
   auto work = communicator->all_to_all_single(received, parts, async_op);
   return {received.flatten(0, 1).movedim(0, dims.concat), std::move(work)};
@@ -71,7 +72,8 @@ class AllToAll : public Function<AllToAll> {
     ctx->saved_data["group_size"] = group_size;
     const BelowAutograd guard;
     if (!async_op) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
-    return noted(start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+    return noted(kAllToAll, x,
+                 start(materialized(x), split_dim, concat_dim, comm, group_size, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -99,7 +101,7 @@ Tensor all_to_all_async(const Tensor& x, int64_t split_dim, int64_t concat_dim,
   if (!can_start_async(x)) return ops::all_to_all(x, split_dim, concat_dim, comm, group_size);
   if (needs_autograd(x)) return AllToAll::apply(x, split_dim, concat_dim, comm, group_size, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), split_dim, concat_dim, comm, group_size, true));
+  return noted(kAllToAll, x, start(materialized(x), split_dim, concat_dim, comm, group_size, true));
 }
 
 }  // namespace

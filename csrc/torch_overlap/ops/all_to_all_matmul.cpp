@@ -17,15 +17,10 @@ Tensor all_to_all_matmul_out(const Tensor& x, const Tensor& weight,
   check_group_size(kAllToAllMatmul, group_size);
   check_exchange_algorithm(kAllToAllMatmul, algorithm);
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kAllToAllMatmul,
-                      ": expected x [tokens, ..., features], got shape ", x.sym_sizes());
-  check_unscaled(kAllToAllMatmul, x);
+                      ": expected x [tokens, ..., features] of two or more dimensions, got shape ",
+                      x.sym_sizes(), ". Use x.unsqueeze(0).");
   check_divisible(kAllToAllMatmul, x, 0, group_size);
-  TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, kAllToAllMatmul,
-                      ": expected a weight [out_features, in_features], got shape ",
-                      weight.sym_sizes());
-  check_dtype(kAllToAllMatmul, "a weight", x, weight);
-  check_size(kAllToAllMatmul, "in_features of the weight to be those of x on all ranks,",
-             x.sym_size(-1) * group_size, weight.sym_size(1));
+  check_weight(kAllToAllMatmul, x, weight, /*index=*/-1, /*ranks=*/group_size);
   if (bias) check_bias(kAllToAllMatmul, x, *bias, weight);
   auto sizes = x.sym_sizes().vec();
   sizes[0] = sizes[0] / group_size;

@@ -12,7 +12,8 @@ c10::SymInt total(c10::SymIntArrayRef splits, std::string_view what) {
   c10::SymInt sum = 0;
   for (const auto& split : splits) {
     TORCH_OVERLAP_CHECK(split.sym_ge(0).expect_true(__FILE__, __LINE__), kValue, kAllToAllV,
-                        ": expected ", what, " >= 0, got ", split);
+                        ": expected entries >= 0 for ", what, ", got ", split,
+                        ". Pass the number of slices for each rank.");
     sum = sum + split;
   }
   return sum;
@@ -24,8 +25,8 @@ Tensor all_to_all_v_out(const Tensor& x, c10::SymIntArrayRef out_splits,
   wrap_dim(kAllToAllV, x, 0, "dim");
   TORCH_OVERLAP_CHECK(out_splits.size() == in_splits.size() && !in_splits.empty(), kValue,
                       kAllToAllV,
-                      ": expected one entry a rank in out_splits and in in_splits, got ",
-                      out_splits.size(), " and ", in_splits.size());
+                      ": expected one entry for each rank in out_splits and in in_splits, got ",
+                      out_splits.size(), " and ", in_splits.size(), ". Zeros are fine.");
   check_size(kAllToAllV, "in_splits with the sum", x.sym_size(0), total(in_splits, "in_splits"));
   auto sizes = x.sym_sizes().vec();
   sizes[0] = total(out_splits, "out_splits");
@@ -44,9 +45,11 @@ Started start(const Tensor& x, c10::SymIntArrayRef out_splits, c10::SymIntArrayR
   auto out = all_to_all_v_out(x, out_splits, in_splits);
   const auto communicator = find_comm(comm);
   TORCH_OVERLAP_CHECK(static_cast<int64_t>(in_splits.size()) == communicator->size(), kValue,
-                      kAllToAllV, ": expected one split for each of the ", communicator->size(),
-                      " ranks of '", comm, "', got ", in_splits.size());
-  auto work = communicator->all_to_all_v_single(out, x.contiguous(), concrete(out_splits),
+                      kAllToAllV, ": expected one entry for each of the ", communicator->size(),
+                      " ranks of '", comm, "' in out_splits and in in_splits, got ",
+                      in_splits.size(), ". Zeros are fine.");
+  const auto sent = async_op ? sent_later(x.contiguous(), x) : x.contiguous();
+  auto work = communicator->all_to_all_v_single(out, sent, concrete(out_splits),
                                                 concrete(in_splits), async_op);
   return {std::move(out), std::move(work)};
 }
@@ -73,7 +76,7 @@ class AllToAllV : public Function<AllToAllV> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::all_to_all_v(x, out_splits, in_splits, comm);
-    return noted(start(materialized(x), out_splits, in_splits, comm, true));
+    return noted(kAllToAllV, x, start(materialized(x), out_splits, in_splits, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -99,7 +102,7 @@ Tensor all_to_all_v_async(const Tensor& x, c10::SymIntArrayRef out_splits,
   if (!can_start_async(x)) return ops::all_to_all_v(x, out_splits, in_splits, comm);
   if (needs_autograd(x)) return AllToAllV::apply(x, out_splits, in_splits, comm, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), out_splits, in_splits, comm, true));
+  return noted(kAllToAllV, x, start(materialized(x), out_splits, in_splits, comm, true));
 }
 
 }  // namespace

@@ -7,7 +7,8 @@ namespace {
 
 // Shaped as x, contiguous; x has the same shape on all ranks. Serves both operators of this file.
 Tensor rooted_out(std::string_view op, const Tensor& x, int64_t root) {
-  TORCH_OVERLAP_CHECK(root >= 0, kValue, op, ": expected root >= 0, got ", root);
+  TORCH_OVERLAP_CHECK(root >= 0, kValue, op, ": expected a rank >= 0 for root, got ", root,
+                      ". Ranks do not count from the end.");
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
@@ -52,7 +53,7 @@ class Broadcast : public Function<Broadcast> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::broadcast(x, root, comm);
-    return noted(start(materialized(x), root, comm, true));
+    return noted("broadcast", x, start(materialized(x), root, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -98,7 +99,7 @@ Tensor broadcast_async(const Tensor& x, int64_t root, std::string_view comm) {
   if (!can_start_async(x)) return ops::broadcast(x, root, comm);
   if (needs_autograd(x)) return Broadcast::apply(x, root, comm, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), root, comm, true));
+  return noted("broadcast", x, start(materialized(x), root, comm, true));
 }
 
 }  // namespace

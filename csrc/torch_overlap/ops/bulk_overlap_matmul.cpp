@@ -22,7 +22,7 @@ Tensor collective_out(const Tensor& x, std::string_view collective, int64_t grou
   if (gathers(collective)) {
     sizes[dim] *= group_size;
   } else {
-    check_divisible(kBulkOverlapMatmul, x, dim, group_size);
+    check_divisible(kBulkOverlapMatmul, x, dim, group_size, "other");
     sizes[dim] = sizes[dim] / group_size;
   }
   return at::empty_symint(sizes, x.options());

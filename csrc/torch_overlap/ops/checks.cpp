@@ -11,11 +11,24 @@
 #include "torch_overlap/comm/validate.h"
 
 namespace torch_overlap::ops {
+namespace {
+
+// In the dtype and on the device of x.
+void check_like_x(std::string_view op, const Argument& argument, const at::Tensor& x,
+                  const at::Tensor& got) {
+  TORCH_OVERLAP_CHECK(x.scalar_type() == got.scalar_type(), kType, op, ": expected ", argument,
+                      " of dtype ", x.scalar_type(), " as x, got ", got.scalar_type(),
+                      ". Convert one of them.");
+  TORCH_OVERLAP_CHECK(x.device() == got.device(), kType, op, ": expected ", argument, " on device ",
+                      x.device(), " as x, got ", got.device(), ". Move one of them.");
+}
+
+}  // namespace
 
 int64_t wrap_dim(std::string_view op, const at::Tensor& x, int64_t dim, std::string_view what) {
   TORCH_OVERLAP_CHECK(x.dim() > 0, kValue, op,
-                      ": expected a tensor of one or more dimensions, got ",
-                      "a scalar; use x.reshape(1)");
+                      ": expected a tensor of one or more dimensions, got a scalar. Use "
+                      "x.reshape(1).");
   TORCH_OVERLAP_CHECK(dim >= -x.dim() && dim < x.dim(), kValue, op, ": expected ", what, " in [",
                       -x.dim(), ", ", x.dim() - 1, "], got ", dim, " for shape ", x.sym_sizes());
   return dim < 0 ? dim + x.dim() : dim;
@@ -32,12 +45,14 @@ void check_size(std::string_view op, std::string_view what, const c10::SymInt& e
                       ": expected ", what, " ", expected, ", got ", got);
 }
 
-void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size) {
+void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size,
+                     std::string_view name) {
   const auto rest = x.sym_size(dim) % group_size;
   TORCH_OVERLAP_CHECK(rest.sym_eq(0).expect_true(__FILE__, __LINE__), kValue, op,
-                      ": expected dimension ", dim, " divisible by the group size ", group_size,
-                      ", got ", x.sym_size(dim), " in shape ", x.sym_sizes(),
-                      "; pad it, or use all_to_all_v");
+                      ": expected dimension ", dim, " of ", name, " divisible by the group size ",
+                      group_size, ", got ", x.sym_size(dim), " in shape ", x.sym_sizes(),
+                      ". Pad it to a multiple of ", group_size,
+                      op == "all_to_all" ? ", or use all_to_all_v." : ".");
 }
 
 void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
@@ -58,20 +73,50 @@ void check_unscaled(std::string_view op, const at::Tensor& x) {
       "gemm, which take scales, or dequantize it first");
 }
 
-void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight) {
+std::ostream& operator<<(std::ostream& out, const Argument& argument) {
+  if (argument.index < 0) return out << argument.name;
+  return out << argument.list << '[' << argument.index << ']';
+}
+
+void check_weight_shape(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
+                        int64_t index, int64_t ranks) {
+  const auto k = x.sym_size(-1) * ranks;
+  TORCH_OVERLAP_CHECK(
+      weight.dim() == 2 && k.sym_eq(weight.sym_size(1)).expect_true(__FILE__, __LINE__), kValue, op,
+      ": expected ", weight_argument(index), " [out_features, in_features] with in_features ", k,
+      ranks == 1 ? " as x" : " as x of all ranks", ", got shape ", weight.sym_sizes(),
+      " for x of shape ", x.sym_sizes(), ". Pass weight.t() if it is [in_features, out_features].");
+}
+
+void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Tensor& weight,
+                      int64_t index) {
+  TORCH_OVERLAP_CHECK(
+      bias.dim() == 1 &&
+          weight.sym_size(0).sym_eq(bias.sym_size(0)).expect_true(__FILE__, __LINE__),
+      kValue, op, ": expected ", bias_argument(index), " [out_features] of ", weight.sym_size(0),
+      " elements, got shape ", bias.sym_sizes(), " beside a weight of shape ", weight.sym_sizes(),
+      ". Pass the bias of that weight.");
+}
+
+void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight, int64_t index,
+                  int64_t ranks) {
   check_unscaled(op, x);
-  TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op, ": expected a weight [out_features, ",
-                      "in_features], got shape ", weight.sym_sizes());
-  check_dtype(op, "a weight", x, weight);
-  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1), weight.sym_size(1));
+  check_weight_shape(op, x, weight, index, ranks);
+  check_like_x(op, weight_argument(index), x, weight);
 }
 
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
-                const at::Tensor& weight) {
-  TORCH_OVERLAP_CHECK(bias.dim() == 1, kValue, op, ": expected a bias [out_features], got shape ",
-                      bias.sym_sizes());
-  check_dtype(op, "a bias", x, bias);
-  check_size(op, "as many bias entries as out_features,", weight.sym_size(0), bias.sym_size(0));
+                const at::Tensor& weight, int64_t index) {
+  check_bias_shape(op, bias, weight, index);
+  check_like_x(op, bias_argument(index), x, bias);
+}
+
+void check_weight_count(std::string_view op, size_t weights, size_t biases) {
+  TORCH_OVERLAP_CHECK(weights > 0, kValue, op,
+                      ": expected one or more weights, got none. Pass a list of them.");
+  TORCH_OVERLAP_CHECK(biases == 0 || biases == weights, kValue, op,
+                      ": expected no biases or one entry for each of the ", weights,
+                      " weights, got ", biases, ". None stands for no bias.");
 }
 
 void check_choice(std::string_view op, std::string_view what, std::string_view choices,
@@ -82,7 +127,7 @@ void check_choice(std::string_view op, std::string_view what, std::string_view c
     rest.remove_prefix(std::min(end + 1, rest.size()));
   }
   fail(ErrorKind::kValue, op, ": expected ", what, " to be one of ", choices, ", got '", value,
-       "'");
+       "'. Use one of them.");
 }
 
 std::shared_ptr<TorchComm> find_comm(std::string_view name) { return get_comm(std::string(name)); }

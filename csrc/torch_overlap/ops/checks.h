@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <string>
 #include <string_view>
 
@@ -22,15 +23,37 @@ void check_group_size(std::string_view op, int64_t group_size);
 // Guards on equality where the sizes are symbolic.
 void check_size(std::string_view op, std::string_view what, const c10::SymInt& expected,
                 const c10::SymInt& got);
-void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size);
+// `name`: that of `x` in the operator's schema.
+void check_divisible(std::string_view op, const at::Tensor& x, int64_t dim, int64_t group_size,
+                     std::string_view name = "x");
+// As x, `expected`, is.
 void check_dtype(std::string_view op, std::string_view what, const at::Tensor& expected,
                  const at::Tensor& got);
 // 8-bit floats are no operands where nobody gives their scales.
 void check_unscaled(std::string_view op, const at::Tensor& x);
-// The operands of a linear layer on x [..., k]: weight [n, k], bias [n].
-void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight);
+// An argument in a message: "a weight" of an operator that takes one, or "weights[1]".
+struct Argument {
+  std::string_view name;
+  std::string_view list;
+  int64_t index = -1;  // -1: it is in no list
+};
+inline Argument weight_argument(int64_t index) { return {"a weight", "weights", index}; }
+inline Argument bias_argument(int64_t index) { return {"a bias", "biases", index}; }
+std::ostream& operator<<(std::ostream& out, const Argument& argument);
+
+// The operands of a linear layer on x [..., k]: weight [n, k], bias [n]. `index`: in the lists of
+// an operator that takes several. `ranks`: as many share the k that the weight has.
+void check_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
+                  int64_t index = -1, int64_t ranks = 1);
 void check_bias(std::string_view op, const at::Tensor& x, const at::Tensor& bias,
-                const at::Tensor& weight);
+                const at::Tensor& weight, int64_t index = -1);
+// The two checks of them that 8-bit operands share.
+void check_weight_shape(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
+                        int64_t index = -1, int64_t ranks = 1);
+void check_bias_shape(std::string_view op, const at::Tensor& bias, const at::Tensor& weight,
+                      int64_t index = -1);
+// As many weights as there may be biases; one or more.
+void check_weight_count(std::string_view op, size_t weights, size_t biases);
 // `value` is one of the space-separated `choices`.
 void check_choice(std::string_view op, std::string_view what, std::string_view choices,
                   std::string_view value);

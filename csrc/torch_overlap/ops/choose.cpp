@@ -245,7 +245,7 @@ Choice choose(const OverlapProblem& problem, std::string_view algorithm,
   if (const auto asked = algorithm_of(algorithm)) {
     const auto why = obstacle(*asked, problem, comm, need);
     TORCH_OVERLAP_CHECK(why.empty(), kUnsupported, problem.op, ": expected what algorithm '",
-                        algorithm, "' needs, got: ", why);
+                        algorithm, "' needs, got: ", why, ". Use 'auto' or 'sequential'.");
     return {*asked, "asked for", kCaller};
   }
   if (comm->size() == 1) return {Algorithm::sequential, "one rank", kRule};
@@ -333,7 +333,7 @@ void check_algorithm(std::string_view op, std::string_view algorithm) {
   std::string known = "auto";
   for (const Kind& kind : kKinds) known += concat(", ", kind.name);
   fail(ErrorKind::kValue, op, ": expected algorithm to be one of ", known, ", got '", algorithm,
-       "'");
+       "'. Use one of them.");
 }
 
 Algorithm choose_algorithm(const OverlapProblem& problem, std::string_view algorithm,

@@ -78,7 +78,10 @@ void note_written(const OptionalTensor& tensor) {
 GemmResults gemm_kernel(const GemmCall& call) {
   if (call.comm_type != 0) return run_overlapped(call);
   auto results = empty_gemm_results(call);
-  torch_overlap::gemm("gemm", gemm_args(call, results));
+  auto args = gemm_args(call, results);
+  if (call.lhs_swizzle || call.rhs_swizzle) check_gemm("gemm", args);
+  swizzle_operands(call, args);
+  torch_overlap::gemm("gemm", args);
   for (const auto* written : {&call.lhs_swizzle, &call.rhs_swizzle, &call.out_amax}) {
     note_written(*written);
   }
@@ -156,6 +159,7 @@ class Gemm : public Function<Gemm> {
     const bool has_gradient = call.scaling_mode == 0 && !call.grad && call.comm_type == 0 &&
                               c10::elementSize(output.scalar_type()) > 1;
     ctx->saved_data["has_gradient"] = has_gradient;
+    ctx->saved_data["comm_type"] = call.comm_type;
     ctx->mark_non_differentiable({bias_grad, pre_gelu_out, aux_out});
     ctx->set_materialize_grads(false);
     if (has_gradient) {
@@ -170,10 +174,17 @@ class Gemm : public Function<Gemm> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const int64_t comm_type = ctx->saved_data["comm_type"].toInt();
+    TORCH_OVERLAP_CHECK(comm_type == 0, kUnsupported,
+                        "gemm: expected comm_type NONE (0) where a gradient is asked, got ",
+                        comm_type == 1 ? "RS (1)" : "AG (2)",
+                        ". Its gradient is another collective over a buffer of its own, which no "
+                        "argument names; use all_gather_matmul, matmul_reduce_scatter or "
+                        "bulk_overlap_matmul, which have gradients, or detach the operands.");
     TORCH_OVERLAP_CHECK(ctx->saved_data["has_gradient"].toBool(), kUnsupported,
-                        "gemm: expected operands of NO_SCALING without grad or communication where "
-                        "a gradient is asked, got others; detach them and call gemm with grad=True "
-                        "in a backward pass of your own");
+                        "gemm: expected operands of NO_SCALING, an output of 16 or more bits and "
+                        "grad=False where a gradient is asked, got others; detach them and call "
+                        "gemm with grad=True in a backward pass of your own");
     variable_list result(4);
     if (!grads[0].defined()) return result;
     const auto saved = ctx->get_saved_variables();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/checks.h"
 
@@ -44,19 +45,24 @@ void check_operand(std::string_view op, std::string_view what, const Tensor& ope
                         " of dtype float8_e4m3fn or float8_e5m2 for ", to_string(mode), ", got ",
                         operand.scalar_type(), "; use torch_overlap.ops.quantize");
     TORCH_OVERLAP_CHECK(scale_inv, kValue, op, ": expected ", what, "_scale_inv for ",
-                        to_string(mode), ", got none; Missing inverse scaling factor");
+                        to_string(mode),
+                        ", got none (Missing inverse scaling factor). Pass what "
+                        "quantize gave.");
   }
   TORCH_OVERLAP_CHECK(!swizzle || (mode == ScalingMode::MXFP8_1D_SCALING && !scales_swizzled),
                       kValue, op, ": expected no ", what, "_swizzle for ", to_string(mode),
-                      scales_swizzled ? " with scales_swizzled" : "", ", got one");
+                      scales_swizzled ? " with scales_swizzled" : "",
+                      ", got one. It is where MXFP8 scales that are not swizzled go.");
   if (!swizzle) return;
   TORCH_OVERLAP_CHECK(
       (swizzle->scalar_type() == at::kFloat8_e8m0fnu || swizzle->scalar_type() == at::kByte) &&
           swizzle->device() == operand.device(),
       kType, op, ": expected ", what, "_swizzle of dtype float8_e8m0fnu or uint8 on ",
-      operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device());
+      operand.device(), ", got ", swizzle->scalar_type(), " on ", swizzle->device(),
+      ". Allocate it so.");
   TORCH_OVERLAP_CHECK(swizzle->is_contiguous(), kValue, op, ": expected ", what,
-                      "_swizzle contiguous, got strides ", swizzle->sym_strides());
+                      "_swizzle contiguous, got strides ", swizzle->sym_strides(),
+                      ". Allocate it so.");
   const auto padded = empty_swizzled(op, *scale_inv).sym_numel();
   const auto is_there = swizzle->sym_numel().sym_ne(0).sym_or(padded.sym_eq(0));
   TORCH_OVERLAP_CHECK(is_there.expect_true(__FILE__, __LINE__), kValue, op,
@@ -83,21 +89,25 @@ void check_extras(std::string_view op, const GemmCall& call) {
   check_on(op, "out_scale", call.out_scale, call.lhs);
   check_on(op, "out_amax", call.out_amax, call.lhs);
   TORCH_OVERLAP_CHECK(call.fuse_bias || !call.bias, kValue, op,
-                      ": expected fuse_bias where a bias is given, got False");
+                      ": expected fuse_bias where a bias is given, got False. Pass fuse_bias=True, "
+                      "or no bias.");
   TORCH_OVERLAP_CHECK(!call.fuse_bias || call.grad || call.bias, kValue, op,
-                      ": expected a bias for fuse_bias, got none");
+                      ": expected a bias for fuse_bias, got none. Pass one, or fuse_bias=False.");
   const bool reads_gelu_input = call.fuse_gelu && call.grad;
   TORCH_OVERLAP_CHECK(!reads_gelu_input || call.gelu_input, kValue, op,
-                      ": expected gelu_input for fuse_gelu with grad, got none");
+                      ": expected gelu_input for fuse_gelu with grad, got none. Pass the "
+                      "pre_gelu_out of the forward call.");
   TORCH_OVERLAP_CHECK(reads_gelu_input || !call.gelu_input, kValue, op,
                       ": expected fuse_gelu and grad where gelu_input is given, got fuse_gelu ",
-                      call.fuse_gelu, " and grad ", call.grad);
+                      call.fuse_gelu, " and grad ", call.grad,
+                      ". The forward pass makes pre_gelu_out, and reads no gelu_input.");
   if (call.comm_type != 0) return;
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, op,
-                      ": expected no aux_in for comm_type NONE (0), got one");
+                      ": expected no aux_in for comm_type NONE (0), got one. It is what the "
+                      "collective of a BULK buffer takes.");
   TORCH_OVERLAP_CHECK(call.comm_overlap_method == 0, kValue, op,
                       ": expected comm_overlap_method NONE (0) for comm_type NONE (0), got ",
-                      call.comm_overlap_method);
+                      call.comm_overlap_method, "; pass comm_type and comm_overlap_id too");
   TORCH_OVERLAP_CHECK(call.comm_overlap_id == 0, kValue, op,
                       ": expected no comm_overlap_id for comm_type NONE (0), got ",
                       call.comm_overlap_id, "; pass comm_type and comm_overlap_method too");
@@ -124,15 +134,10 @@ at::ScalarType wide_dtype(const GemmCall& call) {
   return call.gelu_input ? call.gelu_input->scalar_type() : at::kBFloat16;
 }
 
-// The strides of a matrix whose rows are contiguous and lie one behind the other.
-bool has_contiguous_rows(const Tensor& matrix) {
-  return (matrix.stride(1) == 1 || matrix.size(1) == 1) &&
-         (matrix.stride(0) >= matrix.size(1) || matrix.size(0) == 1);
-}
-
-// The same matrix with strides that say so also where a size is 1.
+// A matrix of contiguous rows with strides that say so also where they have no meaning.
 Tensor with_plain_strides(const Tensor& matrix) {
-  const int64_t row = matrix.size(0) == 1 ? std::max<int64_t>(matrix.size(1), 1) : matrix.stride(0);
+  const bool is_one_row = matrix.size(0) == 1 || matrix.numel() == 0;
+  const int64_t row = is_one_row ? std::max<int64_t>(matrix.size(1), 1) : matrix.stride(0);
   if (matrix.stride(0) == row && matrix.stride(1) == 1) return matrix;
   return matrix.as_strided(matrix.sizes(), {row, 1});
 }
@@ -156,10 +161,10 @@ CollapsedOperand collapse(std::string_view op, std::string_view what, const Tens
                           int64_t boundary) {
   const int64_t dim = tensor.dim();
   TORCH_OVERLAP_CHECK(dim > 0, kValue, op, ": expected ", what,
-                      " of one or more dimensions, got a scalar");
+                      " of one or more dimensions, got a scalar. Use reshape(1).");
   TORCH_OVERLAP_CHECK(boundary >= -dim && boundary <= dim, kValue, op, ": expected ", what,
                       "_axis_boundary in [", -dim, ", ", dim, "], got ", boundary, " for shape ",
-                      tensor.sym_sizes());
+                      tensor.sym_sizes(), ". Dimensions before it are rows.");
   if (boundary < 0) boundary += dim;
   const auto sizes = tensor.sym_sizes();
   return {boundary, product(sizes.slice(0, boundary)), product(sizes.slice(boundary))};
@@ -181,8 +186,14 @@ GemmResultShape gemm_result_shape(const GemmCall& call, std::string_view op) {
   const auto rhs = collapse(op, "rhs", call.rhs, call.rhs_axis_boundary);
   const auto& m = call.lhs_transposed ? lhs.cols : lhs.rows;
   const auto& n = call.rhs_transposed ? rhs.rows : rhs.cols;
-  check_size(op, "as many contracted elements in rhs as in lhs,",
-             call.lhs_transposed ? lhs.rows : lhs.cols, call.rhs_transposed ? rhs.cols : rhs.rows);
+  const auto& lhs_k = call.lhs_transposed ? lhs.rows : lhs.cols;
+  const auto& rhs_k = call.rhs_transposed ? rhs.cols : rhs.rows;
+  TORCH_OVERLAP_CHECK(lhs_k.sym_eq(rhs_k).expect_true(__FILE__, __LINE__), kValue, op,
+                      ": expected as many contracted elements in rhs as in lhs, ", lhs_k, ", got ",
+                      rhs_k, " in shape ", call.rhs.sym_sizes(), " for lhs of shape ",
+                      call.lhs.sym_sizes(), " with lhs_transposed ", call.lhs_transposed,
+                      " and rhs_transposed ", call.rhs_transposed,
+                      ". Look at these flags and at the axis boundaries.");
   if (call.fuse_bias && !call.grad) {
     check_size(op, "as many bias entries as columns of the output,", n, call.bias->sym_numel());
   }
@@ -259,8 +270,6 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
                           lhs_mode, call.lhs_scale_inv, call.scales_swizzled);
   args.rhs = gemm_operand(matrix("rhs", call.rhs, call.rhs_axis_boundary), call.rhs_transposed,
                           mode, call.rhs_scale_inv, call.scales_swizzled);
-  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
-  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
   const int64_t m = args.lhs.data.size(args.lhs.transposed ? 1 : 0);
   const int64_t n = args.rhs.data.size(args.rhs.transposed ? 0 : 1);
   args.out = output.view({m, n});
@@ -279,6 +288,11 @@ GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string
   args.out_amax = or_undefined(call.out_amax);
   args.workspace = or_undefined(call.workspace);
   return args;
+}
+
+void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op) {
+  if (call.lhs_swizzle) swizzle_into(op, *call.lhs_swizzle, args.lhs);
+  if (call.rhs_swizzle) swizzle_into(op, *call.rhs_swizzle, args.rhs);
 }
 
 }  // namespace torch_overlap::ops

@@ -81,6 +81,8 @@ GemmOperand gemm_operand(const at::Tensor& matrix, bool transposed, ScalingMode 
 
 // The problem that a call without communication is. `results` are those of empty_gemm_results.
 GemmArgs gemm_args(const GemmCall& call, const GemmResults& results, std::string_view op = "gemm");
+// Swizzles scales into the buffers that the call gives for them: a change, so behind all checks.
+void swizzle_operands(const GemmCall& call, GemmArgs& args, std::string_view op = "gemm");
 
 // A call with a comm_type other than NONE: checks and, unless the operands are Meta tensors,
 // computes and communicates.

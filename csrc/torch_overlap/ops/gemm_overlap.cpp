@@ -37,7 +37,7 @@ std::vector<c10::SymInt> own_sizes(c10::SymIntArrayRef sizes, const c10::SymInt&
   const c10::SymInt inner = rows / first;
   TORCH_OVERLAP_CHECK(((rows + (tp - 1)) / tp).sym_eq(most * inner).expect_true(__FILE__, __LINE__),
                       kValue, kGemm, ": ", wrong, ", got ", first, " of ", inner,
-                      " rows, which a part rounded up cuts; pad it");
+                      " rows, which a part rounded up cuts. Pad it.");
   own[0] = (first - most * buffer->rank()).max(0).min(most);
   return own;
 }
@@ -61,21 +61,35 @@ class ActiveTokens {
   const int throwing_;
 };
 
+void check_tokens(std::string_view what, int64_t tokens, const Buffer& buffer) {
+  const int64_t most = buffer->config().buffer_shape[0];
+  TORCH_OVERLAP_CHECK(tokens <= most, kValue, kGemm, ": expected at most the ", most,
+                      " tokens of the buffer for ", what, ", got ", tokens,
+                      ". Call with fewer rows, or make a larger buffer.");
+}
+
 at::Tensor as_matrix(const at::Tensor& tensor, int64_t columns) {
   return tensor.reshape({-1, columns});
 }
 
 // A product beside the collective of aux_in.
 GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType type) {
+  const auto made_for = buffer->config().comm_type;
+  TORCH_OVERLAP_CHECK(made_for == type || made_for == CommOverlapType::NONE, kValue, kGemm,
+                      ": invalid collective type: expected comm_type to be that of buffer ",
+                      call.comm_overlap_id, ", ", to_string(made_for), ", got ", to_string(type),
+                      ". A buffer of type NONE takes both.");
   TORCH_OVERLAP_CHECK(call.aux_in, kValue, kGemm,
-                      ": expected aux_in, which the collective of method BULK takes, got none");
+                      ": expected aux_in, which the collective of method BULK takes, got none. "
+                      "Pass this rank's rows to gather, or all rows to reduce.");
   const at::Tensor& aux = *call.aux_in;
   const int64_t tp = buffer->get_tp_size();
   const bool gathers = type == CommOverlapType::AG;
   const auto matrix = collapse(kGemm, "aux", aux, call.aux_axis_boundary);
   TORCH_OVERLAP_CHECK(matrix.boundary > 0, kValue, kGemm,
                       ": expected aux_axis_boundary to leave a dimension of rows, got ",
-                      call.aux_axis_boundary, " for shape ", aux.sym_sizes());
+                      call.aux_axis_boundary, " for shape ", aux.sym_sizes(),
+                      ". Use -1, or a number > 0.");
   const auto sizes =
       gathers ? sizes_of_all(aux.sym_sizes(), buffer)
               : own_sizes(aux.sym_sizes(), matrix.rows, buffer,
@@ -98,13 +112,16 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
       kGemm, ": bulk ", to_string(type),
       " overlap auxiliary output is sized incorrectly: expected aux_in of at most ", most,
       " rows of ", config.buffer_shape[1], " features of ", bytes,
-      " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size());
-  const auto args = gemm_args(call, results);
-  check_gemm(kGemm, args);  // before the buffer is written to
+      " bytes, as the buffer has, got ", rows, " of ", columns, " of ", aux.element_size(),
+      ". Make a buffer of that shape and dtype.");
+  auto args = gemm_args(call, results);
+  check_gemm(kGemm, args);
   const auto use = buffer->use();
   const ActiveTokens active(*buffer, gathers ? rows * tp : rows);
-  buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
   const auto target = as_matrix(aux_out, columns);
+  buffer->check_bulk(type, gathers ? at::Tensor() : target);  // before it is written to
+  buffer->copy_into_buffer(aux.reshape({rows, columns}), /*local_chunk=*/gathers);
+  swizzle_operands(call, args);
   buffer->bulk_overlap(args, type, gathers ? at::Tensor() : target);
   if (gathers) target.copy_(buffer->get_buffer().view(target.scalar_type()));
   return results;
@@ -113,9 +130,13 @@ GemmResults run_bulk(const GemmCall& call, const Buffer& buffer, CommOverlapType
 // A product of the gathered lhs; aux_out becomes it.
 GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.lhs_transposed, kUnsupported, kGemm,
-                      ": expected lhs as it is with comm_type AG, got lhs_transposed");
+                      ": expected lhs as it is with comm_type AG, got lhs_transposed. Each element "
+                      "of such a product sums over the rows of all ranks, so no rank's rows are a "
+                      "product by themselves; gather lhs as aux_in of a BULK buffer, then multiply "
+                      "aux_out.");
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
-                      ": expected no aux_in for AG with method RING_EXCHANGE, got one");
+                      ": expected no aux_in for AG with method RING_EXCHANGE, got one. lhs is what "
+                      "is gathered; aux_in is for BULK.");
   const auto matrix = collapse(kGemm, "lhs", call.lhs, call.lhs_axis_boundary);
   const auto sizes = sizes_of_all(call.lhs.sym_sizes(), buffer);
   GemmCall whole = call;
@@ -127,18 +148,21 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
   }
   const int64_t rows = matrix.rows.expect_int();
   const int64_t columns = matrix.cols.expect_int();
+  check_tokens("all ranks' rows of lhs", rows * buffer->get_tp_size(), buffer);
   const auto use = buffer->use();
   const ActiveTokens active(*buffer, rows * buffer->get_tp_size());
   const auto gathered = buffer->get_buffer();
   TORCH_OVERLAP_CHECK(
       gathered.size(1) == columns && gathered.element_size() == call.lhs.element_size(), kValue,
       kGemm, ": expected lhs of ", gathered.size(1), " features of ", gathered.element_size(),
-      " bytes, as the buffer has, got ", columns, " of ", call.lhs.element_size());
+      " bytes, as the buffer has, got ", columns, " of ", call.lhs.element_size(),
+      ". Make a buffer of that shape and dtype.");
   whole.lhs = gathered.view(call.lhs.scalar_type()).view_symint(sizes);
   auto results = empty_gemm_results(whole);
   auto& aux_out = std::get<3>(results);
   aux_out = at::empty_symint(sizes, call.lhs.options());
   auto args = gemm_args(whole, results);
+  swizzle_operands(call, args);
   args.lhs.data = call.lhs.reshape({rows, columns}).contiguous();
   const auto copy = as_matrix(aux_out, columns);
   buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_ag(args, copy)
@@ -149,10 +173,17 @@ GemmResults run_gather(const GemmCall& call, const Buffer& buffer) {
 // This rank's rows of the sum of all ranks' products.
 GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   TORCH_OVERLAP_CHECK(!call.aux_in, kValue, kGemm,
-                      ": expected no aux_in for RS with a method other than BULK, got one");
-  TORCH_OVERLAP_CHECK(!call.fuse_gelu && !(call.fuse_bias && call.grad), kUnsupported, kGemm,
-                      ": expected no ", call.fuse_gelu ? "fuse_gelu" : "bias gradient",
-                      " with comm_type RS, got it: it belongs behind the sum");
+                      ": expected no aux_in for RS with a method other than BULK, got one. The "
+                      "product is what is reduced; aux_in is for BULK.");
+  TORCH_OVERLAP_CHECK(
+      !call.fuse_gelu, kUnsupported, kGemm,
+      ": expected no fuse_gelu with comm_type RS, got it. GELU is not linear, so it "
+      "is not that of the ranks' terms of a sum; apply it, or its derivative, to "
+      "the output.");
+  TORCH_OVERLAP_CHECK(!(call.fuse_bias && call.grad), kUnsupported, kGemm,
+                      ": expected no bias gradient with comm_type RS, got it. Each rank has only "
+                      "its part of that sum over k, which no rank's rows of the output complete; "
+                      "sum lhs over k and all-reduce that.");
   const auto shape = gemm_result_shape(call);
   const auto sizes =
       own_sizes(shape.sizes, shape.m, buffer,
@@ -165,13 +196,17 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
   if (call.lhs.is_meta()) return results;
   TORCH_OVERLAP_CHECK(shape.n == buffer->config().buffer_shape[1], kValue, kGemm,
                       ": expected an output of ", buffer->config().buffer_shape[1],
-                      " features, as the buffer has, got ", shape.n);
+                      " features, as the buffer has, got ", shape.n,
+                      ". Make a buffer of that shape.");
+  check_tokens("the rows of the product", shape.m.expect_int(), buffer);
   const auto use = buffer->use();
   const ActiveTokens active(*buffer, shape.m.expect_int());
   const auto output = as_matrix(std::get<0>(results), shape.n.expect_int());
   GemmResults partial = results;
   std::get<0>(partial) = buffer->get_buffer();
-  const auto args = gemm_args(call, partial);
+  auto args = gemm_args(call, partial);
+  if (call.lhs_swizzle || call.rhs_swizzle) check_gemm(kGemm, args);
+  swizzle_operands(call, args);
   buffer->is_atomic_gemm() ? buffer->atomic_gemm_overlap_rs(args, output)
                            : buffer->split_overlap_rs(args, output);
   return results;
@@ -182,19 +217,19 @@ GemmResults run_scatter(const GemmCall& call, const Buffer& buffer) {
 GemmResults run_overlapped(const GemmCall& call) {
   TORCH_OVERLAP_CHECK(call.comm_type == 1 || call.comm_type == 2, kValue, kGemm,
                       ": expected comm_type to be NONE (0), RS (1) or AG (2), got ", call.comm_type,
-                      ", an invalid collective type");
+                      ", an invalid collective type. Use a CommOverlapType.");
   const auto type = static_cast<CommOverlapType>(call.comm_type);
   const auto buffer = find_comm_overlap_buffer(kGemm, call.comm_overlap_id);
   const auto method = buffer->config().method;
   TORCH_OVERLAP_CHECK(call.comm_overlap_method == static_cast<int64_t>(method), kValue, kGemm,
                       ": expected comm_overlap_method to be that of buffer ", call.comm_overlap_id,
                       ", ", to_string(method), " (", static_cast<int64_t>(method), "), got ",
-                      call.comm_overlap_method);
+                      call.comm_overlap_method, ". Pass that method.");
   if (method == CommOverlapMethod::BULK) return run_bulk(call, buffer, type);
   TORCH_OVERLAP_CHECK(buffer->config().comm_type == type, kUnsupported, kGemm,
                       ": Operation not supported. Expected comm_type to be that of buffer ",
                       call.comm_overlap_id, ", ", to_string(buffer->config().comm_type), ", got ",
-                      to_string(type));
+                      to_string(type), ". Make a buffer of the other type.");
   return type == CommOverlapType::AG ? run_gather(call, buffer) : run_scatter(call, buffer);
 }
 

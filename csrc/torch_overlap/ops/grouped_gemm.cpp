@@ -24,7 +24,8 @@ struct GroupedOptions {
 void check_list(std::string_view what, size_t got, size_t expected, bool may_be_empty) {
   TORCH_OVERLAP_CHECK(got == expected || (may_be_empty && got == 0), kValue, kGroupedGemm,
                       ": expected ", may_be_empty ? "no " : "", what, may_be_empty ? " or" : ",",
-                      " one for each of the ", expected, " of lhs, got ", got);
+                      " one for each of the ", expected, " of lhs, got ", got,
+                      ". Pass lists of one length.");
 }
 
 void check_scale_list(std::string_view what, size_t got, size_t expected, bool scaled) {

@@ -20,24 +20,21 @@ std::vector<Tensor> matmul_all_to_all_out(const Tensor& x, at::TensorList weight
   check_group_size(kMatmulAllToAll, group_size);
   check_exchange_algorithm(kMatmulAllToAll, algorithm);
   TORCH_OVERLAP_CHECK(x.dim() >= 2, kValue, kMatmulAllToAll,
-                      ": expected x [tokens, ..., features], got shape ", x.sym_sizes());
-  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kMatmulAllToAll,
-                      ": expected one or more weights, got none");
-  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kMatmulAllToAll,
-                      ": expected no biases or one entry for each of the ", weights.size(),
-                      " weights, got ", biases.size(), "; None stands for no bias");
+                      ": expected x [tokens, ..., features] of two or more dimensions, got shape ",
+                      x.sym_sizes(), ". Use x.unsqueeze(0).");
+  check_weight_count(kMatmulAllToAll, weights.size(), biases.size());
   auto sizes = x.sym_sizes().vec();
   sizes[0] *= group_size;
   std::vector<Tensor> out;
   for (size_t i = 0; i < weights.size(); ++i) {
-    check_weight(kMatmulAllToAll, x, weights[i]);
+    check_weight(kMatmulAllToAll, x, weights[i], static_cast<int64_t>(i));
     const auto features = weights[i].sym_size(0);
     TORCH_OVERLAP_CHECK((features % group_size).sym_eq(0).expect_true(__FILE__, __LINE__), kValue,
                         kMatmulAllToAll, ": expected out_features divisible by the group size ",
-                        group_size, ", got ", features, " in weight ", i,
-                        "; pad it, or give each rank whole heads");
+                        group_size, " for weights[", i, "], got ", features, " in shape ",
+                        weights[i].sym_sizes(), ". Pad it, or give each rank whole heads.");
     const auto bias = biases.empty() ? std::nullopt : biases.get(i);
-    if (bias) check_bias(kMatmulAllToAll, x, *bias, weights[i]);
+    if (bias) check_bias(kMatmulAllToAll, x, *bias, weights[i], static_cast<int64_t>(i));
     sizes.back() = features / group_size;
     out.push_back(at::empty_symint(sizes, x.options()));
   }

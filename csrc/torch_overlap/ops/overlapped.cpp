@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/overlap/op_channels.h"
 
 namespace torch_overlap::ops {
@@ -99,8 +100,8 @@ bool has_fused(const OverlapChannel& channel, const GemmArgs& args, const RowSha
 }  // namespace
 
 GemmOperand operand(const at::Tensor& x) {
-  if (x.stride(1) == 1) return {.data = x};
-  if (x.stride(0) == 1) return {.data = x.t(), .transposed = true};
+  if (has_contiguous_rows(x)) return {.data = x};
+  if (has_contiguous_rows(x.t())) return {.data = x.t(), .transposed = true};
   return {.data = x.contiguous()};
 }
 

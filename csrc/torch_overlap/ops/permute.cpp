@@ -13,16 +13,19 @@ constexpr std::string_view kPermute = "permute";
 // Shaped as x, contiguous. `pairs` is src0, dst0, src1, dst1, ...: no rank sends or receives twice.
 Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
   TORCH_OVERLAP_CHECK(pairs.size() % 2 == 0, kValue, kPermute,
-                      ": expected pairs as src0, dst0, src1, dst1, ..., got ", list_string(pairs));
+                      ": expected pairs as src0, dst0, src1, dst1, ..., got ", list_string(pairs),
+                      ". Each source has a target.");
   std::set<int64_t> sources;
   std::set<int64_t> targets;
   for (size_t i = 0; i < pairs.size(); i += 2) {
     TORCH_OVERLAP_CHECK(pairs[i] >= 0 && pairs[i + 1] >= 0, kValue, kPermute,
-                        ": expected ranks >= 0 in pairs, got ", list_string(pairs));
+                        ": expected ranks >= 0 in pairs, got ", list_string(pairs),
+                        ". Ranks do not count from the end.");
     TORCH_OVERLAP_CHECK(sources.insert(pairs[i]).second && targets.insert(pairs[i + 1]).second,
                         kValue, kPermute,
-                        ": expected every rank at most once as a source and once as a ",
-                        "target, got pairs ", list_string(pairs));
+                        ": expected every rank at most once as a source and once as a target in "
+                        "pairs, got ",
+                        list_string(pairs), ". Use several calls.");
   }
   return at::empty_symint(x.sym_sizes(), x.options());
 }
@@ -30,7 +33,7 @@ Tensor permute_out(const Tensor& x, at::IntArrayRef pairs) {
 Started start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, bool async_op) {
   auto out = permute_out(x, pairs);
   const auto communicator = find_comm(comm);
-  const auto mine = x.contiguous();
+  const auto mine = async_op ? sent_later(x.contiguous(), x) : x.contiguous();
   std::vector<P2POp> moves;
   bool receives = false;
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -38,7 +41,8 @@ Started start(const Tensor& x, at::IntArrayRef pairs, std::string_view comm, boo
     const int64_t dst = pairs[i + 1];
     TORCH_OVERLAP_CHECK(src < communicator->size() && dst < communicator->size(), kValue, kPermute,
                         ": expected ranks below ", communicator->size(), ", the size of '", comm,
-                        "', got pairs ", list_string(pairs));
+                        "', in pairs, got ", list_string(pairs),
+                        ". Ranks are those of this communicator.");
     if (src == communicator->rank()) {
       moves.push_back({P2POp::Type::SEND, mine, static_cast<int>(dst)});
     }
@@ -73,7 +77,7 @@ class Permute : public Function<Permute> {
     ctx->saved_data["comm"] = std::string(comm);
     const BelowAutograd guard;
     if (!async_op) return ops::permute(x, pairs, comm);
-    return noted(start(materialized(x), pairs, comm, true));
+    return noted(kPermute, x, start(materialized(x), pairs, comm, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -95,7 +99,7 @@ Tensor permute_async(const Tensor& x, at::IntArrayRef pairs, std::string_view co
   if (!can_start_async(x)) return ops::permute(x, pairs, comm);
   if (needs_autograd(x)) return Permute::apply(x, pairs, comm, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), pairs, comm, true));
+  return noted(kPermute, x, start(materialized(x), pairs, comm, true));
 }
 
 }  // namespace

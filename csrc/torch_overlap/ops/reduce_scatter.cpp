@@ -25,9 +25,10 @@ Started start(const Tensor& x, int64_t dim, std::string_view op, std::string_vie
   auto out = reduce_scatter_out(x, dim, op, group_size, factor);
   const auto communicator = find_comm(kReduceScatter, comm, group_size);
   dim = wrap_dim(kReduceScatter, x, dim, "dim");
-  const auto parts =
-      dim == 0 ? x.contiguous()
-               : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
+  auto parts = dim == 0
+                   ? x.contiguous()
+                   : x.unflatten(dim, {group_size, out.size(dim)}).movedim(dim, 0).contiguous();
+  if (async_op) parts = sent_later(parts, x);
   auto work = communicator->reduce_scatter_single(
       out, parts, parse_reduction(kReduceScatter, x, op, factor), async_op);
   return {std::move(out), std::move(work)};
@@ -59,7 +60,8 @@ class ReduceScatter : public Function<ReduceScatter> {
     ctx->saved_data["factor"] = IValue(factor);
     const BelowAutograd guard;
     if (!async_op) return ops::reduce_scatter(x, dim, op, comm, group_size, factor);
-    return noted(start(materialized(x), dim, op, comm, group_size, factor, true));
+    return noted(kReduceScatter, x,
+                 start(materialized(x), dim, op, comm, group_size, factor, true));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -87,7 +89,7 @@ Tensor reduce_scatter_async(const Tensor& x, int64_t dim, std::string_view op,
   if (!can_start_async(x)) return ops::reduce_scatter(x, dim, op, comm, group_size, factor);
   if (needs_autograd(x)) return ReduceScatter::apply(x, dim, op, comm, group_size, factor, true);
   const BelowAutograd guard;
-  return noted(start(materialized(x), dim, op, comm, group_size, factor, true));
+  return noted(kReduceScatter, x, start(materialized(x), dim, op, comm, group_size, factor, true));
 }
 
 }  // namespace

@@ -43,9 +43,9 @@ struct Started {
   WorkPtr work;
 };
 
-// The result of an `_async` form.
-inline Tensor noted(Started started) {
-  note_work(started.out, std::move(started.work));
+// The result of the `_async` form of `op` on `x`, as the caller passed it.
+inline Tensor noted(std::string_view op, const Tensor& x, Started started) {
+  note_work(op, x, started.out, std::move(started.work));
   return std::move(started.out);
 }
 

@@ -18,10 +18,10 @@ Tensor reshard_kernel(const Tensor& x, std::string_view mesh, std::string_view f
   for (size_t d = 0; fits && d < extents.size(); ++d) {
     fits = x.sym_size(static_cast<int64_t>(d)).guard_int(__FILE__, __LINE__) == extents[d].size;
   }
-  TORCH_OVERLAP_CHECK(fits, kValue, "reshard: expected the local part of ", list_string(shape),
-                      " under ", from, ", ",
-                      list_string(mesh::local_shape(plan->from, shape, comms->rank())), ", got ",
-                      x.sym_sizes());
+  TORCH_OVERLAP_CHECK(
+      fits, kValue, "reshard: expected the local part of ", list_string(shape), " under ", from,
+      ", ", list_string(mesh::local_shape(plan->from, shape, comms->rank())), ", for x, got shape ",
+      x.sym_sizes(), ". Pass the layout that x has, and the shape of the whole tensor.");
   Tensor y = x;
   for (const mesh::Step& step : plan->steps) y = run_step(y, step, shape, *comms);
   return y;

@@ -18,19 +18,25 @@ using NormResults = std::tuple<Tensor, Tensor>;  // the normalized rows, and wha
 void check_beside_rows(std::string_view op, c10::SymIntArrayRef shape, const Tensor& like,
                        const Tensor& residual, const Tensor& norm_weight, double eps) {
   TORCH_OVERLAP_CHECK(at::isFloatingType(like.scalar_type()) && like.element_size() >= 2, kType, op,
-                      ": expected float16, bfloat16, float32 or float64, got ", like.scalar_type());
+                      ": expected x of float16, bfloat16, float32 or float64, got ",
+                      like.scalar_type(), ". Convert it.");
   check_dtype(op, "residual", like, residual);
   check_dtype(op, "the norm's weight", like, norm_weight);
   TORCH_OVERLAP_CHECK(residual.dim() == static_cast<int64_t>(shape.size()), kValue, op,
-                      ": expected a residual of shape ", shape, ", got ", residual.sym_sizes());
+                      ": expected a residual of shape ", shape, ", that of the sum, got ",
+                      residual.sym_sizes(), ". Reshape it.");
   for (int64_t i = 0; i < residual.dim(); ++i) {
-    check_size(op, concat("dimension ", i, " of residual"), shape[i], residual.sym_size(i));
+    TORCH_OVERLAP_CHECK(shape[i].sym_eq(residual.sym_size(i)).expect_true(__FILE__, __LINE__),
+                        kValue, op, ": expected a residual of shape ", shape,
+                        ", that of the sum, got ", residual.sym_sizes(), ", which differs in ",
+                        "dimension ", i, ". Pass this rank's residual.");
   }
   TORCH_OVERLAP_CHECK(norm_weight.dim() == 1, kValue, op,
                       ": expected the norm's weight with one dimension, got shape ",
-                      norm_weight.sym_sizes());
+                      norm_weight.sym_sizes(), ". Flatten it.");
   check_size(op, "the norm's weight", shape.back(), norm_weight.sym_size(0));
-  TORCH_OVERLAP_CHECK(eps >= 0, kValue, op, ": expected eps >= 0, got ", eps);
+  TORCH_OVERLAP_CHECK(eps >= 0, kValue, op, ": expected eps >= 0, got ", eps,
+                      ". It keeps the root from 0.");
 }
 
 NormResults results_like(c10::SymIntArrayRef shape, const Tensor& like) {
@@ -72,12 +78,13 @@ void check_all_reduce(const Tensor& x, const Tensor& residual, const Tensor& wei
                       const std::optional<Tensor>& bias, int64_t group_size, double eps) {
   check_group_size(kAllReduceRmsNorm, group_size);
   TORCH_OVERLAP_CHECK(x.dim() >= 1, kValue, kAllReduceRmsNorm,
-                      ": expected x of one or more dimensions, got a scalar");
+                      ": expected x of one or more dimensions, got a scalar. Use x.reshape(1).");
   check_beside_rows(kAllReduceRmsNorm, x.sym_sizes(), x, residual, weight, eps);
   if (bias) {
     check_dtype(kAllReduceRmsNorm, "bias", x, *bias);
     TORCH_OVERLAP_CHECK(bias->dim() == 1, kValue, kAllReduceRmsNorm,
-                        ": expected a bias with one dimension, got shape ", bias->sym_sizes());
+                        ": expected a bias with one dimension, got shape ", bias->sym_sizes(),
+                        ". Flatten it.");
     check_size(kAllReduceRmsNorm, "bias", x.sym_size(-1), bias->sym_size(0));
   }
 }

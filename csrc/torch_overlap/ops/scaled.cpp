@@ -1,6 +1,7 @@
 #include "torch_overlap/ops/scaled.h"
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/gemm/quantize.h"
 #include "torch_overlap/ops/checks.h"
 #include "torch_overlap/ops/pipeline.h"
@@ -10,12 +11,12 @@ namespace {
 
 constexpr std::string_view kScaledAlgorithms = "auto sequential chunked ring fused";
 
-void check_quantized(std::string_view op, std::string_view what, const at::Tensor& data,
+void check_quantized(std::string_view op, const Argument& what, const at::Tensor& data,
                      const at::Tensor& scale_inv, ScalingMode mode) {
   TORCH_OVERLAP_CHECK(
       data.scalar_type() == at::kFloat8_e4m3fn || data.scalar_type() == at::kFloat8_e5m2, kType, op,
       ": expected ", what, " of dtype float8_e4m3fn or float8_e5m2, got ", data.scalar_type(),
-      "; use quantize");
+      ". Use quantize.");
   if (is_tensor_scaling(mode)) {
     check_scale(op, data, scale_inv);
     return;
@@ -24,7 +25,7 @@ void check_quantized(std::string_view op, std::string_view what, const at::Tenso
     check_dequantizable(op, data, scale_inv, mode, at::kFloat, /*swizzled=*/false);
   } catch (const Error& error) {
     fail(error.kind(), error.what(), ", the scales of ", what,
-         "; pass what quantize gave, unswizzled (unswizzle_scales)");
+         ". Pass what quantize gave, unswizzled (unswizzle_scales).");
   }
 }
 
@@ -54,35 +55,34 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
                       ": expected x of two or more dimensions, got shape ", x.sym_sizes(),
                       "; use x.unsqueeze(0)");
   const auto modes = scaled_modes(op, scaling_mode);
-  check_quantized(op, "x", x, x_scale_inv, modes.x);
+  check_quantized(op, {.name = "x", .list = {}}, x, x_scale_inv, modes.x);
   TORCH_OVERLAP_CHECK(
       out_dtype == at::kFloat || out_dtype == at::kHalf || out_dtype == at::kBFloat16, kType, op,
-      ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype);
+      ": expected out_dtype float32, float16 or bfloat16, got ", out_dtype,
+      ". Convert the result.");
   const int64_t wrapped = wrap_dim(op, x, dim, what);
   TORCH_OVERLAP_CHECK(wrapped + 1 < x.dim(), kValue, op, ": expected ", what,
                       " to be a dimension of rows, got ", dim, ", the features of shape ",
-                      x.sym_sizes());
+                      x.sym_sizes(), ". Move the features last.");
   return {.dim = wrapped, .modes = modes};
 }
 
 void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,
-                         at::ScalarType out_dtype, const ScaledModes& modes) {
-  TORCH_OVERLAP_CHECK(weight.dim() == 2, kValue, op,
-                      ": expected a weight [out_features, in_features], got shape ",
-                      weight.sym_sizes());
-  check_quantized(op, "a weight", weight, weight_scale_inv, modes.weight);
-  TORCH_OVERLAP_CHECK(weight.device() == x.device(), kType, op, ": expected a weight on device ",
-                      x.device(), " as x, got ", weight.device(), "; move one of them");
-  check_size(op, "in_features of the weight to be those of x,", x.sym_size(-1), weight.sym_size(1));
+                         at::ScalarType out_dtype, const ScaledModes& modes, int64_t index) {
+  check_weight_shape(op, x, weight, index);
+  check_quantized(op, weight_argument(index), weight, weight_scale_inv, modes.weight);
+  TORCH_OVERLAP_CHECK(weight.device() == x.device(), kType, op, ": expected ",
+                      weight_argument(index), " on device ", x.device(), " as x, got ",
+                      weight.device(), ". Move one of them.");
   if (!bias) return;
-  TORCH_OVERLAP_CHECK(bias->dim() == 1, kValue, op, ": expected a bias [out_features], got shape ",
-                      bias->sym_sizes());
-  TORCH_OVERLAP_CHECK(bias->scalar_type() == out_dtype, kType, op, ": expected a bias of dtype ",
-                      out_dtype, ", that of the result, got ", bias->scalar_type(), "; convert it");
-  TORCH_OVERLAP_CHECK(bias->device() == x.device(), kType, op, ": expected a bias on device ",
-                      x.device(), " as x, got ", bias->device(), "; move one of them");
-  check_size(op, "as many bias entries as out_features,", weight.sym_size(0), bias->sym_size(0));
+  check_bias_shape(op, *bias, weight, index);
+  TORCH_OVERLAP_CHECK(bias->scalar_type() == out_dtype, kType, op, ": expected ",
+                      bias_argument(index), " of dtype ", out_dtype, ", that of the result, got ",
+                      bias->scalar_type(), ". Convert it.");
+  TORCH_OVERLAP_CHECK(bias->device() == x.device(), kType, op, ": expected ", bias_argument(index),
+                      " on device ", x.device(), " as x, got ", bias->device(),
+                      ". Move one of them.");
 }
 
 at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& x_scale_inv, int64_t dim,
@@ -110,7 +110,7 @@ GemmArgs scaled_product(const at::Tensor& x_scale_inv, const at::Tensor& weight,
   GemmArgs args;
   args.lhs.scaling = modes.x;
   if (!modes.gathers_scales()) args.lhs.scale_inv = x_scale_inv;
-  args.rhs = {.data = weight.stride(1) == 1 ? weight : weight.contiguous(),
+  args.rhs = {.data = has_contiguous_rows(weight) ? weight : weight.contiguous(),
               .transposed = true,
               .scaling = modes.weight,
               .scale_inv = weight_scale_inv};

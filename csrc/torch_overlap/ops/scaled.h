@@ -41,7 +41,7 @@ ScaledInput check_scaled_x(std::string_view op, const at::Tensor& x, const at::T
 // One of the weights, and a bias.
 void check_scaled_weight(std::string_view op, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& weight_scale_inv, const std::optional<at::Tensor>& bias,
-                         at::ScalarType out_dtype, const ScaledModes& modes);
+                         at::ScalarType out_dtype, const ScaledModes& modes, int64_t index = -1);
 
 // The scales of x [..., k], a row for each of its rows once dimension `dim` is first; MXFP8's as
 // bytes. Undefined where the tensor has one factor.

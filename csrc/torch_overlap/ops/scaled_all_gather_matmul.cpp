@@ -28,14 +28,11 @@ ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv
                                       bool return_gathered) {
   const auto [dim, modes] = check_scaled_x(kScaledGather, x, x_scale_inv, group_size, gather_dim,
                                            "gather_dim", out_dtype, algorithm, scaling_mode);
-  TORCH_OVERLAP_CHECK(!weights.empty(), kValue, kScaledGather,
-                      ": expected one or more weights, got none");
+  check_weight_count(kScaledGather, weights.size(), biases.size());
   TORCH_OVERLAP_CHECK(weights_scale_inv.size() == weights.size(), kValue, kScaledGather,
-                      ": expected one scale_inv for each of the ", weights.size(), " weights, got ",
-                      weights_scale_inv.size());
-  TORCH_OVERLAP_CHECK(biases.empty() || biases.size() == weights.size(), kValue, kScaledGather,
-                      ": expected no biases or one entry for each of the ", weights.size(),
-                      " weights, got ", biases.size(), "; None stands for no bias");
+                      ": expected one scale_inv for each of the ", weights.size(),
+                      " weights in weights_scale_inv, got ", weights_scale_inv.size(),
+                      ". Pass what quantize gave for each.");
   auto sizes = x.sym_sizes().vec();
   sizes[dim] *= group_size;
   ScaledGatherOutputs out;
@@ -49,7 +46,8 @@ ScaledGatherOutputs scaled_gather_out(const Tensor& x, const Tensor& x_scale_inv
           : at::empty({0}, x_scale_inv.options());
   for (size_t i = 0; i < weights.size(); ++i) {
     check_scaled_weight(kScaledGather, x, weights[i], weights_scale_inv[i],
-                        biases.empty() ? std::nullopt : biases.get(i), out_dtype, modes);
+                        biases.empty() ? std::nullopt : biases.get(i), out_dtype, modes,
+                        static_cast<int64_t>(i));
     sizes.back() = weights[i].sym_size(0);
     out.products.push_back(at::empty_symint(sizes, x.options().dtype(out_dtype)));
   }

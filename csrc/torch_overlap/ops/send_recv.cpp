@@ -8,7 +8,8 @@ namespace torch_overlap::ops {
 namespace {
 
 void check_peer(std::string_view op, std::string_view what, int64_t peer) {
-  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected ", what, " >= 0, got ", peer);
+  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected a rank >= 0 for ", what, ", got ", peer,
+                      ". Ranks do not count from the end.");
 }
 
 void check_no_gradient(std::string_view op, const Tensor& x) {

@@ -9,13 +9,15 @@ namespace torch_overlap::ops {
 namespace {
 
 void check_target(std::string_view op, std::string_view what, int64_t peer) {
-  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected ", what, " >= 0, got ", peer);
+  TORCH_OVERLAP_CHECK(peer >= 0, kValue, op, ": expected a rank >= 0 for ", what, ", got ", peer,
+                      ". Ranks do not count from the end.");
 }
 
 void check_put(const Tensor& x, const Tensor& source, int64_t dst, int64_t offset) {
   check_dtype("put", "source", x, source);
   check_target("put", "dst", dst);
-  TORCH_OVERLAP_CHECK(offset >= 0, kValue, "put: expected offset >= 0, got ", offset);
+  TORCH_OVERLAP_CHECK(offset >= 0, kValue, "put: expected offset >= 0, got ", offset,
+                      ". It counts elements from the beginning of the window.");
 }
 
 void refuse_gradient(std::string_view op, const Tensor& x) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "torch_overlap/base/errors.h"
+#include "torch_overlap/gemm/operand.h"
 #include "torch_overlap/overlap/comm_overlap_layout.h"
 
 namespace torch_overlap {
@@ -105,7 +106,7 @@ GemmArgs CommOverlapCore::with_margin(GemmArgs args) const {
 void CommOverlapCore::set_active_tokens(int64_t tokens) {
   TORCH_OVERLAP_CHECK(tokens >= 0 && tokens <= config_.buffer_shape[0], kValue,
                       "set_active_tokens: expected at most the ", config_.buffer_shape[0],
-                      " tokens of the buffer, got ", tokens);
+                      " tokens of the buffer, got ", tokens, ". Make a larger buffer.");
   const auto lock = channel_->lock();
   tokens_ = tokens;
 }
@@ -177,7 +178,7 @@ void CommOverlapCore::check_rs_output(std::string_view op, std::string_view what
                                       const Tensor& rs_output, int64_t columns) const {
   const std::vector<int64_t> expected{rows().length(rank()), columns};
   TORCH_OVERLAP_CHECK(rs_output.defined() && rs_output.sizes() == at::IntArrayRef(expected) &&
-                          (rs_output.numel() == 0 || rs_output.stride(1) == 1),
+                          has_contiguous_rows(rs_output),
                       kValue, op, ": ", what, " is sized incorrectly: expected ",
                       list_string(expected), " with contiguous rows, got ",
                       rs_output.defined()
@@ -227,8 +228,7 @@ void CommOverlapCore::require_split(std::string_view op, CommOverlapType type, b
                       type == CommOverlapType::AG ? "split_overlap_ag" : "split_overlap_rs");
 }
 
-void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
-                                   const Tensor& rs_output) {
+void CommOverlapCore::check_bulk(CommOverlapType type, const Tensor& rs_output) const {
   constexpr std::string_view kOp = "bulk_overlap";
   require_bulk(kOp);
   TORCH_OVERLAP_CHECK(type == CommOverlapType::AG || type == CommOverlapType::RS, kValue, kOp,
@@ -237,6 +237,25 @@ void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
                       kValue, kOp, ": invalid collective type: expected that of the buffer, ",
                       to_string(config_.comm_type), ", got ", to_string(type));
   const auto lock = channel_->lock();
+  const bool gathers = type == CommOverlapType::AG;
+  TORCH_OVERLAP_CHECK(gathers || config_.buffer_dtype != at::kByte, kType, kOp,
+                      ": expected a floating-point buffer for RS, got uint8, which has no sums");
+  if (!gathers && rs_output.defined()) {
+    check_rs_output(kOp, "bulk RS overlap auxiliary output", rs_output, config_.buffer_shape[1]);
+  }
+  TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
+                      ": expected rs_output for the sum of an 8-bit buffer, got none. Sums are "
+                      "float32, float16 or bfloat16.");
+  TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,
+                      ": expected no rs_output with AG, got one. The gathered rows are in the "
+                      "buffer.");
+  if (!gathers) (void)scale_of_sum(kOp);
+}
+
+void CommOverlapCore::bulk_overlap(const GemmArgs& args, CommOverlapType type,
+                                   const Tensor& rs_output) {
+  const auto lock = channel_->lock();
+  check_bulk(type, rs_output);
   do_bulk(args, type, rs_output);
 }
 
@@ -284,13 +303,13 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
                                           const Tensor& rs_output) const {
   const GemmEpilogue& epilogue = args.epilogue;
   TORCH_OVERLAP_CHECK(!args.accumulate && !epilogue.residual.defined(), kUnsupported, op,
-                      ": expected accumulate=False and no residual: partial products replace what "
-                      "the buffer holds");
+                      ": expected accumulate=False and no residual with a reduce-scatter, got one. "
+                      "Partial products replace what the buffer holds; add to rs_output.");
   TORCH_OVERLAP_CHECK(
       !epilogue.gelu && !epilogue.gelu_input.defined() && !epilogue.bias_grad.defined(),
       kUnsupported, op,
-      ": expected no GELU and no bias gradient with a reduce-scatter: they belong "
-      "behind the sum");
+      ": expected no GELU and no bias gradient with a reduce-scatter, got one. GELU is not linear, "
+      "and a rank has only its part of either; apply them to rs_output.");
   GemmArgs product = args;
   product.epilogue = {};
   product.out = get_buffer();  // for the check; who runs it cuts it
@@ -298,7 +317,8 @@ GemmArgs CommOverlapCore::partial_product(std::string_view op, const GemmArgs& a
   TORCH_OVERLAP_CHECK(m == tokens_, kValue, op, ": expected a product of the ", tokens_.load(),
                       " tokens that are active, got ", m, " rows; call set_active_tokens() first");
   TORCH_OVERLAP_CHECK(n == config_.buffer_shape[1], kValue, op, ": expected a product of the ",
-                      config_.buffer_shape[1], " features of the buffer, got ", n, " columns");
+                      config_.buffer_shape[1], " features of the buffer, got ", n,
+                      " columns. Make a buffer of that shape.");
   check_rs_output(op, "GEMM->RS overlap output buffer", rs_output, n);
   check_bias_of_sum(op, epilogue.bias, rs_output);
   (void)scale_of_sum(op);

@@ -96,6 +96,10 @@ class TORCH_OVERLAP_API CommOverlapCore : public std::enable_shared_from_this<Co
   // The product of `args` beside the all-gather of the buffer, or beside its reduce-scatter: into
   // `rs_output` [rows of this rank, features], or, undefined, into this rank's rows of the buffer.
   void bulk_overlap(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output = {});
+  // Throws what bulk_overlap() throws for these arguments; the product is checked by check_gemm().
+  // For a caller that fills the buffer in the same call, which must leave it alone when it is
+  // refused.
+  void check_bulk(CommOverlapType type, const Tensor& rs_output = {}) const;
   // The all-gather of the buffer alone, on the streams of `lender`, which may be under way with a
   // product of its own.
   void bulk_overlap_external_ag(CommOverlapCore& lender);
@@ -180,6 +184,8 @@ class TORCH_OVERLAP_API CommOverlapP2PBase final : public CommOverlapCore {
   bool has_split(CommOverlapType type) const override { return type == config().comm_type; }
   void do_ag(std::string_view op, const GemmArgs& args, const Tensor& gathered) override;
   void do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) override;
+  // A product is one of as many ranks' chunks.
+  void check_rows_of_blocks(std::string_view op, const GemmOperand& lhs, int chunks) const;
   // Block scales of lhs, which are those of `own`; undefined tensors for other modes.
   GatheredRows gathered_scales(std::string_view op, const GemmOperand& lhs,
                                const Tensor& own) const;

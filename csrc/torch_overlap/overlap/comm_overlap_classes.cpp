@@ -23,16 +23,6 @@ bool CommOverlapBase::has_split(CommOverlapType type) const {
 void CommOverlapBase::do_bulk(const GemmArgs& args, CommOverlapType type, const Tensor& rs_output) {
   constexpr std::string_view kOp = "bulk_overlap";
   const bool gathers = type == CommOverlapType::AG;
-  check_gemm(kOp, args);
-  TORCH_OVERLAP_CHECK(gathers || config().buffer_dtype != at::kByte, kType, kOp,
-                      ": expected a floating-point buffer for RS, got uint8, which has no sums");
-  if (!gathers && rs_output.defined()) {
-    check_rs_output(kOp, "bulk RS overlap auxiliary output", rs_output, config().buffer_shape[1]);
-  }
-  TORCH_OVERLAP_CHECK(gathers || rs_output.defined() || !is_fp8_ubuf(), kValue, kOp,
-                      ": expected rs_output for the sum of an 8-bit buffer, got none");
-  TORCH_OVERLAP_CHECK(!gathers || !rs_output.defined(), kValue, kOp,
-                      ": expected no rs_output with AG, got one");
   run_bulk_gemm(kOp, channel(),
                 {.gemms = {with_margin(args)},
                  .rows = rows(),
@@ -115,21 +105,31 @@ GatheredRows CommOverlapP2PBase::gathered_scales(std::string_view op, const Gemm
           .copy = {}};
 }
 
+void CommOverlapP2PBase::check_rows_of_blocks(std::string_view op, const GemmOperand& lhs,
+                                              int chunks) const {
+  const int64_t length = rows().largest();
+  TORCH_OVERLAP_CHECK(lhs.scaling != ScalingMode::BLOCK_1D_SCALING || config().tp_size == chunks ||
+                          length * chunks % kBlockScaledMultiple == 0,
+                      kValue, op, ": expected a multiple of ", kBlockScaledMultiple,
+                      " tokens for each rank with ", to_string(lhs.scaling), ", got ", length,
+                      " of ", rows().rows, ", which ", config().tp_size,
+                      " ranks share. Pad the tokens with zeros.");
+}
+
 void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const Tensor& gathered) {
   const auto buffer = get_buffer();
   const auto chunk = get_buffer(/*local_chunk=*/true);
   GemmArgs whole = args;
-  TORCH_OVERLAP_CHECK(!args.lhs.transposed, kUnsupported, op,
-                      ": expected lhs as it is, [tokens, features], got it transposed");
+  TORCH_OVERLAP_CHECK(
+      !args.lhs.transposed, kUnsupported, op,
+      ": expected lhs as it is, [tokens, features], got it transposed. Each element "
+      "of such a product sums over the tokens of all ranks, so no chunk of them is "
+      "a product; use BULK, then a product of the gathered tokens.");
   TORCH_OVERLAP_CHECK(args.lhs.scaling != ScalingMode::BLOCK_2D_SCALING && !args.lhs.swizzled,
                       kUnsupported, op,
                       ": expected lhs whose scales have a row for each of its, got ",
                       args.lhs.swizzled ? "swizzled ones; use unswizzle_scales"
                                         : "blocks of 128 x 128; quantize it with BLOCK_1D_SCALING");
-  TORCH_OVERLAP_CHECK(
-      !args.epilogue.bias_grad.defined() || !args.epilogue.gelu_input.defined(), kUnsupported, op,
-      ": expected no bias gradient with the derivative of GELU, which is a sum over "
-      "rows; sum those of D");
   Tensor own = chunk;
   if (args.lhs.data.defined()) {
     own = args.lhs.data;
@@ -158,6 +158,7 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
   const GatheredRows scales = gathered_scales(op, args.lhs, own);
   if (scales.all.defined()) whole.lhs.scale_inv = scales.all;
   check_gemm(op, whole);
+  check_rows_of_blocks(op, args.lhs, config().aggregate_ag ? 2 : 1);
   whole = with_margin(whole);
   run_gather_gemm(
       op, channel(),
@@ -175,6 +176,7 @@ void CommOverlapP2PBase::do_ag(std::string_view op, const GemmArgs& args, const 
 
 void CommOverlapP2PBase::do_rs(std::string_view op, const GemmArgs& args, const Tensor& rs_output) {
   const GemmArgs product = partial_product(op, args, rs_output);
+  check_rows_of_blocks(op, args.lhs, 1);
   TORCH_OVERLAP_CHECK(
       (args.lhs.scaling != ScalingMode::BLOCK_2D_SCALING && !args.lhs.swizzled) ||
           config().tp_size == 1 || rows().largest() % kScaledRows == 0,

@@ -92,10 +92,12 @@ void CommOverlapConfig::validate(std::string_view op) const {
                       ": invalid collective type: expected RS or AG for ", to_string(method),
                       ", got NONE");
   TORCH_OVERLAP_CHECK(!(method == Method::PIPELINE && comm_type == Type::AG), kUnsupported, op,
-                      ": expected RS for PIPELINE, got AG; use RING_EXCHANGE or BULK for AG");
+                      ": expected RS for PIPELINE, got AG. It reduces one piece of a product while "
+                      "the next is computed, and what is gathered comes before the product; use "
+                      "RING_EXCHANGE or BULK for AG.");
   TORCH_OVERLAP_CHECK(buffer_shape.size() == 2, kValue, op,
                       ": expected buffer_shape to be [tokens, features], got ",
-                      list_string(buffer_shape));
+                      list_string(buffer_shape), ". Collapse the dimensions of tokens.");
   for (const int64_t size : buffer_shape) {
     TORCH_OVERLAP_CHECK(size > 0 && size <= std::numeric_limits<int32_t>::max(), kValue, op,
                         ": expected sizes in [1, 2^31) in buffer_shape, got ",
@@ -120,23 +122,31 @@ void CommOverlapConfig::validate(std::string_view op) const {
   check_range(op, "num_comm_sm", num_comm_sm, 1, 1024);
   TORCH_OVERLAP_CHECK(num_comm_sm % comm_cga_size == 0, kValue, op,
                       ": expected num_comm_sm to be a multiple of comm_cga_size ", comm_cga_size,
-                      ", got ", num_comm_sm);
+                      ", got ", num_comm_sm, ". Clusters are whole.");
   TORCH_OVERLAP_CHECK(!copy_engines_carry_all() || comm_cga_size == 1, kUnsupported, op,
                       ": expected comm_cga_size 1 where copy engines carry the data, got ",
                       comm_cga_size, "; use_ce=False moves it with kernels");
-  TORCH_OVERLAP_CHECK(!aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),
-                      kValue, op, ": expected RING_EXCHANGE and AG with aggregate_ag, got ",
-                      to_string(method), " and ", to_string(comm_type));
+  TORCH_OVERLAP_CHECK(
+      !aggregate_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG), kValue, op,
+      ": expected RING_EXCHANGE and AG with aggregate_ag, got ", to_string(method), " and ",
+      to_string(comm_type),
+      ". It multiplies two ranks' chunks at once, and others have no chunks that are "
+      "multiplied; pass aggregate_ag=False.");
   TORCH_OVERLAP_CHECK(!aggregate_ag || tp_size % 2 == 0, kValue, op,
-                      ": expected an even tp_size with aggregate_ag, got ", tp_size);
+                      ": expected an even tp_size with aggregate_ag, got ", tp_size,
+                      ". It multiplies pairs of chunks; pass aggregate_ag=False.");
   TORCH_OVERLAP_CHECK(!relay_ag || (method == Method::RING_EXCHANGE && comm_type == Type::AG),
                       kValue, op, ": expected RING_EXCHANGE and AG with relay_ag, got ",
-                      to_string(method), " and ", to_string(comm_type));
+                      to_string(method), " and ", to_string(comm_type),
+                      ". It sends chunks round a ring, and others send none; pass relay_ag=False.");
   TORCH_OVERLAP_CHECK(!relay_ag || !aggregate_ag, kUnsupported, op,
                       ": expected aggregate_ag or relay_ag, got both; products of two chunks wait "
                       "for their owners");
-  TORCH_OVERLAP_CHECK(!atomic_gemm || method != Method::BULK, kValue, op,
-                      ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK");
+  TORCH_OVERLAP_CHECK(
+      !atomic_gemm || method != Method::BULK, kValue, op,
+      ": expected PIPELINE or RING_EXCHANGE with atomic_gemm, got BULK. Its "
+      "collective has nothing to do with the product, which has nothing to wait for "
+      "or to tell; pass atomic_gemm=False.");
 }
 
 std::string CommOverlapConfig::text() const {

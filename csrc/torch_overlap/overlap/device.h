@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/base/strings.h"
 #include "torch_overlap/overlap/direct.h"
 #include "torch_overlap/overlap/fused.h"
 #include "torch_overlap/overlap/lanes.h"
@@ -83,7 +84,7 @@ class TORCH_OVERLAP_API OverlapDevice {
   // Products that talk to other ranks by themselves, through a direct transport of this device. Why
   // there are none for such a product; empty: there are. The same on all ranks.
   virtual std::string fused_obstacle(const FusedShape& shape) {
-    return "the device has no fused kernels";
+    return concat("fused kernels need GPUs of sm_90, this is ", shape.device);
   }
   // FusedGather::senders of such a gather; the same on all ranks.
   virtual int gather_senders(const FusedGather& problem) const { return 0; }

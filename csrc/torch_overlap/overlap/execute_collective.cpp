@@ -73,12 +73,15 @@ at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t
                    at::TensorOptions().dtype(dtype).device(group.device()));
 }
 
-// What the columns of a piece are a multiple of: the tiles that scales of a weight may lie in, or
-// of fewer columns 16 bytes, for kernels that move as many at a time. Whatever the weight of this
-// rank: all cut alike.
-int64_t piece_multiple(int64_t columns, int64_t element) {
+// What the columns of a piece are a multiple of. All ranks cut alike: for 128 columns or more it
+// does not depend on the weight of this rank, and is the tile that scales of a weight may lie in.
+// For fewer it is what products of blocks take, and 16 bytes, for kernels that move as many at a
+// time; a weight whose scales lie in tiles stays whole.
+int64_t piece_multiple(int64_t columns, int64_t element, const GemmOperand& weight) {
   constexpr int64_t kTile = 128;
-  return columns >= kTile ? kTile : 16 / std::min<int64_t>(element, 16);
+  constexpr int64_t kBytes = 16;
+  const bool has_tiles = weight.scaling == ScalingMode::BLOCK_2D_SCALING || weight.swizzled;
+  return columns >= kTile || has_tiles ? kTile : std::max(kBlockScaledMultiple, kBytes / element);
 }
 
 }  // namespace
@@ -124,8 +127,8 @@ void BackgroundGather::finish() {
 int run_pipelined_gemm(std::string_view op, OverlapChannel& channel, const PipelinedGemm& problem) {
   const int size = channel.group().size();
   const auto element = static_cast<int64_t>(c10::elementSize(problem.dtype));
-  const auto found =
-      pieces(problem.columns, problem.splits, piece_multiple(problem.columns, element));
+  const auto found = pieces(problem.columns, problem.splits,
+                            piece_multiple(problem.columns, element, problem.gemm.rhs));
   const int count = static_cast<int>(found.size());
   const auto received =
       room_for(channel, problem.rows, found.empty() ? 0 : found[0].length, problem.dtype);

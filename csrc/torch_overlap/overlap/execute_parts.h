@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/amax.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -45,6 +46,30 @@ class AmaxOfParts {
   // On the caller's stream, after the operation.
   void finish() const {
     if (whole_.defined()) whole_.copy_(parts_.amax().view(whole_.sizes()));
+  }
+
+ private:
+  at::Tensor whole_;
+  at::Tensor parts_;
+  int64_t next_ = 0;
+};
+
+// The gradient of a bias as the sum of the rows of out, of products of some rows each.
+class BiasGradOfParts {
+ public:
+  // Takes it out of `whole`: undefined there, or the sum over k, of which each part has its own.
+  BiasGradOfParts(GemmArgs& whole, size_t parts) {
+    if (!whole.epilogue.bias_grad.defined() || !whole.epilogue.gelu_input.defined()) return;
+    whole_ = std::exchange(whole.epilogue.bias_grad, {});
+    const auto type = whole_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    parts_ = at::zeros({static_cast<int64_t>(parts), whole_.size(0)}, whole_.options().dtype(type));
+  }
+  void next(GemmArgs& part) {
+    if (whole_.defined()) part.epilogue.bias_grad = parts_.select(0, next_++);
+  }
+  // On the caller's stream, after the operation.
+  void finish() const {
+    if (whole_.defined()) whole_.copy_(parts_.sum(0));
   }
 
  private:

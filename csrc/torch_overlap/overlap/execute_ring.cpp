@@ -45,8 +45,10 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   }
   std::vector<CheckedGemm> gemms;
   std::vector<AmaxOfParts> largest;
+  std::vector<BiasGradOfParts> bias_grads;
   for (GemmArgs whole : problem.gemms) {
     largest.emplace_back(std::exchange(whole.out_amax, {}), schedule.steps.size());
+    bias_grads.emplace_back(whole, schedule.steps.size());
     whole.beside_transfers = true;
     gemms.emplace_back(op, std::move(whole));
   }
@@ -62,6 +64,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
         if (parts.size() > 1) part.lhs.scale_inv = parts[1].own;
       }
       largest[j].next(part);
+      bias_grads[j].next(part);
       products[i].emplace_back(op, std::move(part));
     }
   }
@@ -111,6 +114,7 @@ void run_gather_gemm(std::string_view op, OverlapChannel& channel, const GatherG
   };
   channel.operate(op, body, {.begin = Begin{.rows = rows.rows}, .as_one = problem.as_one});
   for (const auto& one : largest) one.finish();
+  for (const auto& one : bias_grads) one.finish();
 }
 
 void run_scatter_gemm(std::string_view op, OverlapChannel& channel, const ScatterGemm& problem) {

@@ -114,9 +114,11 @@ void destroy_comm_overlap_buffer(int64_t id) {
   std::shared_ptr<CommOverlapCore> last;  // ends after the lock
   const std::lock_guard lock(buffers().mutex);
   const auto found = buffers().by_id.find(id);
-  TORCH_OVERLAP_CHECK(found != buffers().by_id.end(), kValue,
-                      "destroy_comm_overlap_buffer: expected the id of a live buffer, got ", id,
-                      id > 0 && id <= buffers().last ? ", which was destroyed" : "");
+  TORCH_OVERLAP_CHECK(
+      found != buffers().by_id.end(), kValue,
+      "destroy_comm_overlap_buffer: expected the id of a live buffer, got ", id,
+      id > 0 && id <= buffers().last ? ", which was destroyed" : ", which no buffer ever had",
+      ". comm_overlap_buffers() lists the live ones.");
   if (--found->second.entry.holds > 0) return;
   last = std::move(found->second.buffer);
   buffers().by_id.erase(found);

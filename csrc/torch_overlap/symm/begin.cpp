@@ -78,7 +78,8 @@ std::string describe_unlike_begins(const std::string& name, const Begin& own,
   if (own_rows != other.rows) {
     return concat(name, ": expected the same number of rows on all ranks, got ", own_rows, " ",
                   here, " and ", other.rows, " on rank ", rank,
-                  "; call set_active_tokens() alike, with equal shapes");
+                  ". Pass equal shapes on all ranks (for a buffer of create_comm_overlap_buffer: "
+                  "call set_active_tokens alike).");
   }
   return concat(name, ": expected the same operator and algorithm on all ranks, got ",
                 own.way.str(), " ", here, " and ", other.way.str(), " on rank ", rank,

@@ -63,12 +63,14 @@ TEST(ChooseAlgorithm, SaysWhyAChannelCannotBeUsed) {
     const auto error = choose_error([&] { chosen(algorithm, comm, 1 << 20); });
     EXPECT_EQ(error.kind(), ErrorKind::kUnsupported);
     EXPECT_EQ(std::string(error.what()), concat("op: expected what algorithm '", algorithm,
-                                                "' needs, got: the communicator has no peers"));
+                                                "' needs, got: the communicator has no peers. Use "
+                                                "'auto' or 'sequential'."));
   }
   const auto error =
       choose_error([&] { choose_algorithm(problem_of(at::kLong, 1 << 20), "ring", comm); });
   EXPECT_STREQ(error.what(),
-               "op: expected what algorithm 'ring' needs, got: products of Long are torch's");
+               "op: expected what algorithm 'ring' needs, got: products of Long are torch's. Use "
+               "'auto' or 'sequential'.");
   comm->finalize();
 }
 

@@ -49,8 +49,9 @@ TEST(Begin, WhatDiffersIsNamed) {
   const Begin tiles{.rows = 100, .way = Way::kernel(128)};
   EXPECT_EQ(
       describe_unlike_begins("b", tiles, "here", {.rows = 104, .way = Way::chunks()}, 3),
-      "b: expected the same number of rows on all ranks, got 100 here and 104 on rank 3; call "
-      "set_active_tokens() alike, with equal shapes");
+      "b: expected the same number of rows on all ranks, got 100 here and 104 on rank 3. Pass "
+      "equal shapes on all ranks (for a buffer of create_comm_overlap_buffer: call "
+      "set_active_tokens alike).");
   EXPECT_EQ(
       describe_unlike_begins("b", tiles, "here", {.rows = 100, .way = Way::pieces(2)}, 3),
       "b: expected the same operator and algorithm on all ranks, got a kernel that sends tiles of "

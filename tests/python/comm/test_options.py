@@ -290,8 +290,14 @@ def run_unknown_hints(comm: TorchComm, name: str) -> None:
         with pytest.warns(UserWarning, match="hints are ignored") as caught:
             call(hints)
         assert len(caught) == 1, way
-        where = "operation" if way == "operation" else comm.get_backend()
-        assert f"{where}: unknown hints are ignored: [{', '.join(hints)}]" in str(caught[0].message)
+        where = "barrier" if way == "operation" else comm.get_backend()
+        message = str(caught[0].message)
+        assert f"{where}: unknown hints are ignored: [{', '.join(hints)}]; known ones are [" in message
+        known = {"operation": ["is_high_priority_stream", "direct_collectives"]}
+        own = {"gloo": ["hostname", "interface"], "local": ["local::delay"], "nccl": ["maxCTAs", "graph_timeouts"],
+               "fake": []}[comm.get_backend()]  # fmt: skip
+        for hint in known.get(way, [*own, "is_high_priority_stream", "check_mismatch", "direct_collectives"]):
+            assert hint in message, (way, hint)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             if way != "reconfigure":

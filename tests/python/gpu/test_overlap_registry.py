@@ -292,7 +292,7 @@ def test_explain_names_the_reason(make_comm):
     del pretence
     torch.cuda.synchronize()
     for op in calls:
-        assert refused[op].endswith(f"needs, got: {far}"), refused
+        assert f"needs, got: {far}" in refused[op], refused
         assert found[op].algorithm in ("chunked", "sequential")
         if found[op].decided_by == "rule":
             assert found[op].algorithm == "chunked"

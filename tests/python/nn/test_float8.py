@@ -282,9 +282,9 @@ ERRORS = {
         lambda c: tnn.ColumnParallelLinear(16, 16, c, fp8=RECIPE),
     r"RowParallelLinear: expected in_features of a rank divisible by 16 with fp8, got 8; pad it":
         lambda c: tnn.RowParallelLinear(16, 16, c, fp8=RECIPE),
-    r"ColumnParallelLinear: expected x of two or more dimensions, got shape \[32\]; use x.unsqueeze":
+    r"ColumnParallelLinear: expected x of two or more dimensions, got shape \[32\]. Use x.unsqueeze":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(32)),
-    r"ColumnParallelLinear: expected x of 32 features, got shape \[2, 16\]; check the layer before":
+    r"ColumnParallelLinear: expected x .* and weight .* got shapes \[2, 16\] and \[\d+, 32\]. Check the layer before":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE)(torch.ones(2, 16)),
     r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, chunked, ring, bulk, got 'none'":
         lambda c: tnn.ColumnParallelLinear(32, 32, c, fp8=RECIPE, algorithm="none"),

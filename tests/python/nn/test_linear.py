@@ -190,15 +190,29 @@ def test_the_description_says_what_the_layer_is():
 # --- Errors -------------------------------------------------------------------------------------------
 
 
+def with_transposed(layer, name, x):
+    """A layer of which somebody has put one weight in as [in_features, out_features]."""
+    setattr(layer, name, nn.Parameter(getattr(layer, name).detach().t().contiguous()))
+    return layer(x)
+
+
 ERRORS = {
-    r"ColumnParallelLinear: expected out_features divisible by the group size 2, got 7; pad it":
+    r"ColumnParallelLinear: expected out_features divisible by the group size 2, got 7. Pad it, or use":
         lambda c: ColumnParallelLinear(4, 7, c),
     r"ColumnParallelLinear: expected one or more out_features, got none": lambda c: ColumnParallelLinear(4, [], c),
-    r"RowParallelLinear: expected in_features divisible by the group size 2, got 5; pad it":
+    r"RowParallelLinear: expected in_features divisible by the group size 2, got 5. Pad it":
         lambda c: RowParallelLinear(5, 4, c),
-    r"ColumnParallelLinear: expected x of two or more dimensions, got shape \[4\]; use x.unsqueeze":
+    r"ColumnParallelLinear: expected x of two or more dimensions, got shape \[4\]. Use x.unsqueeze":
         lambda c: ColumnParallelLinear(4, 2, c, sequence_parallel=False)(torch.ones(4)),
-    r"all_gather_matmul: expected x of two or more dimensions": lambda c: ColumnParallelLinear(4, 2, c)(torch.ones(4)),
+    r"RowParallelLinear: expected x of two or more dimensions, got shape \[2\]. Use x.unsqueeze":
+        lambda c: RowParallelLinear(4, 2, c)(torch.ones(2)),
+    r"ColumnParallelLinear: expected x .* and weight \[out_features, in_features\] of this rank, got shapes "
+    r"\[3, 2\] and \[2, 4\]. Check the layer before, or pass weight.t\(\)":
+        lambda c: with_transposed(ColumnParallelLinear(2, 8, c), "weight", torch.ones(3, 2)),
+    r"ColumnParallelLinear: expected x .* and weights\[1\] .* got shapes \[3, 4\] and \[4, 6\]":
+        lambda c: with_transposed(ColumnParallelLinear(4, [8, 12], c), "weight1", torch.ones(3, 4)),
+    r"RowParallelLinear: expected x .* and weight .* got shapes \[4, 3\] and \[2, 2\]. Check":
+        lambda c: RowParallelLinear(4, 2, c, sequence_parallel=False)(torch.ones(4, 3)),
     r"matmul_reduce_scatter: expected .* divisible by the group size 2, got 3":
         lambda c: RowParallelLinear(4, 2, c)(torch.ones(3, 2)),
     r"ColumnParallelLinear: expected algorithm to be one of auto, sequential, .*ring.*, got 'fsat'":

@@ -181,13 +181,13 @@ def test_compile_fullgraph(seed, sequence_parallel, autocast):
 
 
 ERRORS = {
-    "ParallelSelfAttention: expected heads divisible by the group size 2, got 3; pad it":
+    "ParallelSelfAttention: expected heads divisible by the group size 2, got 3. A head stays whole on one rank: add":
         lambda c: tnn.ParallelSelfAttention(12, 3, c),
-    "ParallelSelfAttention: expected kv_heads divisible by the group size 2, got 1; pad it":
+    "ParallelSelfAttention: expected kv_heads divisible by the group size 2, got 1. A head .* repeat heads of key":
         lambda c: tnn.ParallelSelfAttention(12, 4, c, kv_heads=1),
-    "ParallelSelfAttention: expected heads divisible by 4, got 6; see kv_heads":
+    "ParallelSelfAttention: expected heads divisible by kv_heads 4, got 6. Each head of key and value serves":
         lambda c: tnn.ParallelSelfAttention(12, 6, c, kv_heads=4),
-    "ParallelSelfAttention: expected features divisible by 4, got 13; see kv_heads and head_dim":
+    "ParallelSelfAttention: expected features divisible by heads 4 without head_dim, got 13. Pass head_dim":
         lambda c: tnn.ParallelSelfAttention(13, 4, c),
     "ParallelSelfAttention: expected sequence_dim 0 or 1, got 2":
         lambda c: tnn.ParallelSelfAttention(12, 4, c, sequence_dim=2),

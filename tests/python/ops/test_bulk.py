@@ -198,8 +198,8 @@ ERRORS = {
         lambda c, x, w: call(c, x, w, collective="all_reduce")
     ),
     "two or more dimensions, got shape": lambda c, x, w: call(c, x[0], w),
-    "in_features of the weight to be those of x, 5, got 4": lambda c, x, w: call(c, x, w.t()),
-    "as many bias entries as out_features, 4, got 3": lambda c, x, w: call(c, x, w, bias=x[:3, 0]),
+    r"in_features 5 as x, got shape \[5, 4\]": lambda c, x, w: call(c, x, w.t()),
+    r"a bias \[out_features\] of 4 elements, got shape \[3\]": lambda c, x, w: call(c, x, w, bias=x[:3, 0]),
     "divisible by the group size 2, got 3": lambda c, x, w: call(c, x, w, torch.ones(3)),
     r"expected dim in \[-1, 0\], got 1": lambda c, x, w: call(c, x, w, dim=1),
     "one or more dimensions, got a scalar": lambda c, x, w: call(c, x, w, torch.ones(())),

@@ -314,19 +314,19 @@ ERRORS = {
         lambda c, x, w: ops.matmul_all_to_all(x[0], [w], c)
     ),
     "divisible by the group size 2, got 3": lambda c, x, w: ops.all_to_all_matmul(x[:3], w, c),
-    "in_features of the weight to be those of x on all ranks, 10, got 5": lambda c, x, w: ops.all_to_all_matmul(
-        x, w, c
-    ),
-    r"all_to_all_matmul: expected a weight \[out_features, in_features\], got shape": (
+    "in_features 10 as x of all ranks, got shape": lambda c, x, w: ops.all_to_all_matmul(x, w, c),
+    r"all_to_all_matmul: expected a weight \[out_features, in_features\] .*got shape \[5\]": (
         lambda c, x, w: ops.all_to_all_matmul(x, w[0], c)
     ),
-    "as many bias entries as out_features, 4, got 3": (
+    r"a bias \[out_features\] of 4 elements, got shape \[3\]": (
         lambda c, x, w: ops.all_to_all_matmul(x, w.repeat(1, 2), c, x[:3, 0])
     ),
-    "in_features of the weight to be those of x, 5, got 4": lambda c, x, w: ops.matmul_all_to_all(x, [w.t()], c),
+    r"expected weights\[0\] .*in_features 5 as x, got shape \[5, 4\]": lambda c, x, w: ops.matmul_all_to_all(
+        x, [w.t()], c
+    ),
     "one or more weights, got none": lambda c, x, w: ops.matmul_all_to_all(x, [], c),
     "one entry for each of the 1 weights, got 2": lambda c, x, w: ops.matmul_all_to_all(x, [w], c, [None, None]),
-    "out_features divisible by the group size 2, got 3 in weight 1": (
+    r"out_features divisible by the group size 2 for weights\[1\], got 3 in shape \[3, 5\]": (
         lambda c, x, w: ops.matmul_all_to_all(x, [w, w[:3]], c)
     ),
 }

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from fused_cases import SIZES, Data, GradientProblem, check, check_gradients, leaf, on_ranks
 
-from torch_overlap import InvalidTypeError, UnsupportedError, ops
+from torch_overlap import Error, InvalidTypeError, UnsupportedError, ops
 from torch_overlap.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -294,10 +294,28 @@ ERRORS = {
     "gather_dim to be a dimension of rows, got 1": lambda c, x, w: ops.all_gather_matmul(x, [w], c, gather_dim=1),
     "one or more weights, got none": lambda c, x, w: ops.all_gather_matmul(x, [], c),
     "one entry for each of the 1 weights, got 2": lambda c, x, w: ops.all_gather_matmul(x, [w], c, [None, None]),
-    r"a weight \[out_features, in_features\], got shape": lambda c, x, w: ops.matmul_all_reduce(x, w[0], c),
-    "in_features of the weight to be those of x, 5, got 4": lambda c, x, w: ops.matmul_reduce_scatter(x, w.t(), c),
-    "as many bias entries as out_features, 4, got 3": lambda c, x, w: ops.matmul_all_reduce(x, w, c, x[:3, 0]),
-    "divisible by the group size 2, got 3": lambda c, x, w: ops.matmul_reduce_scatter(x[:3], w, c),
+    r"in_features 5 as x, got shape \[5\] for x of shape \[4, 5\]": lambda c, x, w: ops.matmul_all_reduce(x, w[0], c),
+    r"^matmul_reduce_scatter: expected a weight \[out_features, in_features\] with in_features 5 as x for weight, got "
+    r"shape \[5, 4\] for x of shape \[4, 5\]. Pass weight.t\(\)": lambda c, x, w: ops.matmul_reduce_scatter(
+        x, w.t(), c
+    ),
+    r"expected weights\[1\] .* in_features 5 as x, got shape \[5, 4\]": lambda c, x, w: ops.all_gather_matmul(
+        x, [w, w.t()], c
+    ),
+    r"^all_to_all_matmul: .* in_features 10 as x of all ranks, got shape \[4, 5\]": lambda c, x, w: (
+        ops.all_to_all_matmul(x, w, c)
+    ),
+    r"a bias \[out_features\] of 4 elements, got shape \[3\] beside a weight of shape \[4, 5\]": lambda c, x, w: (
+        ops.matmul_all_reduce(x, w, c, x[:3, 0])
+    ),
+    r"expected biases\[1\] .* of 4 elements, got shape \[1, 4\]": lambda c, x, w: ops.all_gather_matmul(
+        x, [w, w], c, [None, x[:1, :4]]
+    ),
+    r"^matmul_reduce_scatter: expected dimension 0 of x divisible by the group size 2, got 7 in shape \[7, 5\]. "
+    r"Pad it to a multiple of 2.$": lambda c, x, w: ops.matmul_reduce_scatter(torch.cat([x, x[:3]]), w, c),
+    r"^bulk_overlap_matmul: expected dimension 0 of other divisible by the group size 2, got 3": lambda c, x, w: (
+        ops.bulk_overlap_matmul(x, w, x[:3], c, collective="reduce_scatter")
+    ),
     "op to be one of sum avg, got 'max'": lambda c, x, w: ops.matmul_reduce_scatter(x, w, c, op="max"),
 }
 
@@ -310,6 +328,30 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
             ERRORS[message](comm, torch.ones(4, 5, requires_grad=needs_gradient), torch.ones(4, 5))
         with pytest.raises(InvalidTypeError, match="a weight of dtype Float as x, got Double"):
             ops.matmul_all_reduce(torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64), comm)
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_a_cpu_has_no_fused_kernels():
+    def rank(comm):
+        x, w = torch.ones(4, 5), torch.ones(4, 5)
+        why = "expected what algorithm 'fused' needs, got: fused kernels need GPUs of sm_90, this is cpu. Use 'auto'"
+        for call in (lambda: ops.all_gather_matmul(x, [w], comm, algorithm="fused"),
+                     lambda: ops.matmul_reduce_scatter(x, w, comm, algorithm="fused"),
+                     lambda: ops.matmul_all_reduce(x, w, comm, algorithm="fused")):  # fmt: skip
+            with pytest.raises(UnsupportedError, match=why):
+                call()
+
+    run_ranks(rank, 2, backend="local")
+
+
+def test_ranks_with_other_rows_are_told_of_their_shapes():
+    def rank(comm):
+        x = torch.ones(4 + comm.get_rank(), 5)
+        with pytest.raises(
+            Error, match=r"expected the same number of rows on all ranks.*Pass equal shapes on all ranks"
+        ):
+            ops.all_gather_matmul(x, [torch.ones(3, 5)], comm, algorithm="ring")
 
     run_ranks(rank, 2, backend="local")
 

@@ -156,12 +156,16 @@ VALUE_ERRORS = {
         c, x, s, x, algorithm="bulk"
     ),
     "two or more dimensions, got shape": lambda f, c, x, s: f(c, x[0], s, x),
-    r"expected a weight \[out_features, in_features\], got shape": lambda f, c, x, s: f(c, x, s, x[0]),
-    "in_features of the weight to be those of x, 16, got 8": lambda f, c, x, s: f(c, x, s, x[:, :8]),
+    r"expected .* \[out_features, in_features\] with in_features 16 as x, got shape \[16\]": lambda f, c, x, s: f(
+        c, x, s, x[0]
+    ),
+    r"in_features 16 as x, got shape \[16, 8\]": lambda f, c, x, s: f(c, x, s, x[:, :8]),
 }
 TYPE_ERRORS = {
-    "x of dtype float8_e4m3fn or float8_e5m2, got Float; use quantize": lambda f, c, x, s: f(c, x.float(), s, x),
-    "a weight of dtype float8_e4m3fn or float8_e5m2, got BFloat16": lambda f, c, x, s: f(c, x, s, x.bfloat16()),
+    "x of dtype float8_e4m3fn or float8_e5m2, got Float. Use quantize": lambda f, c, x, s: f(c, x.float(), s, x),
+    r"(a weight|weights\[0\]) of dtype float8_e4m3fn or float8_e5m2, got BFloat16": lambda f, c, x, s: f(
+        c, x, s, x.bfloat16()
+    ),
     "out_dtype float32, float16 or bfloat16, got Double": lambda f, c, x, s: f(c, x, s, x, out_dtype=torch.float64),
 }
 
@@ -190,15 +194,19 @@ def test_mistakes_of_one_operator():
             "one scale_inv for each of the 1 weights, got 0": lambda: gather(comm, x, s, x, scales=[]),
             "one entry for each of the 1 weights, got 2": lambda: gather(comm, x, s, x, [None, None]),
             "one or more weights, got none": lambda: ops.scaled_all_gather_matmul(x, s, [], [], comm),
-            "as many bias entries as out_features, 16, got 3": lambda: scatter(comm, x, s, x, torch.ones(3).bfloat16()),
-            "a bias .out_features., got shape": lambda: gather(comm, x, s, x, [torch.ones(2, 2).bfloat16()]),
+            r"a bias \[out_features\] of 16 elements, got shape \[3\]": lambda: scatter(
+                comm, x, s, x, torch.ones(3).bfloat16()
+            ),
+            r"biases\[0\] \[out_features\] of 16 elements, got shape \[2, 2\]": lambda: gather(
+                comm, x, s, x, [torch.ones(2, 2).bfloat16()]
+            ),
             "op to be one of sum avg, got 'max'": lambda: scatter(comm, x, s, x, op="max"),
             "all_reduce: expected op to be one of sum avg, got 'min'": lambda: all_reduce(comm, x, s, x, op="min"),
             "divisible by the group size 2, got 3": lambda: scatter(comm, x[:3], s, x),
         }.items():
             with pytest.raises(ValueError, match=message):
                 call()
-        with pytest.raises(TypeError, match="a bias of dtype BFloat16, that of the result, got Float; convert it"):
+        with pytest.raises(TypeError, match="a bias of dtype BFloat16, that of the result, got Float"):
             scatter(comm, x, s, x, torch.ones(16))
 
     run_ranks(rank, 2, backend="local")

@@ -48,7 +48,7 @@ struct Place {
 // A hint of either kind wins over the environment's.
 Place find_place(Hints hints) {
   Place place{.hostname = take(hints, "hostname"), .interface = take(hints, "interface")};
-  warn_unknown_hints(hints, "gloo");
+  warn_unknown_hints(hints, "gloo", {"hostname", "interface"});
   if (!place.hostname && !place.interface) {
     const Env env = Env::read();
     place = {.hostname = env.gloo_hostname, .interface = env.gloo_interface};

@@ -49,4 +49,10 @@ Faults Faults::take(Hints& hints) {
   return out;
 }
 
+std::vector<std::string_view> Faults::hints() {
+  std::vector<std::string_view> names;
+  for (const Form& form : kForms) names.emplace_back(form.key);
+  return names;
+}
+
 }  // namespace torch_overlap

@@ -31,6 +31,8 @@ struct Faults {
 
   // Takes its hints out of `hints`. Throws on one that does not parse.
   static Faults take(Hints& hints);
+  // Their names.
+  static std::vector<std::string_view> hints();
 };
 
 }  // namespace torch_overlap

@@ -70,7 +70,7 @@ std::shared_ptr<Mailbox> find_mailbox(const BackendContext& context) {
 
 Faults find_faults(Hints hints) {
   Faults faults = Faults::take(hints);
-  warn_unknown_hints(hints, "local");
+  warn_unknown_hints(hints, "local", Faults::hints());
   return faults;
 }
 

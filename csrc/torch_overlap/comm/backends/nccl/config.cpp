@@ -3,6 +3,8 @@
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "torch_overlap/base/env.h"
 #include "torch_overlap/base/strings.h"
@@ -100,7 +102,9 @@ NcclConfig::NcclConfig(const NcclApi& api, const std::string& comm_name, const H
   config_.blocking = 1;                   // why: handle.h
   take(rest, kEventPoolHint, kEventPoolHint);
   take(rest, kGraphTimeoutsHint, kGraphTimeoutsHint);
-  warn_unknown_hints(rest, "nccl");
+  std::vector<std::string_view> known{"netName", "commName", kEventPoolHint, kGraphTimeoutsHint};
+  for (const Field& field : kFields) known.push_back(field.name);
+  warn_unknown_hints(rest, "nccl", std::move(known));
 }
 
 int most_ctas(const Hints& hints) {
