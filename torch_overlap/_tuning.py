@@ -1,4 +1,4 @@
-"""Measured algorithms, which "auto" takes: the table that is shipped, and this machine's cache. See torch_overlap.tune."""
+"""Measured algorithms for "auto": the table that is shipped, and this machine's cache. See torch_overlap.tune."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _put_constructor_on(_C._BackendWrapper, c10d.constructor_of_wrapper)
 _put_on(_C._BackendWrapper, c10d.get_comm)
 for _kind in values.OP_OPTIONS:
     _put_constructor_on(_kind, values.constructor_of_options)
-_C.ReduceOp.PREMUL_SUM = staticmethod(checked(values.PREMUL_SUM))
+_C.ReduceOp.PREMUL_SUM = staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM"))
 
 get_comm = checked(values.get_comm)
 get_window = checked(values.get_window)

@@ -149,6 +149,8 @@ def describe(value: Any) -> str:
     """How errors show a value: 5 (int); the type alone where its text may be long, or on a GPU."""
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {_name(value)}"
     if not isinstance(value, int | float | str):
         return _type_name(value)
     text = repr(value)
@@ -164,8 +166,13 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return _name(type(value))
+
+
+def _name(kind: type) -> str:
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{'torch_overlap' if kind.__module__ == 'torch_overlap._C' else kind.__module__}.{kind.__qualname__}"
 
 
 def _text(hint: Any) -> str:
@@ -178,9 +185,7 @@ def _text(hint: Any) -> str:
         return "a callable"
     if hint in _NAMES:
         return _NAMES[hint]
-    kind = origin or hint
-    module = "torch_overlap" if kind.__module__ == "torch_overlap._C" else kind.__module__
-    return f"a {kind.__qualname__}" if module == "builtins" else f"a {module}.{kind.__qualname__}"
+    return f"a {_name(origin or hint)}"
 
 
 def _plural(hint: Any) -> str:

@@ -33,12 +33,14 @@ py::object deep_copy_is_itself(const py::object& self, const py::dict& memo) {
 std::string type_name(py::handle type) {
   const std::string module = py::str(type.attr("__module__"));
   const std::string name = py::str(type.attr("__qualname__"));
-  return module == "builtins" ? name : concat(module, ".", name);
+  if (module == "builtins") return name;
+  return concat(module == "torch_overlap._C" ? "torch_overlap" : module, ".", name);
 }
 
 std::string describe(py::handle value) {
   constexpr size_t kMaxLength = 60;
   if (value.is_none()) return "None";
+  if (PyType_Check(value.ptr())) return concat("the class ", type_name(value));
   const bool is_plain =
       PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr()) || PyUnicode_Check(value.ptr());
   const std::string type = type_name(py::type::handle_of(value));

@@ -160,9 +160,13 @@ VALUE_ERRORS = {
     "in_features of the weight to be those of x, 16, got 8": lambda f, c, x, s: f(c, x, s, x[:, :8]),
 }
 TYPE_ERRORS = {
-    "x of dtype float8_e4m3fn or float8_e5m2, got Float; use quantize": lambda f, c, x, s: f(c, x.float(), s, x),
-    "a weight of dtype float8_e4m3fn or float8_e5m2, got BFloat16": lambda f, c, x, s: f(c, x, s, x.bfloat16()),
-    "out_dtype float32, float16 or bfloat16, got Double": lambda f, c, x, s: f(c, x, s, x, out_dtype=torch.float64),
+    "x of dtype float8_e4m3fn or float8_e5m2, got torch.float32; use quantize": lambda f, c, x, s: f(
+        c, x.float(), s, x
+    ),
+    "a weight of dtype float8_e4m3fn or float8_e5m2, got torch.bfloat16": lambda f, c, x, s: f(c, x, s, x.bfloat16()),
+    "out_dtype float32, float16 or bfloat16, got torch.float64": lambda f, c, x, s: f(
+        c, x, s, x, out_dtype=torch.float64
+    ),
 }
 
 
@@ -198,7 +202,9 @@ def test_mistakes_of_one_operator():
         }.items():
             with pytest.raises(ValueError, match=message):
                 call()
-        with pytest.raises(TypeError, match="a bias of dtype BFloat16, that of the result, got Float; convert it"):
+        with pytest.raises(
+            TypeError, match="a bias of dtype torch.bfloat16, that of the result, got torch.float32; convert it"
+        ):
             scatter(comm, x, s, x, torch.ones(16))
 
     run_ranks(rank, 2, backend="local")
