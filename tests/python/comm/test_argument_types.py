@@ -194,7 +194,8 @@ SHOWN: list[tuple[str, Callable[[TorchComm], object]]] = [
     ("all_reduce: expected a bool for async_op, got None", lambda c: c.all_reduce(X, SUM, None)),  # type: ignore[arg-type]
     ("all_gather: expected a sequence of torch.Tensors for tensor_list, got torch_overlap.ReduceOp",
      lambda c: c.all_gather(SUM, X, False)),  # type: ignore[arg-type]
-    ("all_gather: expected a torch.Tensor for tensor_list[1], got None", lambda c: c.all_gather([X, None, X], X, False)),
+    ("all_gather: expected a torch.Tensor for tensor_list[1], got None",
+     lambda c: c.all_gather([X, None, X], X, False)),
     ("gather: expected a sequence of torch.Tensors for output_tensor_list, got 5 (int)",
      lambda c: c.gather(5, X, 0, False)),  # type: ignore[arg-type]
     ("send: expected an int for dst, got 'one' (str)", lambda c: c.send(X, "one", False)),  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ def test_a_mistake_is_an_error_that_says_what_to_do(message, needs_gradient):
             call(comm, torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64))
         integers = torch.ones(4, 5, dtype=torch.int32)
         with pytest.raises(
-            UnsupportedError, match="what algorithm 'bulk' needs, got: products of torch.int32 are torch's"
+            UnsupportedError, match=r"what algorithm 'bulk' needs, got: products of torch\.int32 are torch's"
         ):
             call(comm, integers, integers, algorithm="bulk")
 

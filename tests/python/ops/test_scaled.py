@@ -203,7 +203,7 @@ def test_mistakes_of_one_operator():
             with pytest.raises(ValueError, match=message):
                 call()
         with pytest.raises(
-            TypeError, match="a bias of dtype torch.bfloat16, that of the result, got torch.float32; convert it"
+            TypeError, match=r"a bias of dtype torch\.bfloat16, that of the result, got torch\.float32; convert it"
         ):
             scatter(comm, x, s, x, torch.ones(16))
 

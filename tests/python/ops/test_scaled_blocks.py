@@ -138,7 +138,7 @@ def errors_rank(comm):
         gather(swizzled)
     with pytest.raises(ValueError, match=r"^scaled_.*the scales of a weight; pass what quantize gave"):
         gather(x_scale, ops.swizzle_scales(w_scale))
-    with pytest.raises(TypeError, match="expected scale_inv of dtype torch.float8_e8m0fnu"):
+    with pytest.raises(TypeError, match=r"expected scale_inv of dtype torch\.float8_e8m0fnu"):
         gather(torch.ones(1))
     with pytest.raises(ValueError, match="a scaling_mode of 8-bit values, got NO_SCALING; use all_gather_matmul"):
         gather(x_scale, mode=Mode.NO_SCALING)

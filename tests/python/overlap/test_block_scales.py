@@ -218,7 +218,7 @@ def run_refused(comm: to.TorchComm) -> None:
         ):
             call(scale)
     with pytest.raises(
-        to.InvalidTypeError, match="a buffer of 8-bit elements with BLOCK_1D_SCALING, got torch.bfloat16"
+        to.InvalidTypeError, match=r"a buffer of 8-bit elements with BLOCK_1D_SCALING, got torch\.bfloat16"
     ):
         call(x_scale, wide)
     call(x_scale)

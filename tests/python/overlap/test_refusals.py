@@ -232,11 +232,11 @@ def run_8_bits(comm: to.TorchComm, seed: int) -> None:
         with pytest.raises(to.InvalidValueError, match=r"split_overlap_rs: .*out_scale"):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out)
         with pytest.raises(
-            to.InvalidTypeError, match="expected rs_output of float32, float16 or bfloat16, got torch.float64"
+            to.InvalidTypeError, match=r"expected rs_output of float32, float16 or bfloat16, got torch\.float64"
         ):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out.double(), D_scale=torch.ones(1))
         with pytest.raises(
-            to.InvalidTypeError, match="expected rs_output of float32, float16 or bfloat16, got torch.float8"
+            to.InvalidTypeError, match=r"expected rs_output of float32, float16 or bfloat16, got torch\.float8"
         ):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out.to(E4M3), D_scale=torch.ones(1))
         for wrong in (t(2), t(1, dtype=torch.float64), t(1, device=META)):

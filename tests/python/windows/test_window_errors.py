@@ -102,7 +102,7 @@ def run_one_rank_is_wrong(comm: TorchComm) -> None:
         r"expected tensor on cpu, got meta": torch.ones(8, device="meta"),
         r"memory of the same size on all ranks, got 32 bytes on rank 0 and 64 on rank 1":
             to.symmetric_empty(16, torch.float32, comm),
-        r"expected the same on all ranks, got a tensor of torch.float32 on rank 0 and a tensor of torch.int32 on rank 1":
+        r"the same on all ranks, got a tensor of torch.float32 on rank 0 and a tensor of torch.int32 on rank 1":
             to.symmetric_empty(8, torch.int32, comm),
     }  # fmt: skip
     for message, tensor in wrong.items():
