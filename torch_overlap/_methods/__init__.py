@@ -6,7 +6,7 @@ here has the signature, the defaults and the documentation, and names the argume
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,23 +38,25 @@ def _put_constructor_on(owner: type, make: Callable[[Callable[..., None]], Calla
     _put_on(owner, make(owner.__init__), owner.__name__.lstrip("_"))  # type: ignore[misc]
 
 
-for _owner, _module in ((_C.TorchComm, collectives), (_C.TorchComm, communicator), (_C.TorchCommWindow, window)):
-    for _function in _functions(_module):
+_METHODS: dict[type, Sequence[Callable[..., Any]]] = {
+    _C.TorchComm: [*_functions(collectives), *_functions(communicator)],
+    _C.TorchCommWindow: _functions(window),
+    _C.TorchWork: [works.wait, works.wait_blocking, works.is_completed, works.status, works.exception],
+    _C.BatchSendRecv: [works.send, works.recv, works.issue],
+    _C.RemovableHandle: [works.remove],
+    _C._BackendWrapper: [c10d.get_comm],
+}
+for _owner, _all in _METHODS.items():
+    for _function in _all:
         _put_on(_owner, _function)
-for _function in (works.wait, works.wait_blocking, works.is_completed, works.status, works.exception):
-    _put_on(_C.TorchWork, _function)
-for _function in (works.send, works.recv, works.issue):
-    _put_on(_C.BatchSendRecv, _function)
-_put_on(_C.RemovableHandle, works.remove)
 _put_constructor_on(_C.P2POp, values.constructor_of_p2p)
 _put_constructor_on(_C.ReduceOp, values.constructor_of_reduce_op)
 _put_constructor_on(_C.CommOptions, values.constructor_of_comm_options)
 _put_constructor_on(_C.BackendOptions, c10d.constructor_of_options)
 _put_constructor_on(_C._BackendWrapper, c10d.constructor_of_wrapper)
-_put_on(_C._BackendWrapper, c10d.get_comm)
 for _kind in values.OP_OPTIONS:
     _put_constructor_on(_kind, values.constructor_of_options)
-_C.ReduceOp.PREMUL_SUM = staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM"))
+setattr(_C.ReduceOp, "PREMUL_SUM", staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM")))  # noqa: B010
 
 get_comm = checked(values.get_comm)
 get_window = checked(values.get_window)

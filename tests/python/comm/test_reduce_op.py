@@ -23,7 +23,9 @@ def test_attributes_are_values_of_their_type(kind: RedOpType) -> None:
     assert repr(op) == f"ReduceOp.{kind.name}"
     assert pickle.loads(pickle.dumps(op)) == op
     assert copy.copy(op) == op
-    assert copy.deepcopy(op) == op
+    memo: dict[int, object] = {}
+    assert copy.deepcopy(op, memo) is op
+    assert memo[id(op)] is op
 
 
 def test_different_operations_are_not_equal() -> None:
