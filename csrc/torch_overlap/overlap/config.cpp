@@ -141,14 +141,13 @@ void CommOverlapConfig::validate(std::string_view op) const {
 
 std::string CommOverlapConfig::text() const {
   return concat("comm_type=", to_string(comm_type), " method=", to_string(method),
-                " buffer_shape=", list_string(buffer_shape),
-                " buffer_dtype=", buffer_dtype, " tp_size=", tp_size,
-                " num_splits=", num_splits, " num_max_streams=", num_max_streams,
-                " comm_cga_size=", comm_cga_size, " gemm_priority=", gemm_priority,
-                " comm_priority=", comm_priority, " num_comm_sm=", num_comm_sm,
-                " set_sm_margin=", set_sm_margin, " use_ce=", use_ce, " atomic_gemm=", atomic_gemm,
-                " rs_overlap_first_gemm=", rs_overlap_first_gemm, " aggregate_ag=", aggregate_ag,
-                " relay_ag=", relay_ag);
+                " buffer_shape=", list_string(buffer_shape), " buffer_dtype=", buffer_dtype,
+                " tp_size=", tp_size, " num_splits=", num_splits,
+                " num_max_streams=", num_max_streams, " comm_cga_size=", comm_cga_size,
+                " gemm_priority=", gemm_priority, " comm_priority=", comm_priority,
+                " num_comm_sm=", num_comm_sm, " set_sm_margin=", set_sm_margin, " use_ce=", use_ce,
+                " atomic_gemm=", atomic_gemm, " rs_overlap_first_gemm=", rs_overlap_first_gemm,
+                " aggregate_ag=", aggregate_ag, " relay_ag=", relay_ag);
 }
 
 }  // namespace torch_overlap
