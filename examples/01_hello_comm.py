@@ -9,6 +9,8 @@ import torch
 
 import torch_overlap as to
 
+if "LOCAL_WORLD_SIZE" not in os.environ:
+    raise SystemExit("run it with torchrun --standalone --nproc_per_node 2 examples/01_hello_comm.py")
 # NCCL if this host has a GPU for each of its ranks, else gloo.
 CUDA = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 

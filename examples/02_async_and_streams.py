@@ -14,6 +14,8 @@ import torch
 
 import torch_overlap as to
 
+if "LOCAL_WORLD_SIZE" not in os.environ:
+    raise SystemExit("run it with torchrun --standalone --nproc_per_node 2 examples/02_async_and_streams.py")
 CUDA = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 
 

@@ -12,6 +12,8 @@ import torch
 
 import torch_overlap as to
 
+if "LOCAL_WORLD_SIZE" not in os.environ:
+    raise SystemExit("run it with torchrun --standalone --nproc_per_node 4 examples/03_split.py")
 CUDA = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 
 

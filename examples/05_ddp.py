@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_overlap  # noqa: F401  (registers the backend)
 
+if "LOCAL_WORLD_SIZE" not in os.environ:
+    raise SystemExit("run it with torchrun --standalone --nproc_per_node 2 examples/05_ddp.py")
 CUDA = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import torch_overlap as to
 from torch_overlap.nn.styles import ColumnParallel, RowParallel, SequenceParallel, ShardInput, SharedGather
 
+if "LOCAL_WORLD_SIZE" not in os.environ:
+    raise SystemExit("run it with torchrun --standalone --nproc_per_node 2 examples/08_parallel_modules.py")
 CUDA = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 PLAN = {
     "layers.0": ShardInput(),  # from here on each rank has its part of the sequence

@@ -159,7 +159,10 @@ def check(args: argparse.Namespace, comm: to.TorchComm, text: Text, losses: list
 
 def main() -> int:
     args = parse_arguments()
-    comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
+    try:
+        comm = to.new_comm("nccl" if args.device == "cuda" else "gloo", torch.device(args.device), name="tp")
+    except to.InvalidValueError as error:  # nobody says which rank it is
+        sys.exit(str(error))
     INTERRUPT.protect(comm)
     shown = comm.get_rank() == 0
     text = read(comm)

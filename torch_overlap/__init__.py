@@ -6,6 +6,8 @@ work = comm.all_reduce(x, to.ReduceOp.SUM, async_op=True)
 work.wait()
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,7 @@ from torch_overlap._load import load_library
 
 load_library()
 
-if TYPE_CHECKING:
-    from torch_overlap import mesh
-
-from torch_overlap import _c10d, device_mesh, flight_recorder, hooks, nn, objcol, ops, tune  # noqa: E402
+from torch_overlap import _c10d, ops  # noqa: E402
 from torch_overlap._build_info import VERSION as __version__  # noqa: E402
 from torch_overlap._C import (  # noqa: E402
     AllGatherOptions,
@@ -68,12 +67,11 @@ from torch_overlap._C import (  # noqa: E402
     _BackendWrapper,  # noqa: F401
     built_backends,
     comm_names,
-    get_comm,
-    get_window,
     window_names,
 )
 from torch_overlap._explain import Explanation, explain  # noqa: E402
 from torch_overlap._health import health  # noqa: E402
+from torch_overlap._methods import get_comm, get_window  # noqa: E402
 from torch_overlap.comm import (  # noqa: E402
     Timeout,
     TorchCommBackend,
@@ -172,13 +170,21 @@ __all__ = [
     "window_names",
 ]
 
+if TYPE_CHECKING:
+    from torch_overlap import device_mesh, flight_recorder, hooks, mesh, nn, objcol, tune
+
+# Loaded when they are first asked for: import torch_overlap costs what the communicator and the operators cost.
+_LAZY = frozenset({"device_mesh", "flight_recorder", "hooks", "mesh", "nn", "objcol", "tune"})
+
 
 def __getattr__(name: str) -> Any:
-    """Imports torch_overlap.mesh when it is first asked for: it changes what torch.compile can follow."""
-    if name == "mesh":
-        return importlib.import_module("torch_overlap.mesh")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    if name in _LAZY:
+        return importlib.import_module(f"torch_overlap.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 _c10d.register()
-tune.load()

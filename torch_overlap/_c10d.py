@@ -22,13 +22,16 @@ BACKEND_NAME = "torch_overlap"
 
 def _make_group(c10d_options: Any, pg_options: Any) -> Any:
     """What c10d calls for every new process group: one object for all its device types."""
-    from torch_overlap._C import BackendOptions, _BackendWrapper
+    from torch_overlap import _tuning
+    from torch_overlap._C import BackendOptions, InvalidTypeError, _BackendWrapper
+    from torch_overlap._methods.arguments import describe
 
     if pg_options is not None and not isinstance(pg_options, BackendOptions):
-        raise TypeError(
-            "init_process_group: expected pg_options to be torch_overlap.BackendOptions, got "
-            f"{type(pg_options).__name__}; leave it out or make one"
+        raise InvalidTypeError(
+            f"init_process_group: expected a torch_overlap.BackendOptions for pg_options, got {describe(pg_options)}; "
+            "leave it out or make one"
         )
+    _tuning.load_once()
     return _BackendWrapper._make_group(
         c10d_options.store,
         c10d_options.group_rank,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 LIBRARY = Path(__file__).parent / "libtorch_overlap.so"
+# The versions of torch that the tests have run with.
+TESTED_TORCH = ("2.11",)
 
 
 def load_library() -> None:
@@ -23,6 +26,7 @@ def load_library() -> None:
             "run `pip install --no-build-isolation -e .` in the checkout, or import it from another folder"
         ) from None
     check_version(_build_info.TORCH_VERSION, _build_info.CUDA_VERSION, torch.__version__, torch.version.cuda)
+    warn_of_untested(torch.__version__)
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
@@ -46,4 +50,16 @@ def check_version(built_torch: str, built_cuda: str, torch_version: str, torch_c
         raise ImportError(
             f"torch_overlap: expected a torch for CUDA {built_cuda}, which it was built for, got torch {torch_version} "
             f"for CUDA {torch_cuda or '(none)'}; build torch_overlap again in this environment"
+        )
+
+
+def warn_of_untested(torch_version: str) -> None:
+    """One UserWarning for a version of torch that the tests have not run with; a warnings filter silences it."""
+    if not any(str(torch_version).startswith(f"{tested}.") for tested in TESTED_TORCH):
+        warnings.warn(
+            f"torch_overlap: expected torch {' or '.join(TESTED_TORCH)}, which it was tested with, got torch "
+            f"{torch_version}; run its tests (make test), or silence this with "
+            "warnings.filterwarnings('ignore', 'torch_overlap: expected torch')",
+            UserWarning,
+            stacklevel=2,
         )

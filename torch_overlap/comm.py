@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from torch_overlap import _C, _gloo
+from torch_overlap import _C, _gloo, _tuning
 from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
+from torch_overlap._methods.arguments import checked_first
 
 __all__ = ["ENTRY_POINT_GROUP", "Timeout", "TorchCommBackend", "is_backend_built", "new_comm", "register_backend"]
 
@@ -28,9 +29,10 @@ class Timeout(timedelta):
     """A timedelta under a name of our own: what every timeout= takes."""
 
 
+@checked_first
 def new_comm(
     backend: str,
-    device: torch.device | str,
+    device: torch.device | str | int,
     name: str | None = None,
     *,
     timeout: timedelta | None = None,
@@ -59,7 +61,8 @@ def new_comm(
         enable_reconfigure: TorchComm.reconfigure() may give the communicator other members. A process that joins
             one makes its own end with rank=0, size=1 and the others' name and store.
         options: all of these in one object. Arguments win over it, and it wins over the environment.
-        rank, size: given together, instead of the environment's (ranks that are threads need that).
+        rank, size: given together, instead of the environment's (ranks that are threads need that). A process that no
+            launcher has started is rank 0 of 1 with "fake" and with backends written in Python.
 
     Raises:
         ModuleNotFoundError: there is no such backend.
@@ -67,13 +70,6 @@ def new_comm(
         OperationTimeoutError: another rank did not come.
         StateError: a CUDA graph captures the current stream.
     """
-    given = dict(
-        backend=backend, name=name, timeout=timeout, hints=hints, store=store, options=options, rank=rank, size=size,
-        abort_process_on_timeout_or_error=abort_process_on_timeout_or_error, enable_reconfigure=enable_reconfigure,
-        is_high_priority_stream=is_high_priority_stream,
-    )  # fmt: skip
-    for what, value in given.items():
-        _expect(what, value)
     where = _device(device)
     if backend.lower() not in built_backends():
         _load_backend(backend)
@@ -92,44 +88,22 @@ def new_comm(
         merged.is_high_priority_stream = is_high_priority_stream
     if enable_reconfigure is not None:
         merged.enable_reconfigure = enable_reconfigure
+    if rank is None and size is None and backend.lower() in _ALONE and _C._env.launcher() is None:
+        rank, size = 0, 1
+    _tuning.load_once()
     return _C._new_comm(backend, where, name, merged, rank, size)
 
 
+# Backends that need no launcher: rank and size are 0 and 1 where none has set them. Those written in Python are added.
+_ALONE = {"fake"}
 _PRIORITY_HINTS = ("is_high_priority_stream", "torchcomm::ncclx::high_priority_stream")
 
 
-def _expect(what: str, value: object) -> None:
-    """Checks the type of an argument of new_comm; all but the backend may be None.
-
-    Raises:
-        InvalidTypeError: it is another.
-    """
-    kind, text = _TYPES.get(what, (bool, "a bool"))
-    fits = isinstance(value, kind) or (value is None and what != "backend")
-    if fits and isinstance(value, Mapping):
-        fits = all(isinstance(one, str) for pair in value.items() for one in pair)
-    if not fits:
-        raise _C.InvalidTypeError(f"new_comm: expected {what} as {text}, got {value!r} ({type(value).__name__})")
-
-
-_TYPES: dict[str, tuple[Any, str]] = {
-    "backend": (str, "a string"),
-    "name": (str, "a string"),
-    "timeout": (timedelta, "a datetime.timedelta"),
-    "hints": (Mapping, "a dict of strings"),
-    "store": (Store, "a torch.distributed.Store"),
-    "options": (CommOptions, "CommOptions"),
-    "rank": (SupportsIndex, "an int"),
-    "size": (SupportsIndex, "an int"),
-}
-
-
-def _device(device: torch.device | str) -> torch.device:
+def _device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        kind = _C.InvalidValueError if isinstance(device, str) else _C.InvalidTypeError
-        raise kind(f"new_comm: expected device as a torch.device or its name, got {device!r}") from error
+    except RuntimeError as error:
+        raise _C.InvalidValueError(f"new_comm: expected the name of a device for device, got {device!r}") from error
 
 
 def _refuse_to_pickle(comm: TorchComm) -> NoReturn:
@@ -374,6 +348,7 @@ def register_backend(name: str, backend_class: type[TorchCommBackend]) -> None:
     if not (isinstance(backend_class, type) and issubclass(backend_class, TorchCommBackend)):
         raise _C.InvalidTypeError(f"register_backend: expected a subclass of TorchCommBackend, got {backend_class!r}")
     _C._register_backend(name, backend_class)
+    _ALONE.add(name.lower())
 
 
 @atexit.register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ from torch_overlap._c10d import BACKEND_NAME
 
 __all__ = ["init_device_mesh"]
 
+# The communicator of each group that was made here.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchComm] = weakref.WeakKeyDictionary()
+
 
 def init_device_mesh(
     mesh_dim_comms: Sequence[TorchComm],
@@ -28,7 +32,8 @@ def init_device_mesh(
     `mesh_dim_comms[i].get_rank()`. `_global_comm` is needed when there are several dimensions; it becomes
     torch.distributed's default process group, unless that exists and has the same rank and size.
 
-    The process groups use the communicators, they make no new ones. `torch.distributed.destroy_process_group()` takes
+    The process groups use the communicators, they make no new ones. The group of a dimension has the dimension's name,
+    or the communicator's where another group has that name. `torch.distributed.destroy_process_group()` takes
     them away and finalizes the communicators. One rank a process: not for ranks that are threads.
 
     Raises:
@@ -48,12 +53,12 @@ def init_device_mesh(
                 f"{world.get_rank()} of a mesh of {sizes}, got {comm.get_rank()}; give the outermost dimension first"
             )
 
-    _set_default_group(world)
     groups = []
     for dim, (name, comm) in enumerate(zip(names, comms, strict=True)):
         index: list[int | slice] = list(coordinates)
         index[dim] = slice(None)
-        groups.append(_process_group(comm, [int(r) for r in mesh[tuple(index)]], f"mesh_{name}"))
+        groups.append(_process_group(comm, name, [int(r) for r in mesh[tuple(index)]], f"mesh_{name}"))
+    _set_default_group(world)
     device_type = comms[0].get_device().type
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
@@ -90,16 +95,20 @@ def _check_arguments(comms: list[TorchComm], names: tuple[str, ...], world: Torc
 
 def _set_default_group(world: TorchComm) -> None:
     if not dist.is_initialized():
-        group = _process_group(world, list(range(world.get_size())), "default_pg")
+        group = _process_group(world, world.get_name(), list(range(world.get_size())), "default_pg")
         c10d._update_default_pg(group)
 
 
-def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.ProcessGroup:
-    """The process group over `comm`, which is registered as c10d registers its own; the same one for a second call."""
-    world, name = c10d._world, c10d.GroupName(comm.get_name())
-    for group, group_name in world.pg_names.items():
-        if group_name == name:
+def _process_group(comm: TorchComm, name: str, ranks: list[int], description: str) -> dist.ProcessGroup:
+    """The process group over `comm`, which is registered as c10d registers its own; the same one for a second call.
+
+    A name that another group has gives way to the communicator's, which is unique.
+    """
+    world = c10d._world
+    for group, its_comm in _groups.items():
+        if its_comm is comm and group in world.pg_map:
             return group
+    group_name = c10d.GroupName(comm.get_name() if name in world.pg_names.values() else name)
     backend = _BackendWrapper(comm)
     store = backend._store if backend._store is not None else HashStore()
     device = comm.get_device()
@@ -108,16 +117,17 @@ def _process_group(comm: TorchComm, ranks: list[int], description: str) -> dist.
         group.bound_device_id = device
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    group._set_group_name(name)
+    group._set_group_name(group_name)
     group._set_group_desc(description)
 
     world.pg_map[group] = (dist.Backend(BACKEND_NAME), store)
-    world.pg_names[group] = name
+    world.pg_names[group] = group_name
     world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
     world.pg_backend_config[group] = f"{device.type}:{BACKEND_NAME}"
-    tag = f"ptd:{name}"
+    tag = f"ptd:{group_name}"
     world.pg_to_tag[group] = tag
     for key in ("", tag):
         world.tags_to_pg.setdefault(key, []).append(group)
-    _register_process_group(name, group)
+    _register_process_group(group_name, group)
+    _groups[group] = comm
     return group

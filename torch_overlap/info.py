@@ -76,14 +76,15 @@ def _machine() -> Iterable[tuple[str, object]]:
 
 
 def _defaults() -> Iterable[tuple[str, object]]:
-    env = _C._read_env()
-    yield "timeout", env["timeout"]
-    yield "abort on error", env["abort_on_error"]
-    if env["rank"] is None:
+    env = _C._env
+    yield "timeout", env.timeout()
+    yield "abort on error", env.abort_on_error()
+    launcher = env.launcher()
+    if launcher is None:
         yield "rank and size", "not in the environment"
     else:
-        yield "rank and size", f"{env['rank']} of {env['size']} (from {env['launcher']})"
-    yield "store", f"{env['master_addr'] or '(MASTER_ADDR not set)'}:{env['master_port']}"
+        yield "rank and size", f"{launcher['rank']} of {launcher['size']} (from {launcher['family']})"
+    yield "store", f"{env.master_addr() or '(MASTER_ADDR not set)'}:{env.master_port()}"
 
 
 def _links() -> list[str]:

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def _uses_pickle() -> bool:
-    value = _C._read_env()["serialization"]
+    value = _C._env.serialization()
     if value not in ("torch_save", "pickle"):
         raise InvalidValueError(f"TORCHCOMMS_SERIALIZATION: expected torch_save or pickle, got {value!r}")
     return bool(value == "pickle")

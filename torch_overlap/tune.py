@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m torch_overlap tune --shapes 8192x28672x4096
 
 measures every algorithm that can run and writes the simplest of the quickest into the cache, the file of
-TORCH_OVERLAP_TUNE_CACHE. A program reads it when torch_overlap is imported. "auto" asks the table, then the cache, then
-both for like sizes, then a rule; all ranks of a communicator take the cache of rank 0, and keep it. Nothing is measured
-while a program runs.
+TORCH_OVERLAP_TUNE_CACHE. A program reads it when it makes its first communicator. "auto" asks the table, then the
+cache, then both for like sizes, then a rule; all ranks of a communicator take the cache of rank 0, and keep it. Nothing
+is measured while a program runs.
 
 An entry is for an operator, m, n and k of the whole layer (each to half a power of two), a dtype, a number of ranks, a
 device by name, and calls that a CUDA graph captures or that run at once: then the host's time for many small launches
@@ -23,31 +23,25 @@ import json
 import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torch_overlap import _C, objcol, ops
 from torch_overlap._C import InvalidValueError, TorchComm, UnsupportedError
+from torch_overlap._tuning import FORMAT as _FORMAT
+from torch_overlap._tuning import KERNELS, Entry, chosen, current, load, read, shipped
+from torch_overlap._tuning import MODES as _MODES
+from torch_overlap._tuning import TABLES as _TABLES  # noqa: F401
+from torch_overlap._tuning import key as _key
+from torch_overlap._tuning import library as _library
 
-__all__ = ["KERNELS", "OPERATORS", "entries_of_results", "load", "measure", "read", "write"]
+__all__ = ["KERNELS", "OPERATORS", "current", "entries_of_results", "load", "measure", "read", "shipped", "write"]
 
-# The version of the kernels that algorithms run. Counts up with every change of a kernel, or of how one is launched,
-# that can change which algorithm is the quickest; measurements of an older version are then outdated.
-KERNELS = 2
-# GPUs of one architecture: an outdated entry of one gives way to a current one of another.
-_SIBLINGS = (("NVIDIA H100 80GB HBM3", "NVIDIA H200"),)
-
-Entry = dict[str, Any]
 Shape = tuple[int, int, int]
 
-_TABLES = Path(__file__).parent / "tables"
-_FORMAT = 2
-_MODES = ("eager", "graph")
 # A forward pass has nothing for "bulk" to hide.
 _NOT_MEASURED = ("bulk",)
 _CACHE_BYTES = 128 << 20  # more than the L2 cache of any GPU so far
@@ -124,21 +118,6 @@ OPERATORS: dict[str, Callable[[str, TorchComm, Shape, torch.dtype], Callable[[st
 # --- Entries ----------------------------------------------------------------------------------------------------------
 
 
-def _library(torch_version: str = torch.__version__, kernels: int = KERNELS) -> str:
-    return f"torch_overlap {_C.build_config['version']}, kernels {kernels}, torch {torch_version}"
-
-
-def _is_current(entry: Entry) -> bool:
-    return f"kernels {KERNELS}" in str(entry.get("library")).split(", ")
-
-
-def _key(entry: Entry) -> str:
-    dtype = getattr(torch, entry["dtype"])
-    m, n, k = entry["shape"]
-    in_graph = bool(_MODES.index(entry["mode"]))
-    return _C._tuning_key(entry["op"], m, n, k, dtype, entry["tp"], entry["device"], in_graph)
-
-
 # Of an all-reduce, one kernel takes no more rows, and no more if it is to leave others SMs (where it does not, the
 # operator passes an entry over).
 _ONE_KERNEL_ROWS, _FEW_ROWS = 256, 128
@@ -154,22 +133,6 @@ def _quickest(op: str, rows: int, mode: str, times: Mapping[str, float]) -> str:
     names = [name for name in _C._algorithms() if name in times and not (keeps_all and name == "fused")]
     least = min(times[name] for name in names)
     return next(name for name in names if times[name] * (1 - _LOSS) <= least)
-
-
-def read(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a file. ValueError, naming the file, for one that holds something else."""
-    try:
-        content = json.loads(Path(path).read_text())
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']}")
-        entries: list[Entry] = content["entries"]
-        for entry in entries:
-            _key(entry), str(entry["algorithm"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"tune: expected measured algorithms of format {_FORMAT} in {path}, got {error!r}; delete or replace it"
-        ) from error
-    return entries
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
@@ -242,47 +205,6 @@ def entries_of_results(path: str | os.PathLike[str]) -> list[Entry]:
          "library": library, "algorithm": _quickest(op, shape[0], mode, found), "us": found}
         for (op, shape, dtype, tp, mode), found in times.items() if "sequential" in found and len(found) > 1
     ]  # fmt: skip
-
-
-def _chosen(entries: Iterable[Entry]) -> dict[str, str]:
-    return {_key(entry): entry["algorithm"] for entry in entries}
-
-
-def _shipped() -> list[Entry]:
-    return [entry for path in sorted(_TABLES.glob("*.json")) for entry in read(path)]
-
-
-def current(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries that were measured with the kernels of today.
-
-    An outdated one is replaced by what another GPU of its architecture has for the same problem; without such an entry
-    it is left out, and "auto" takes what its rule says.
-    """
-    by_key = {_key(entry): entry for entry in entries if _is_current(entry)}
-    for entry in entries:
-        for devices in _SIBLINGS:
-            if _is_current(entry) or entry["device"] not in devices:
-                continue
-            others = (by_key.get(_key(entry | {"device": device})) for device in devices)
-            if (other := next(filter(None, others), None)) is not None:
-                by_key.setdefault(_key(entry), entry | {"algorithm": other["algorithm"]})
-    return list(by_key.values())
-
-
-def load() -> None:
-    """Reads the table and the cache again. A file that cannot be read is left out, with a warning.
-
-    Communicators whose ranks have agreed on a cache already, at their first "auto", keep it.
-    """
-    _C._set_tuning("table", _chosen(current(_shipped())))
-    cache = _C._read_env()["tune_cache"]
-    entries: list[Entry] = []
-    if cache and Path(cache).exists():
-        try:
-            entries = [entry for entry in read(cache) if entry.get("library") == _library()]
-        except (OSError, ValueError) as error:
-            warnings.warn(f"{error}; the cache is not used", stacklevel=2)
-    _C._set_tuning("cache", _chosen(entries))
 
 
 # --- Measuring --------------------------------------------------------------------------------------------------------
@@ -407,7 +329,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from torch_overlap.comm import new_comm
 
-    cache = args.cache or _C._read_env()["tune_cache"]
+    cache = args.cache or _C._env.tune_cache()
     if not cache:
         raise ValueError("tune: expected a file in --cache or TORCH_OVERLAP_TUNE_CACHE, got none")
     if bool(args.shapes) == bool(args.results):
@@ -430,12 +352,12 @@ def _measure_all(comm: TorchComm, args: argparse.Namespace, cache: str) -> None:
     if comm.get_size() < 2:
         raise ValueError("tune: expected two or more ranks, got one; start it with torchrun --nproc-per-node N")
     entries: list[Entry] = []
-    shipped = _chosen(_shipped())
+    in_table = chosen(shipped())
     modes = _MODES if comm.get_device().type == "cuda" else _MODES[:1]
     for op, shape, mode in itertools.product(args.ops, args.shapes, modes):
         entries.append(measure(comm, op, shape, getattr(torch, args.dtype), mode=mode, rounds=args.rounds))
         if comm.get_rank() == 0:
-            print(_line(entries[-1]) + (_SHIPPED if _key(entries[-1]) in shipped else ""), flush=True)
+            print(_line(entries[-1]) + (_SHIPPED if _key(entries[-1]) in in_table else ""), flush=True)
     if comm.get_rank() == 0:
         write(cache, entries)
 

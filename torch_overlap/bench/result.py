@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_overlap import tune
+from torch_overlap import _tuning
 
 # Keys of a file, and of a row of the operators' benchmark, with their types.
 FILE = {
@@ -77,7 +77,7 @@ def result(benchmark: str, rows: list[dict[str, Any]], command: str | None = Non
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
         "commit": git_commit(),
-        "kernels": tune.KERNELS,
+        "kernels": _tuning.KERNELS,
         "command": command or command_line(),
         **more,
         "rows": rows,

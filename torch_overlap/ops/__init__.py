@@ -33,40 +33,12 @@ the schema in it. After `finalize()` they raise `StateError`. All ranks must cal
 with the same shapes and options.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch_overlap.ops import _effects, _vmap, _vmap_fused
-from torch_overlap.ops.collectives import (
-    all_gather,
-    all_gather_async,
-    all_reduce,
-    all_reduce_,
-    all_reduce_async,
-    all_to_all,
-    all_to_all_async,
-    all_to_all_v,
-    all_to_all_v_async,
-    broadcast,
-    broadcast_async,
-    permute,
-    permute_async,
-    recv_,
-    reduce_scatter,
-    reduce_scatter_async,
-    send,
-    wait_tensor,
-)
-from torch_overlap.ops.fused import (
-    all_gather_matmul,
-    all_reduce_rms_norm,
-    all_to_all_matmul,
-    bulk_overlap_matmul,
-    matmul_all_reduce,
-    matmul_all_reduce_rms_norm,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-    scaled_all_gather_matmul,
-    scaled_matmul_all_reduce,
-    scaled_matmul_reduce_scatter,
-)
 from torch_overlap.ops.gemm import (
     dequantize,
     gemm,
@@ -78,7 +50,42 @@ from torch_overlap.ops.gemm import (
     update_scale_,
 )
 from torch_overlap.ops.resharding import reshard
-from torch_overlap.ops.windows import put, signal, wait_signal
+
+if TYPE_CHECKING:
+    from torch_overlap.ops.collectives import (
+        all_gather,
+        all_gather_async,
+        all_reduce,
+        all_reduce_,
+        all_reduce_async,
+        all_to_all,
+        all_to_all_async,
+        all_to_all_v,
+        all_to_all_v_async,
+        broadcast,
+        broadcast_async,
+        permute,
+        permute_async,
+        recv_,
+        reduce_scatter,
+        reduce_scatter_async,
+        send,
+        wait_tensor,
+    )
+    from torch_overlap.ops.fused import (
+        all_gather_matmul,
+        all_reduce_rms_norm,
+        all_to_all_matmul,
+        bulk_overlap_matmul,
+        matmul_all_reduce,
+        matmul_all_reduce_rms_norm,
+        matmul_all_to_all,
+        matmul_reduce_scatter,
+        scaled_all_gather_matmul,
+        scaled_matmul_all_reduce,
+        scaled_matmul_reduce_scatter,
+    )
+    from torch_overlap.ops.windows import put, signal, wait_signal
 
 __all__ = [
     "all_gather",
@@ -123,6 +130,23 @@ __all__ = [
     "wait_signal",
     "wait_tensor",
 ]
+
+# Loaded when one of their functions is first asked for: they tell torch.compile of themselves, which imports it.
+_MODULES = ("collectives", "fused", "windows")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"torch_overlap.ops.{module}"))
+            globals().update({name: found[name] for name in __all__ if name in found})
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 _effects.register()
 _vmap.register()

@@ -1,20 +1,41 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <ostream>
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "torch_overlap/base/export.h"
 
+namespace c10 {
+enum class ScalarType : std::int8_t;
+}
+
 namespace torch_overlap {
 
-// Streams all parts into one string.
+// Writes a dtype as Python has it, "torch.float32"; torch's own operator<< writes "Float". Defined
+// in common/dtype.cpp.
+TORCH_OVERLAP_API std::ostream& write_dtype(std::ostream& out, c10::ScalarType dtype);
+
+// Writes one part of a message.
+template <typename Part>
+std::ostream& write_part(std::ostream& out, const Part& part) {
+  if constexpr (std::is_same_v<Part, c10::ScalarType>) {
+    return write_dtype(out, part);
+  } else {
+    return out << part;
+  }
+}
+
+// Writes all parts into one string.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream out;
-  (out << ... << parts);
+  (write_part(out, parts), ...);
   return out.str();
 }
 
@@ -25,7 +46,7 @@ std::string list_string(const Range& values) {
   out << '[';
   const char* separator = "";
   for (const auto& value : values) {
-    out << separator << value;
+    write_part(out << separator, value);
     separator = ", ";
   }
   out << ']';

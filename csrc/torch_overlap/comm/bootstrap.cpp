@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -54,15 +55,27 @@ struct CurrentStores {
   }
 };
 
+// Where ranks without peers meet themselves.
+StorePtr lone_store() {
+  auto& stores = ProcessWide<CurrentStores>::get();
+  const std::lock_guard lock(stores.mutex);
+  auto& store = stores.by_address()[""];
+  if (!store) store = c10::make_intrusive<c10d::HashStore>();
+  return store;
+}
+
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
 // when rank 0's last communicator is gone.
 StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
-  TORCH_OVERLAP_CHECK(env.master_addr, kValue,
+  const auto host = env.master_addr();
+  if (!host && who.size == 1) return lone_store();
+  TORCH_OVERLAP_CHECK(host, kValue,
                       "new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM "
                       "node list, got none; start the script with torchrun or pass store=");
   auto& stores = ProcessWide<CurrentStores>::get();
-  const std::string address = concat(*env.master_addr, ":", env.master_port);
+  const int port = env.master_port();
+  const std::string address = concat(*host, ":", port);
   {
     const std::lock_guard lock(stores.mutex);
     const auto& known = stores.by_address();
@@ -70,13 +83,13 @@ StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   }
   // Outside the lock: a rank that connects must not keep rank 0, in another thread, from serving.
   c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(env.master_port);
-  options.isServer = who.rank == 0 && !env.agent_store;
+  options.port = static_cast<uint16_t>(port);
+  options.isServer = who.rank == 0 && !env.agent_store();
   options.waitWorkers = false;
   options.multiTenant = true;
   options.timeout = timeout;
   const auto made = std::make_shared<StorePtr>();
-  const auto make = [made, host = *env.master_addr, options] {
+  const auto make = [made, host = *host, options] {
     *made = c10::make_intrusive<c10d::TCPStore>(host, options);
   };
   try {
@@ -164,11 +177,12 @@ RankAndSize who_am_i(const Env& env, std::optional<RankAndSize> given) {
                         given->size);
     return *given;
   }
-  TORCH_OVERLAP_CHECK(env.rank, kValue,
+  const auto launcher = env.launcher();
+  TORCH_OVERLAP_CHECK(launcher, kValue,
                       "new_comm: expected rank and size in the environment (torchrun's RANK and "
                       "WORLD_SIZE, MPI's, PMI's or SLURM's, or TORCHCOMM_RANK and TORCHCOMM_SIZE), "
                       "got none; start the script with torchrun");
-  return {*env.rank, *env.size};
+  return {launcher->rank, launcher->size};
 }
 
 StorePtr own_connection(const StorePtr& store, const std::string& op, Milliseconds timeout) {
@@ -188,8 +202,8 @@ c10::intrusive_ptr<c10d::Store> prefixed_store(const StorePtr& store, const std:
 
 // The name comes last and its length first.
 std::string name_prefix(const Env& env, const std::string& what, const std::string& name) {
-  return concat("torch_overlap/", env.run_id, "/", env.restart_count, "/", what, "/", name.size(),
-                "/", name);
+  return concat("torch_overlap/", env.run_id(), "/", env.restart_count(), "/", what, "/",
+                name.size(), "/", name);
 }
 
 void delete_keys(c10d::Store& store, const std::vector<std::string>& keys) noexcept {
@@ -277,7 +291,11 @@ c10::Device resolve_device(c10::Device device, const Env& env, int rank) {
   const int count = devices->deviceCount();
   TORCH_OVERLAP_CHECK(count > 0, kType, "new_comm: expected a machine with a ", device.type(),
                       " device, got none");
-  const int index = device.has_index() ? device.index() : env.local_rank.value_or(rank) % count;
+  int index = device.index();
+  if (!device.has_index()) {
+    const auto launcher = env.launcher_if_valid();
+    index = (launcher ? launcher->local_rank.value_or(rank) : rank) % count;
+  }
   TORCH_OVERLAP_CHECK(index < count, kValue, "new_comm: expected a device index below ", count,
                       ", got ", device);
   const c10::Device resolved(device.type(), static_cast<c10::DeviceIndex>(index));

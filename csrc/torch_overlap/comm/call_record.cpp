@@ -26,8 +26,7 @@ struct Stacks {
 
 const Stacks& stacks() {
   return made_once([] {
-    const Env env = Env::read();
-    return Stacks{.cpp = env.recorder_cpp_stack, .python = env.recorder_python_stack};
+    return Stacks{.cpp = Env::recorder_cpp_stack(), .python = Env::recorder_python_stack()};
   });
 }
 

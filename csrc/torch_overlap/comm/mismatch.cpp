@@ -100,7 +100,7 @@ Facts facts_of(const Call& call, int rank, int size) {
   facts.common = concat(to_string(call.primitive), " ", common_size);
   facts.shown = concat(to_string(call.name), "(");
   if (has_dtype) {
-    const auto dtype = c10::toString(dtype_of(call));
+    const auto dtype = concat(dtype_of(call));
     facts.common += concat(" ", dtype);
     facts.shown += dtype;
     if (common_size > 0) facts.shown += concat(", ", common_size, " elements");
@@ -161,7 +161,7 @@ std::optional<std::pair<int, int>> find_mismatch(const std::vector<Facts>& all) 
 }
 
 std::string describe_half(const P2POp& op) {
-  return concat(op.tensor.numel(), " ", c10::toString(op.tensor.scalar_type()), " elements");
+  return concat(op.tensor.numel(), " ", op.tensor.scalar_type(), " elements");
 }
 
 }  // namespace

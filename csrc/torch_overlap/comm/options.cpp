@@ -96,20 +96,21 @@ void merge_hints(ResolvedOptions& options, const Hints& hints) {
 }
 
 ResolvedOptions resolve_options(const CommOptions& options) {
-  const Env env = Env::read();
   ResolvedOptions out;
   out.hints = options.hints;
   const auto hinted = take_priority(out.hints);
-  out.check_mismatch = take_mismatch(out.hints).value_or(env.check_mismatch);
+  const auto mismatch = take_mismatch(out.hints);
+  out.check_mismatch = mismatch ? *mismatch : Env::check_mismatch();
   const auto direct = take_direct(out.hints);
-  out.direct = direct
-                   ? *direct
-                   : parse_direct_mode(env.direct_collectives, "TORCH_OVERLAP_DIRECT_COLLECTIVES");
+  out.direct =
+      direct ? *direct
+             : parse_direct_mode(Env::direct_collectives(), "TORCH_OVERLAP_DIRECT_COLLECTIVES");
   out.enable_reconfigure = options.enable_reconfigure.value_or(false);
   // Who wants other members after a failure wants to live through it.
-  out.abort_process_on_timeout_or_error = options.abort_process_on_timeout_or_error.value_or(
-      env.abort_on_error && !out.enable_reconfigure);
-  out.timeout = std::min(options.timeout.value_or(env.timeout), kLongestTimeout);
+  const auto& aborts = options.abort_process_on_timeout_or_error;
+  out.abort_process_on_timeout_or_error =
+      aborts ? *aborts : !out.enable_reconfigure && Env::abort_on_error();
+  out.timeout = std::min(options.timeout ? *options.timeout : Env::timeout(), kLongestTimeout);
   TORCH_OVERLAP_CHECK(out.timeout.count() > 0, kValue,
                       "new_comm: expected a timeout of at least 1 ms, got ", out.timeout.count(),
                       " ms");

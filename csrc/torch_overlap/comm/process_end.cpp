@@ -14,7 +14,21 @@ namespace {
 constexpr auto kHookLimit = std::chrono::seconds(10);
 constexpr auto kDumpLimit = std::chrono::seconds(10);
 
+constexpr auto kStackLimit = std::chrono::seconds(2);
+
 std::atomic<std::chrono::milliseconds> health_check_wait{};
+std::atomic<StackWriter> stack_writer{nullptr};
+
+void write_stacks() {
+  const StackWriter writer = stack_writer.load();
+  if (writer == nullptr) return;
+  try {
+    if (run_bounded(writer, kStackLimit)) return;
+    std::fprintf(stderr, "[torch_overlap] no stacks: a thread holds the lock that they need\n");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[torch_overlap] no stacks: %s\n", error.what());
+  }
+}
 
 }  // namespace
 
@@ -39,12 +53,18 @@ void end_process(WorkStatus status, const std::string& message,
                  static_cast<long long>(wait.count()));
     std::this_thread::sleep_for(wait);
   }
-  std::fprintf(stderr, "[torch_overlap] Aborting process due to %s\n",
+  write_stacks();
+  std::fprintf(stderr,
+               "[torch_overlap] Aborting process due to %s. To raise an error instead, pass "
+               "abort_process_on_timeout_or_error=False to new_comm, or set "
+               "TORCHCOMM_ABORT_ON_ERROR=0\n",
                status == WorkStatus::TIMEDOUT ? "timeout" : "error");
   std::fflush(stderr);
   std::abort();
 }
 
-void prepare_process_end(const Env& env) { health_check_wait = env.health_check_wait; }
+void prepare_process_end(const Env& env) { health_check_wait = env.health_check_wait(); }
+
+void set_stack_writer(StackWriter writer) { stack_writer = writer; }
 
 }  // namespace torch_overlap

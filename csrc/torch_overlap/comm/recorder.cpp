@@ -11,7 +11,7 @@ namespace torch_overlap {
 FlightRecorder::FlightRecorder(size_t capacity) : capacity_(capacity), ring_(capacity) { reset(); }
 
 FlightRecorder& FlightRecorder::of_process() {
-  return made_once([] { return FlightRecorder(Env::read().recorder_size); });
+  return made_once([] { return FlightRecorder(Env::recorder_size()); });
 }
 
 size_t FlightRecorder::size() const {

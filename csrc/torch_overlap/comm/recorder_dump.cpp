@@ -69,12 +69,15 @@ struct Target {
   std::string prefix;
   std::optional<int> launcher_rank;
 
-  static Target of(const Env& env) { return {env.recorder_file, env.rank}; }
+  static Target read() {
+    const auto launcher = Env::launcher_if_valid();
+    return {Env::recorder_file(), launcher ? std::optional(launcher->rank) : std::nullopt};
+  }
 };
 
 struct Prepared {
   ForkSafeMutex mutex;
-  Target target = Target::of(Env{});
+  Target target{.prefix = Env::kRecorderFile, .launcher_rank = std::nullopt};
   bool is_dynamic = false;
 };
 
@@ -82,7 +85,7 @@ Prepared& prepared() { return ProcessWide<Prepared>::get(); }
 
 Target prepared_target() {
   std::lock_guard lock(prepared().mutex);
-  return prepared().is_dynamic ? Target::of(Env::read()) : prepared().target;
+  return prepared().is_dynamic ? Target::read() : prepared().target;
 }
 
 // The rank of a process: its launcher's, else that of the communicator made last.
@@ -265,7 +268,7 @@ std::vector<std::string> dump_trace(const std::optional<std::string>& path,
                                     const std::string& reason) {
   TORCH_OVERLAP_CHECK(!path || !path->empty(), kValue,
                       "flight_recorder.dump: expected a path that is not empty, got ''");
-  return write_traces(Target::of(Env::read()), path, reason, /*include_stacks=*/true);
+  return write_traces(Target::read(), path, reason, /*include_stacks=*/true);
 }
 
 std::string dump_trace_of(const FlightRecorder& recorder, int rank, bool include_completed) {
@@ -275,7 +278,7 @@ std::string dump_trace_of(const FlightRecorder& recorder, int rank, bool include
   for (const auto& record : recorder.records()) {
     if (record->comm->thread_rank) options.thread_rank = rank;
   }
-  std::string path = concat(Env::read().recorder_file, rank);
+  std::string path = concat(Env::recorder_file(), rank);
   write_file(path, trace(recorder, options));
   return path;
 }
@@ -328,12 +331,12 @@ void dump_trace_on_signal(int signal) {
 void prepare_dumps(const Env& env) {
   {
     std::lock_guard lock(prepared().mutex);
-    prepared().target = Target::of(env);
-    prepared().is_dynamic = env.recorder_dynamic_file;
+    prepared().target = Target::read();
+    prepared().is_dynamic = env.recorder_dynamic_file();
   }
   static std::once_flag once;
   std::call_once(once, [&env] {
-    if (env.recorder_signal) dump_trace_on_signal(*env.recorder_signal);
+    if (const auto signal = env.recorder_signal()) dump_trace_on_signal(*signal);
   });
 }
 

@@ -131,6 +131,7 @@ Met meet_in_time(c10d::Store& store, const std::string& what, RankAndSize who,
 StorePtr rendezvous(const Env& env, const std::string& name, const std::string& digest,
                     Milliseconds timeout, StorePtr store, RankAndSize who) {
   const std::string what = concat("new_comm '", name, "'");
+  (void)env.unique_id_exchange();  // refuses other ways than the store's
   store = open_store(env, store, who, what, timeout);
   // Ranks that do not agree on the size meet nobody: this is how they learn why.
   const auto sizes = prefixed_store(store, name_prefix(env, "sizes", name));

@@ -260,8 +260,8 @@ void TorchComm::finalize() {
     drop_attachments();
     return;
   }
-  const HookEvent event{.name = OpName::finalize,
-                        .id = next_op_id.fetch_add(1, std::memory_order_relaxed)};
+  // Its hooks see the number that the next operation will take: finalize is none.
+  const HookEvent event{.name = OpName::finalize, .id = next_op_id.load(std::memory_order_relaxed)};
   try {
     refuse_capture("finalize", device_);
     hooks_->pre(event);

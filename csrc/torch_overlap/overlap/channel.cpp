@@ -165,7 +165,7 @@ std::shared_ptr<OverlapChannel> OverlapChannel::create(std::shared_ptr<OverlapGr
   TORCH_OVERLAP_CHECK(channel->memory_ || group->comm(), kUnsupported, request.op,
                       ": expected ranks that reach each other's memory, or a communicator; ",
                       channel->obstacle_);
-  channel->logs_ = Env::read().log_chunks;
+  channel->logs_ = Env::log_chunks();
   channel->lanes_ = channel->device_->make_lanes(device, request.lanes);
   if (channel->memory_) {
     channel->transport_ =

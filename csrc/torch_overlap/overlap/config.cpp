@@ -106,12 +106,12 @@ void CommOverlapConfig::validate(std::string_view op) const {
   TORCH_OVERLAP_CHECK(is_communicable(buffer_dtype), kType, op,
                       ": expected buffer_dtype to be one of float64, float32, float16, bfloat16, "
                       "float8_e4m3fn, float8_e5m2, uint8, got ",
-                      c10::toString(buffer_dtype));
+                      buffer_dtype);
   constexpr int64_t kMostBytes = int64_t{1} << 47;  // of an address space
   const auto element = static_cast<int64_t>(c10::elementSize(buffer_dtype));
   TORCH_OVERLAP_CHECK(buffer_shape[0] <= kMostBytes / buffer_shape[1] / element, kValue, op,
                       ": expected a buffer of at most 2^47 bytes, got buffer_shape ",
-                      list_string(buffer_shape), " of ", c10::toString(buffer_dtype));
+                      list_string(buffer_shape), " of ", buffer_dtype);
   TORCH_OVERLAP_CHECK(!(buffer_dtype == c10::ScalarType::Byte && comm_type == Type::RS), kType, op,
                       ": expected a floating-point buffer_dtype for RS, got uint8, which has no "
                       "sums");
@@ -151,14 +151,13 @@ void CommOverlapConfig::validate(std::string_view op) const {
 
 std::string CommOverlapConfig::text() const {
   return concat("comm_type=", to_string(comm_type), " method=", to_string(method),
-                " buffer_shape=", list_string(buffer_shape),
-                " buffer_dtype=", c10::toString(buffer_dtype), " tp_size=", tp_size,
-                " num_splits=", num_splits, " num_max_streams=", num_max_streams,
-                " comm_cga_size=", comm_cga_size, " gemm_priority=", gemm_priority,
-                " comm_priority=", comm_priority, " num_comm_sm=", num_comm_sm,
-                " set_sm_margin=", set_sm_margin, " use_ce=", use_ce, " atomic_gemm=", atomic_gemm,
-                " rs_overlap_first_gemm=", rs_overlap_first_gemm, " aggregate_ag=", aggregate_ag,
-                " relay_ag=", relay_ag);
+                " buffer_shape=", list_string(buffer_shape), " buffer_dtype=", buffer_dtype,
+                " tp_size=", tp_size, " num_splits=", num_splits,
+                " num_max_streams=", num_max_streams, " comm_cga_size=", comm_cga_size,
+                " gemm_priority=", gemm_priority, " comm_priority=", comm_priority,
+                " num_comm_sm=", num_comm_sm, " set_sm_margin=", set_sm_margin, " use_ce=", use_ce,
+                " atomic_gemm=", atomic_gemm, " rs_overlap_first_gemm=", rs_overlap_first_gemm,
+                " aggregate_ag=", aggregate_ag, " relay_ag=", relay_ag);
 }
 
 }  // namespace torch_overlap

@@ -13,10 +13,9 @@ void register_batch(py::module_& module) {
       .finalize();
 
   py::class_<P2POp>(module, "P2POp", "One send or receive of a batch.")
-      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int peer) {
-             return P2POp{type, tensor, peer};
-           }),
-           py::arg("type"), py::arg("tensor"), py::arg("peer"))
+      .def(py::init([](P2POp::Type type, const at::Tensor& tensor, int64_t peer) {
+        return P2POp{type, tensor, to_int("P2POp", "peer", peer)};
+      }))
       .def_readonly("type", &P2POp::type, "SEND or RECV.")
       .def_readonly("tensor", &P2POp::tensor, "What is sent, or written to.")
       .def_readonly("peer", &P2POp::peer, "The rank at the other end.");
@@ -27,32 +26,26 @@ void register_batch(py::module_& module) {
       "matches over the ranks "
       "ends. Made by TorchComm.batch_op_create(); empty again after issue().",
       py::release_gil_before_calling_cpp_dtor())
-      .def("send", &BatchSendRecv::send, py::arg("tensor"), py::arg("dst"),
-           "Adds a send to rank `dst`.")
-      .def("recv", &BatchSendRecv::recv, py::arg("tensor"), py::arg("src"),
-           "Adds a receive from rank `src`.")
-      .def(
-          "issue",
-          [](BatchSendRecv& self, bool async_op, const py::handle& options, const py::handle& hints,
-             const py::handle& timeout) {
-            BatchP2POptions merged;
-            static_cast<OpOptions&>(merged) =
-                to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
-            return without_gil([&] { return self.issue(async_op, merged); });
-          },
-          py::arg("async_op"), py::arg("options") = py::none(), py::arg("hints") = py::none(),
-          py::arg("timeout") = py::none(),
-          "Issues what was added, as one operation. An empty batch raises InvalidValueError.")
+      .def("_send", [](BatchSendRecv& self, const at::Tensor& tensor,
+                       int64_t dst) { self.send(tensor, to_int("send", "dst", dst)); })
+      .def("_recv", [](BatchSendRecv& self, const at::Tensor& tensor,
+                       int64_t src) { self.recv(tensor, to_int("recv", "src", src)); })
+      .def("_issue",
+           [](BatchSendRecv& self, const py::handle& async_op, const py::handle& options,
+              const py::handle& hints, const py::handle& timeout) {
+             const bool is_async = to_bool("issue", "async_op", async_op);
+             BatchP2POptions merged;
+             static_cast<OpOptions&>(merged) =
+                 to_options<BatchP2POptions>("batch_op_issue", hints, timeout, options);
+             return without_gil([&] { return self.issue(is_async, merged); });
+           })
       .def_property_readonly("ops", &BatchSendRecv::ops, "What was added, as a list of P2POp.");
 
   py::class_<TorchComm, std::shared_ptr<TorchComm>>(module.attr("TorchComm"))
-      .def(
-          "batch_op_create",
-          [](const std::shared_ptr<TorchComm>& self) {
-            self->require_not_finalized("batch_op_create");
-            return std::make_shared<BatchSendRecv>(self);
-          },
-          "An empty BatchSendRecv.");
+      .def("_batch_op_create", [](const std::shared_ptr<TorchComm>& self) {
+        self->require_not_finalized("batch_op_create");
+        return std::make_shared<BatchSendRecv>(self);
+      });
 }
 
 }  // namespace torch_overlap::python

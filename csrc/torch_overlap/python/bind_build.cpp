@@ -19,28 +19,27 @@ py::dict build() {
   return out;
 }
 
-// What the variables of base/env.h say now.
-py::dict read_env() {
-  const Env env = Env::read();
-  py::dict out;
-  out["abort_on_error"] = env.abort_on_error;
-  out["timeout"] = from_timeout(env.timeout);
-  out["rank"] = env.rank;
-  out["size"] = env.size;
-  out["local_rank"] = env.local_rank;
-  out["launcher"] = env.launcher;
-  out["master_addr"] = env.master_addr;
-  out["master_port"] = env.master_port;
-  out["serialization"] = env.serialization;
-  out["tune_cache"] = Env::tune_cache();
-  return out;
+// The launcher's variables as a dict; None where it has set none.
+py::object read_launcher() {
+  const auto launcher = Env::launcher();
+  if (!launcher) return py::none();
+  return py::dict(py::arg("family") = launcher->family, py::arg("rank") = launcher->rank,
+                  py::arg("size") = launcher->size, py::arg("local_rank") = launcher->local_rank);
 }
 
 }  // namespace
 
 void register_build(py::module_& module) {
   module.attr("build_config") = build();
-  module.def("_read_env", &read_env);
+  // The variables of base/env.h that Python needs, as they are now.
+  auto env = module.def_submodule("_env");
+  env.def("abort_on_error", &Env::abort_on_error);
+  env.def("timeout", [] { return from_timeout(Env::timeout()); });
+  env.def("launcher", &read_launcher);
+  env.def("master_addr", &Env::master_addr);
+  env.def("master_port", &Env::master_port);
+  env.def("serialization", &Env::serialization);
+  env.def("tune_cache", &Env::tune_cache);
   module.def("_streams_made", [] { return streams_made().load(); });
 }
 

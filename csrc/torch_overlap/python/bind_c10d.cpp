@@ -6,6 +6,7 @@
 #include "torch_overlap/base/errors.h"
 #include "torch_overlap/comm/c10d/backend_wrapper.h"
 #include "torch_overlap/python/bindings.h"
+#include "torch_overlap/python/convert.h"
 
 namespace torch_overlap::python {
 namespace {
@@ -25,16 +26,22 @@ WrapperPtr make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, in
   return c10::make_intrusive<BackendWrapper>(store, rank, size, std::move(mine));
 }
 
-OptionsPtr make_options(const std::optional<std::map<std::string, std::string>>& backends,
-                        const std::optional<Hints>& hints,
-                        std::optional<bool> is_high_priority_stream,
-                        std::optional<bool> abort_process_on_timeout_or_error,
-                        std::optional<std::chrono::milliseconds> timeout) {
-  auto options = c10::make_intrusive<BackendOptions>(timeout.value_or(kBackendDefaultTimeout));
-  if (backends) options->backends = *backends;
-  if (hints) options->comm.hints = *hints;
-  options->comm.is_high_priority_stream = is_high_priority_stream;
-  options->comm.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error;
+constexpr const char* kOptions = "BackendOptions";
+constexpr const char* kPriority = "is_high_priority_stream";
+constexpr const char* kAbort = "abort_process_on_timeout_or_error";
+
+OptionsPtr make_options(const py::object& backends, const py::object& hints,
+                        const py::object& is_high_priority_stream,
+                        const py::object& abort_process_on_timeout_or_error,
+                        const py::object& timeout) {
+  auto options = c10::make_intrusive<BackendOptions>(
+      to_timeout(kOptions, timeout).value_or(kBackendDefaultTimeout));
+  if (!backends.is_none()) options->backends = to_hints(kOptions, backends, "backends");
+  options->comm.hints = to_hints(kOptions, hints);
+  options->comm.is_high_priority_stream =
+      to_bool_or_none(kOptions, kPriority, is_high_priority_stream);
+  options->comm.abort_process_on_timeout_or_error =
+      to_bool_or_none(kOptions, kAbort, abort_process_on_timeout_or_error);
   return options;
 }
 
@@ -65,29 +72,32 @@ Register it with ProcessGroup._register_backend. shutdown() finalizes the commun
 void register_c10d(py::module_& module) {
   py::class_<BackendOptions, c10d::Backend::Options, OptionsPtr>(module, "BackendOptions",
                                                                  kOptionsDoc)
-      .def(py::init(&make_options), py::kw_only(), py::arg("backends") = py::none(),
-           py::arg("hints") = py::none(), py::arg("is_high_priority_stream") = py::none(),
-           py::arg("abort_process_on_timeout_or_error") = py::none(),
-           py::arg("timeout") = py::none())
-      .def_readwrite("backends", &BackendOptions::backends,
-                     "The communicator's backend by device type, as a dict.")
+      .def(py::init(&make_options))
+      .def_property(
+          "backends", [](const BackendOptions& self) { return self.backends; },
+          [](BackendOptions& self, const py::object& backends) {
+            self.backends = to_hints(kOptions, backends, "backends");
+          },
+          "The communicator's backend by device type, as a copy: assign a dict to change it.")
       .def_property(
           "hints", [](const BackendOptions& self) { return self.comm.hints; },
-          [](BackendOptions& self, Hints hints) { self.comm.hints = std::move(hints); },
+          [](BackendOptions& self, const py::object& hints) {
+            self.comm.hints = to_hints(kOptions, hints);
+          },
           "Backend-specific strings, as a copy: assign a dict to change them.")
       .def_property(
           "is_high_priority_stream",
           [](const BackendOptions& self) { return self.comm.is_high_priority_stream; },
-          [](BackendOptions& self, std::optional<bool> value) {
-            self.comm.is_high_priority_stream = value;
+          [](BackendOptions& self, const py::object& value) {
+            self.comm.is_high_priority_stream = to_bool_or_none(kOptions, kPriority, value);
           },
           "Whether asynchronous operations run on a CUDA stream of high priority; None: new_comm's "
           "default.")
       .def_property(
           "abort_process_on_timeout_or_error",
           [](const BackendOptions& self) { return self.comm.abort_process_on_timeout_or_error; },
-          [](BackendOptions& self, std::optional<bool> value) {
-            self.comm.abort_process_on_timeout_or_error = value;
+          [](BackendOptions& self, const py::object& value) {
+            self.comm.abort_process_on_timeout_or_error = to_bool_or_none(kOptions, kAbort, value);
           },
           "Whether a timeout or an asynchronous error ends the process; None: new_comm's default.")
       // split_group copies its parent's options.
@@ -105,13 +115,12 @@ void register_c10d(py::module_& module) {
       .def(py::init([](BackendWrapper::CommPtr comm) {
              return c10::make_intrusive<BackendWrapper>(std::move(comm));
            }),
-           py::arg("comm").none(false), py::call_guard<py::gil_scoped_release>())
+           // With the lock: what pybind11 does with the new object belongs to the call.
+           py::arg().none(false))
       .def_static("_make_group", &make_group, py::call_guard<py::gil_scoped_release>(),
                   py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("group_name"),
                   py::arg("timeout"), py::arg("options") = py::none())
-      .def("get_comm", &comm_of, py::call_guard<py::gil_scoped_release>(),
-           py::arg("device") = py::none(),
-           "The communicator that tensors on `device` use; made if need be, which is collective.")
+      .def("_get_comm", &comm_of, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &BackendWrapper::getBackendOptions)
       .def_property_readonly("_store", &BackendWrapper::store)
       .def("split", &BackendWrapper::split, py::call_guard<py::gil_scoped_release>(),

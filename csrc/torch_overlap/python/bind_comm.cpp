@@ -45,15 +45,8 @@ std::vector<int> to_ranks(std::string_view op, const py::handle& ranks) {
   try {
     return ranks.cast<std::vector<int>>();
   } catch (const py::cast_error&) {
-    fail(ErrorKind::kType, op, ": expected ranks as a list of integers, got ", describe(ranks));
+    fail(ErrorKind::kType, op, ": expected a list of ints for ranks, got ", describe(ranks));
   }
-}
-
-std::optional<std::string> to_name(std::string_view op, const py::handle& name) {
-  if (name.is_none()) return std::nullopt;
-  TORCH_OVERLAP_CHECK(py::isinstance<py::str>(name), kType, op, ": expected name as a string, got ",
-                      describe(name));
-  return name.cast<std::string>();
 }
 
 CommOptions options_of(const TorchComm& comm) {
@@ -98,14 +91,6 @@ order of precedence: communicator, options, keyword.
 
 As a context manager it finalizes at the end, or aborts when the block raised.)";
 
-constexpr const char* kSplitDoc =
-    R"(Makes a communicator of some of the ranks. Collective over this communicator.
-
-ranks: the members; position becomes the rank in the new one. Ranks of different groups pass different lists in the
-same call; an empty list gives None. A list without the calling rank, with a rank twice or out of range, or unlike
-the lists of its members, raises on every rank.
-name: generated if None. hints, timeout: over the options, which are this communicator's.)";
-
 }  // namespace
 
 void register_comm(py::module_& module) {
@@ -125,51 +110,31 @@ void register_comm(py::module_& module) {
           "__eq__", [](const py::handle& self, const py::handle& other) { return self.is(other); },
           py::is_operator())
       .def("__hash__", [](const py::handle& self) { return std::hash<void*>()(self.ptr()); })
-      .def("get_rank", &TorchComm::rank, "The rank of this end.")
-      .def("get_size", &TorchComm::size, "The number of ranks.")
-      .def("get_name", &TorchComm::name,
-           "The name: unique among the live communicators of this process.")
-      .def("get_device", &TorchComm::device, "The device that tensors must be on.")
-      .def("get_backend", &TorchComm::backend_name, "The backend's name.")
-      .def("get_backend_version", &TorchComm::backend_version,
-           "The version of the library underneath.")
-      .def("get_options", &options_of, "A copy of the options in force, as CommOptions.")
-      .def("get_ranks_in_world", &TorchComm::ranks_in_world,
-           "The members' ranks in the communicator that new_comm made, by rank.")
-      .def("get_native_handle", &TorchComm::native_handle,
-           "The address of the ncclComm_t; 0 for a backend without one.")
-      .def(
-          "split",
-          [](TorchComm& self, const py::handle& ranks, const py::handle& name,
-             const py::handle& hints, const py::handle& timeout) {
-            const auto read = [&]() -> TorchComm::SplitArguments {
-              const py::gil_scoped_acquire gil;
-              return {to_ranks("split", ranks),
-                      to_name("split", name),
-                      {to_hints("split", hints),
-                       to_timeout("split", timeout).value_or(Milliseconds{0})}};
-            };
-            return without_gil([&] { return self.split(read); });
-          },
-          py::arg("ranks"), py::arg("name") = py::none(), py::arg("hints") = py::none(),
-          py::arg("timeout") = py::none(), kSplitDoc)
-      .def("finalize", &TorchComm::finalize, py::call_guard<py::gil_scoped_release>(),
-           "Waits for all operations, for the communicator's timeout at most, and frees it. "
-           "Collective. Afterwards every operation raises StateError, and so does what would have "
-           "no effect: a second finalize, set_timeout, set_hints, a hook's registration, "
-           "batch_op_create, a window's map_remote_tensor and get_attr. What tells of the "
-           "communicator, abort, and a window's tensor_deregister still work. The native "
-           "communicator lives on until the last CUDA graph that captured it is gone.")
-      .def("abort", &TorchComm::abort, py::call_guard<py::gil_scoped_release>(),
-           "Ends all operations at once, on this rank, and runs the abort hooks. Never ends the "
-           "process.")
-      .def(
-          "is_aborted", &TorchComm::is_aborted,
-          "Whether abort() has ended this end; on NCCL, also whether an operation has failed. Asks "
-          "no other rank; any thread.")
-      .def("is_finalized", &TorchComm::is_finalized,
-           "Whether finalize() was called here; also while it still waits. Asks no other rank; any "
-           "thread.")
+      .def("_get_rank", &TorchComm::rank)
+      .def("_get_size", &TorchComm::size)
+      .def("_get_name", &TorchComm::name)
+      .def("_get_device", &TorchComm::device)
+      .def("_get_backend", &TorchComm::backend_name)
+      .def("_get_backend_version", &TorchComm::backend_version)
+      .def("_get_options", &options_of)
+      .def("_get_ranks_in_world", &TorchComm::ranks_in_world)
+      .def("_get_native_handle", &TorchComm::native_handle)
+      .def("_split",
+           [](TorchComm& self, const py::handle& ranks, const py::handle& name,
+              const py::handle& hints, const py::handle& timeout) {
+             const auto read = [&]() -> TorchComm::SplitArguments {
+               const py::gil_scoped_acquire gil;
+               return {to_ranks("split", ranks),
+                       to_string_or_none("split", "name", name),
+                       {to_hints("split", hints),
+                        to_timeout("split", timeout).value_or(Milliseconds{0})}};
+             };
+             return without_gil([&] { return self.split(read); });
+           })
+      .def("_finalize", &TorchComm::finalize, py::call_guard<py::gil_scoped_release>())
+      .def("_abort", &TorchComm::abort, py::call_guard<py::gil_scoped_release>())
+      .def("_is_aborted", &TorchComm::is_aborted)
+      .def("_is_finalized", &TorchComm::is_finalized)
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def("__enter__", [](const py::object& self) { return self; })
@@ -192,9 +157,7 @@ void register_comm(py::module_& module) {
     return std::pair<std::string_view, int>(comm.name(), comm.size());
   });
   module.def("_abort_all", &abort_all, py::call_guard<py::gil_scoped_release>());
-  module.def("get_comm", &get_comm, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
-             "The live communicator of that name in this process. StateError: it was finalized. "
-             "InvalidValueError: there is none, and none of the latest 1000 finalized ones.");
+  module.def("_get_comm", &get_comm, py::call_guard<py::gil_scoped_release>());
   module.def("comm_names", &comm_names, py::call_guard<py::gil_scoped_release>(),
              "The names of the live communicators of this process.");
 }

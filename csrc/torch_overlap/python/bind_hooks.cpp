@@ -63,23 +63,12 @@ RemovableHandle register_abort_hook(const CommPtr& comm, py::function callback) 
 void register_hooks(py::module_& module) {
   py::class_<RemovableHandle>(module, "RemovableHandle",
                               "A registered hook. Dropping the handle leaves the hook in.")
-      .def("remove", &RemovableHandle::remove, py::call_guard<py::gil_scoped_release>(),
-           "Takes the hook out, also from inside a call. A second time it does nothing.");
+      .def("_remove", &RemovableHandle::remove, py::call_guard<py::gil_scoped_release>());
 
   py::class_<TorchComm, CommPtr>(module.attr("TorchComm"))
-      .def("register_pre_hook", &register_pre_hook, py::arg("callback"),
-           "Calls callback(name: OpName, op_id: int, args) before every operation; `args` is of "
-           "the operation's class "
-           "in torch_overlap.hooks. Hooks run in the order of registration. An exception stops the "
-           "operation before "
-           "anything is sent.")
-      .def("register_post_hook", &register_post_hook, py::arg("callback"),
-           "Calls callback(op_id: int, args) when an operation was issued or failed "
-           "(`args.error`), once for each time "
-           "that the pre-hooks ran.")
-      .def("register_abort_hook", &register_abort_hook, py::arg("callback"),
-           "Calls callback() on abort(), and before a timeout or an error ends the process, then "
-           "on another thread.");
+      .def("_register_pre_hook", &register_pre_hook)
+      .def("_register_post_hook", &register_post_hook)
+      .def("_register_abort_hook", &register_abort_hook);
 }
 
 }  // namespace torch_overlap::python

@@ -18,12 +18,11 @@ void bind_op_options(py::module_& module, const char* name) {
       "Options of one operation: `hints` (backend-specific strings) and `timeout` (zero: the "
       "communicator's). Pass it as options=; the keywords hints= and timeout= win over it.")
       .def(py::init([name](const py::object& hints, const py::object& timeout) {
-             Options options;
-             options.hints = to_hints(name, hints);
-             options.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
-             return options;
-           }),
-           py::arg("hints") = py::none(), py::arg("timeout") = py::none())
+        Options options;
+        options.hints = to_hints(name, hints);
+        options.timeout = to_timeout(name, timeout).value_or(Milliseconds{0});
+        return options;
+      }))
       .def_property(
           "hints", [](const Options& self) { return from_hints(self.hints); },
           [name](Options& self, const py::object& hints) { self.hints = to_hints(name, hints); },
@@ -45,6 +44,15 @@ void bind_op_options(py::module_& module, const char* name) {
         return concat(name, "(hints=", std::string(py::repr(py::cast(self.hints))),
                       ", timeout=", std::string(py::repr(from_timeout(self.timeout))), ")");
       });
+}
+
+constexpr const char* kComm = "CommOptions";
+
+c10::intrusive_ptr<c10d::Store> to_store(const py::object& value) {
+  if (value.is_none()) return {};
+  TORCH_OVERLAP_CHECK(py::isinstance<c10d::Store>(value), kType, kComm,
+                      ": expected a torch.distributed.Store for store, got ", describe(value));
+  return value.cast<c10::intrusive_ptr<c10d::Store>>();
 }
 
 constexpr const char* kCommOptionsDoc =
@@ -77,43 +85,52 @@ void register_options(py::module_& module) {
       .def_property(
           "abort_process_on_timeout_or_error",
           [](const CommOptions& self) {
-            return resolve_options(self).abort_process_on_timeout_or_error;
+            const auto& given = self.abort_process_on_timeout_or_error;
+            if (given) return *given;
+            return !self.enable_reconfigure.value_or(false) && Env::abort_on_error();
           },
-          [](CommOptions& self, std::optional<bool> value) {
-            self.abort_process_on_timeout_or_error = value;
+          [](CommOptions& self, const py::object& value) {
+            self.abort_process_on_timeout_or_error =
+                to_bool_or_none(kComm, "abort_process_on_timeout_or_error", value);
           },
           "Whether a timeout or an asynchronous error ends the process. Default: False with "
           "enable_reconfigure, else TORCHCOMM_ABORT_ON_ERROR, else True.")
       .def_property(
           "timeout",
           [](const CommOptions& self) {
-            return from_timeout(self.timeout.value_or(Env::read().timeout));
+            return from_timeout(self.timeout ? *self.timeout : Env::timeout());
           },
           [](CommOptions& self, const py::object& value) {
-            self.timeout = to_timeout("CommOptions", value);
+            self.timeout = to_timeout(kComm, value);
           },
           "How long an operation may take. Default: TORCHCOMM_TIMEOUT_SECONDS, else 600 s.")
       .def_property(
           "is_high_priority_stream",
           [](const CommOptions& self) { return self.is_high_priority_stream.value_or(false); },
-          [](CommOptions& self, std::optional<bool> value) {
-            self.is_high_priority_stream = value;
+          [](CommOptions& self, const py::object& value) {
+            self.is_high_priority_stream = to_bool_or_none(kComm, "is_high_priority_stream", value);
           },
           "Whether asynchronous operations run on a CUDA stream of high priority. Default False.")
       .def_property(
           "enable_reconfigure",
           [](const CommOptions& self) { return self.enable_reconfigure.value_or(false); },
-          [](CommOptions& self, std::optional<bool> value) { self.enable_reconfigure = value; },
+          [](CommOptions& self, const py::object& value) {
+            self.enable_reconfigure = to_bool_or_none(kComm, "enable_reconfigure", value);
+          },
           "Whether reconfigure() may give the communicator other members. Default False.")
-      .def_readwrite("name", &CommOptions::name,
-                     "The communicator's name, or None for a generated one.")
-      .def_readwrite("store", &CommOptions::store,
-                     "The store to meet at, or None for the environment's.")
+      .def_property(
+          "name", [](const CommOptions& self) { return self.name; },
+          [](CommOptions& self, const py::object& value) {
+            self.name = to_string_or_none(kComm, "name", value);
+          },
+          "The communicator's name, or None for a generated one.")
+      .def_property(
+          "store", [](const CommOptions& self) { return self.store; },
+          [](CommOptions& self, const py::object& value) { self.store = to_store(value); },
+          "The store to meet at, or None for the environment's.")
       .def_property(
           "hints", [](const CommOptions& self) { return from_hints(self.hints); },
-          [](CommOptions& self, const py::object& hints) {
-            self.hints = to_hints("CommOptions", hints);
-          },
+          [](CommOptions& self, const py::object& hints) { self.hints = to_hints(kComm, hints); },
           "Backend-specific strings. Read-only view: assign a dict to change them.")
       .def("__copy__", [](const CommOptions& self) { return CommOptions(self); });
 }

@@ -17,7 +17,7 @@ ReduceOp premul_sum(const py::object& factor) {
   const double number = PyFloat_AsDouble(factor.ptr());
   if (number == -1.0 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    fail(ErrorKind::kType, "ReduceOp.PREMUL_SUM: expected a number or a one-element tensor, got ",
+    fail(ErrorKind::kType, "ReduceOp.PREMUL_SUM: expected a number or a one-element tensor for factor, got ",
          describe(factor));
   }
   return ReduceOp::premul_sum(number);
@@ -50,11 +50,8 @@ void register_reduce_op(py::module_& module) {
 SUM, PRODUCT, MIN, MAX, AVG, BAND, BOR and BXOR are class attributes; PREMUL_SUM(factor) is a function:
 each rank's input is multiplied by that rank's own factor before the sum. bool tensors reduce with
 logical meaning; complex tensors take SUM, AVG and PREMUL_SUM; AVG of integers truncates toward zero.)");
-  op.def(py::init<RedOpType>(), py::arg("opType"))
-      .def_static("PREMUL_SUM", &premul_sum, py::arg("factor"),
-                  "A sum of the inputs times `factor`: a number, or a one-element tensor of the "
-                  "reduced tensor's "
-                  "dtype and device, which is read when the operation runs.")
+  op.def(py::init<RedOpType>())
+      .def_static("_premul_sum", &premul_sum)
       .def_property_readonly("type", &ReduceOp::type, "The RedOpType.")
       .def_property_readonly("factor", &factor_of, "The factor of a PREMUL_SUM, else None.")
       .def(
@@ -65,9 +62,7 @@ logical meaning; complex tensors take SUM, AVG and PREMUL_SUM; AVG of integers t
       .def("__hash__", &ReduceOp::hash)
       .def("__repr__", &ReduceOp::repr)
       .def("__copy__", [](const py::object& self) { return self; })
-      .def(
-          "__deepcopy__", [](const py::object& self, const py::object&) { return self; },
-          py::arg("memo"))
+      .def("__deepcopy__", &deep_copy_is_itself, py::arg("memo"))
       .def(py::pickle(
           [](const ReduceOp& self) { return py::make_tuple(self.type(), factor_of(self)); },
           [](const py::tuple& state) {

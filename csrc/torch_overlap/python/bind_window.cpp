@@ -15,55 +15,42 @@ struct WindowAttr {
   WinAccessType access_type;
 };
 
-// One of two names of an argument: ours, and the one that torchcomms gives it.
-int64_t either(std::string_view op, const char* name, const std::optional<int64_t>& value,
-               const char* other_name, const std::optional<int64_t>& other) {
-  TORCH_OVERLAP_CHECK(value.has_value() != other.has_value(), kType, op, ": expected ", name,
-                      " (also called ", other_name, ") once, got ", value ? "it twice" : "none");
-  return value ? *value : *other;
-}
-
-int to_rank(std::string_view op, int64_t rank) {
-  TORCH_OVERLAP_CHECK(rank >= 0 && rank <= std::numeric_limits<int>::max(), kValue, op,
-                      ": expected a rank >= 0, got ", rank);
-  return static_cast<int>(rank);
-}
-
 template <typename Operation>
-WorkPtr run_on_window(std::string_view op, H hints, H timeout, const Operation& operation) {
+WorkPtr run_on_window(std::string_view op, H async_op, H hints, H timeout,
+                      const Operation& operation) {
   static const OpOptions kNone;
+  const bool is_async = to_bool(op, "async_op", async_op);
   if (hints.is_none() && timeout.is_none()) {
     const py::gil_scoped_release no_gil;
-    return operation(kNone);
+    return operation(is_async, kNone);
   }
   OpOptions options;
   if (!hints.is_none()) options.hints = to_hints(op, hints);
   if (const auto value = to_timeout(op, timeout)) options.timeout = *value;
-  return without_gil([&] { return operation(options); });
+  return without_gil([&] { return operation(is_async, options); });
 }
 
-WorkPtr put(TorchCommWindow& self, const Tensor& tensor, std::optional<int64_t> dst_rank,
-            std::optional<int64_t> offset, bool async_op, H hints, H timeout,
-            std::optional<int64_t> peer_rank, std::optional<int64_t> target_offset_nelems,
-            bool with_signal) {
-  const int dst = to_rank("put", either("put", "dst_rank", dst_rank, "peer_rank", peer_rank));
-  const int64_t at = either("put", "offset", offset, "target_offset_nelems", target_offset_nelems);
-  return run_on_window("put", hints, timeout, [&](const OpOptions& o) {
-    return self.put(tensor, dst, at, async_op, PutOptions{o, with_signal});
+WorkPtr put(TorchCommWindow& self, const Tensor& tensor, int64_t dst_rank, int64_t offset,
+            H async_op, H hints, H timeout, H with_signal) {
+  const int dst = to_int("put", "dst_rank", dst_rank);
+  const bool signals = to_bool("put", "signal", with_signal);
+  return run_on_window("put", async_op, hints, timeout, [&](bool is_async, const OpOptions& o) {
+    return self.put(tensor, dst, offset, is_async, PutOptions{o, signals});
   });
 }
 
-WorkPtr signal(TorchCommWindow& self, std::optional<int64_t> dst_rank, bool async_op, H hints,
-               H timeout, std::optional<int64_t> peer_rank) {
-  const int dst = to_rank("signal", either("signal", "dst_rank", dst_rank, "peer_rank", peer_rank));
-  return run_on_window("signal", hints, timeout,
-                       [&](const OpOptions& o) { return self.signal(dst, async_op, o); });
+WorkPtr signal(TorchCommWindow& self, int64_t dst_rank, H async_op, H hints, H timeout) {
+  const int dst = to_int("signal", "dst_rank", dst_rank);
+  return run_on_window("signal", async_op, hints, timeout, [&](bool is_async, const OpOptions& o) {
+    return self.signal(dst, is_async, o);
+  });
 }
 
-WorkPtr wait_signal(TorchCommWindow& self, int64_t peer_rank, bool async_op, H hints, H timeout) {
-  const int peer = to_rank("wait_signal", peer_rank);
-  return run_on_window("wait_signal", hints, timeout,
-                       [&](const OpOptions& o) { return self.wait_signal(peer, async_op, o); });
+WorkPtr wait_signal(TorchCommWindow& self, int64_t peer_rank, H async_op, H hints, H timeout) {
+  const int peer = to_int("wait_signal", "peer_rank", peer_rank);
+  return run_on_window(
+      "wait_signal", async_op, hints, timeout,
+      [&](bool is_async, const OpOptions& o) { return self.wait_signal(peer, is_async, o); });
 }
 
 std::string repr(const TorchCommWindow& window) {
@@ -89,23 +76,6 @@ and is consumed by one wait. A rank that still reads what the next put overwrite
 A wait holds up nothing that is issued after it with async_op=True. It ends with OperationTimeoutError when no signal
 comes in time, which breaks the communicator. In a CUDA graph all three are nodes; replays and eager calls mix.)";
 
-constexpr const char* kPutDoc =
-    R"(Copies `tensor` to the elements from `offset` on of the tensor of rank `dst_rank`. Signals it only if `signal`.
-
-tensor: contiguous, of the window's dtype, anywhere on the device. offset: in elements. signal: signal(dst_rank) follows,
-and the work that is returned is done when both are. torchcomms' names peer_rank and
-target_offset_nelems are taken as well.)";
-
-constexpr const char* kRegisterDoc =
-    R"(Makes `tensor` this rank's part of the window. Collective; blocks.
-
-tensor: contiguous, of the same dtype and size on all ranks; from torch_overlap.symmetric_empty, or made under a
-torch.cuda.MemPool over get_mem_allocator(). (Ranks that are threads take any CPU tensor.)
-owning: the window keeps the tensor; with False the caller does.
-
-An error of one rank is raised on every rank; ranks that cannot reach each other's memory get UnsupportedError, which
-names a pair and why, unless the backend writes to it all the same (NCCL 2.29 or newer: docs/windows.md).)";
-
 }  // namespace
 
 void register_window(py::module_& module) {
@@ -122,37 +92,31 @@ void register_window(py::module_& module) {
 
   py::class_<TorchCommWindow, WindowPtr>(module, "TorchCommWindow", kWindowDoc,
                                          py::release_gil_before_calling_cpp_dtor())
-      .def("tensor_register", &TorchCommWindow::tensor_register, py::arg("tensor"),
-           py::arg("owning") = true, py::call_guard<py::gil_scoped_release>(), kRegisterDoc)
-      .def("tensor_deregister", &TorchCommWindow::tensor_deregister,
-           py::call_guard<py::gil_scoped_release>(),
-           "Collective; blocks. Waits for this window's operations, for the communicator's timeout "
-           "at most, then for all ranks: nobody writes to the tensor any more. Graphs must not be "
-           "running.")
-      .def("put", &put, py::arg("tensor"), py::arg("dst_rank") = py::none(),
-           py::arg("offset") = py::none(), py::arg("async_op") = false,
-           py::arg("hints") = py::none(), py::arg("timeout") = py::none(), py::kw_only(),
-           py::arg("peer_rank") = py::none(), py::arg("target_offset_nelems") = py::none(),
-           py::arg("signal") = false, kPutDoc)
-      .def("signal", &signal, py::arg("dst_rank") = py::none(), py::arg("async_op") = false,
-           py::arg("hints") = py::none(), py::arg("timeout") = py::none(), py::kw_only(),
-           py::arg("peer_rank") = py::none(),
-           "Adds one to the signals that rank `dst_rank` (also called peer_rank) has of this one.")
-      .def("wait_signal", &wait_signal, py::arg("peer_rank"), py::arg("async_op") = false,
-           py::arg("hints") = py::none(), py::arg("timeout") = py::none(),
-           "Waits for a signal of rank `peer_rank` that no wait has consumed, and consumes it.")
-      .def("map_remote_tensor", &TorchCommWindow::map_remote_tensor, py::arg("rank"),
-           py::call_guard<py::gil_scoped_release>(),
-           "The tensor of `rank`, in this process: it keeps the memory. Only signals order what is "
-           "done with it.")
-      .def(
-          "get_attr",
-          [](const TorchCommWindow& self, int rank) { return WindowAttr{self.access_type(rank)}; },
-          py::arg("peer_rank"), "How this rank gets at the part of `peer_rank`.")
-      .def("get_size", &TorchCommWindow::bytes, "Bytes of one rank's part.")
-      .def("get_tensor", &TorchCommWindow::tensor, "This rank's tensor.")
-      .def("get_name", &TorchCommWindow::name, "By which operators find it.")
-      .def("get_comm", &TorchCommWindow::comm, "The communicator.")
+      .def("_tensor_register",
+           [](TorchCommWindow& self, const Tensor& tensor, H owning) {
+             const bool keeps = to_bool("tensor_register", "owning", owning);
+             const py::gil_scoped_release no_gil;
+             self.tensor_register(tensor, keeps);
+           })
+      .def("_tensor_deregister", &TorchCommWindow::tensor_deregister,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_put", &put)
+      .def("_signal", &signal)
+      .def("_wait_signal", &wait_signal)
+      .def("_map_remote_tensor",
+           [](TorchCommWindow& self, int64_t rank) {
+             const int peer = to_int("map_remote_tensor", "rank", rank);
+             const py::gil_scoped_release no_gil;
+             return self.map_remote_tensor(peer);
+           })
+      .def("_get_attr",
+           [](const TorchCommWindow& self, int64_t peer_rank) {
+             return WindowAttr{self.access_type(to_int("get_attr", "peer_rank", peer_rank))};
+           })
+      .def("_get_size", &TorchCommWindow::bytes)
+      .def("_get_tensor", &TorchCommWindow::tensor)
+      .def("_get_name", &TorchCommWindow::name)
+      .def("_get_comm", &TorchCommWindow::comm)
       .def_property_readonly(
           "dtype",
           [](const TorchCommWindow& self) {
@@ -177,32 +141,17 @@ void register_window(py::module_& module) {
       .def("__repr__", &repr);
 
   py::class_<TorchComm, std::shared_ptr<TorchComm>>(module.attr("TorchComm"))
-      .def(
-          "new_window",
-          [](TorchComm& self, const std::optional<Tensor>& tensor) {
-            return without_gil([&] { return self.new_window(tensor.value_or(Tensor())); });
-          },
-          py::arg("tensor") = py::none(),
-          "A window of this communicator, with `tensor` registered if one is given. Collective: "
-          "all "
-          "ranks pass one, or none.")
-      .def(
-          "get_mem_allocator",
-          [](const TorchComm& self) {
-            return py::module_::import("torch_overlap.symmetric")
-                .attr("get_mem_allocator")(self.backend_name());
-          },
-          "torch_overlap.get_mem_allocator of this communicator's backend.")
+      .def("_new_window",
+           [](TorchComm& self, const std::optional<Tensor>& tensor) {
+             return without_gil([&] { return self.new_window(tensor.value_or(Tensor())); });
+           })
       .def_property_readonly(
           "mem_allocator", [](const py::object& self) { return self.attr("get_mem_allocator")(); },
           "What get_mem_allocator() returns.")
-      .def(
-          "tensor_register", &TorchComm::tensor_register, py::arg("tensor"),
-          py::call_guard<py::gil_scoped_release>(),
-          "Tells NCCL of memory that will be in many operations (ncclCommRegister). Local; without "
-          "effect on other backends. Deregister before the memory goes.")
-      .def("tensor_deregister", &TorchComm::tensor_deregister, py::arg("tensor"),
-           py::call_guard<py::gil_scoped_release>(), "Takes back tensor_register.");
+      .def("_tensor_register", &TorchComm::tensor_register,
+           py::call_guard<py::gil_scoped_release>())
+      .def("_tensor_deregister", &TorchComm::tensor_deregister,
+           py::call_guard<py::gil_scoped_release>());
 
   module.def(
       "_symmetric_empty",
@@ -211,8 +160,7 @@ void register_window(py::module_& module) {
       },
       py::arg("sizes"), py::arg("dtype"), py::arg("device"),
       py::call_guard<py::gil_scoped_release>());
-  module.def("get_window", &get_window, py::arg("name"), py::call_guard<py::gil_scoped_release>(),
-             "The live window of that name that this rank made.");
+  module.def("_get_window", &get_window, py::call_guard<py::gil_scoped_release>());
   module.def("window_names", &window_names, py::call_guard<py::gil_scoped_release>(),
              "The names of the live windows of this process.");
 }

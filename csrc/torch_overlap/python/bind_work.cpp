@@ -10,14 +10,6 @@ namespace {
 constexpr const char* kWorkDoc =
     R"(One operation that was issued. It keeps the tensors alive until the operation is done. Any thread may use it.)";
 
-constexpr const char* kWaitDoc = R"(Makes the results visible to what comes next.
-
-CUDA: the current stream waits for the operation; the host does not. CPU: the thread blocks. With a `timeout`
-(a timedelta) the thread blocks on every device, for that long at most.
-
-Raises: OperationTimeoutError, or the operation's own error. In a CUDA graph capture it adds the edge from the
-operation to the current stream, and is needed only where the captured work reads the result.)";
-
 }  // namespace
 
 void register_work(py::module_& module) {
@@ -32,42 +24,31 @@ void register_work(py::module_& module) {
   // The last reference may end a communicator, whose threads may want the GIL.
   py::class_<TorchWork, WorkPtr>(module, "TorchWork", kWorkDoc,
                                  py::release_gil_before_calling_cpp_dtor())
-      .def(
-          "wait",
-          [](TorchWork& self, const py::handle& timeout) {
-            const auto limit = to_timeout("wait", timeout);
-            const py::gil_scoped_release no_gil;
-            limit ? self.wait_blocking(limit) : self.wait();
-          },
-          py::arg("timeout") = py::none(), kWaitDoc)
-      .def(
-          "wait_blocking",
-          [](TorchWork& self, const py::handle& timeout) {
-            const auto limit = to_timeout("wait_blocking", timeout);
-            const py::gil_scoped_release no_gil;
-            self.wait_blocking(limit);
-          },
-          py::arg("timeout") = py::none(),
-          "Blocks the thread, on every device, until the operation is done, for `timeout` at most.")
-      .def("is_completed", &TorchWork::is_completed, py::call_guard<py::gil_scoped_release>(),
-           "Whether the operation is done, well or badly. Asks the device now; never blocks. False "
-           "for an operation "
-           "that was captured in a CUDA graph: it runs at each replay.")
+      .def("_wait",
+           [](TorchWork& self, const py::handle& timeout) {
+             const auto limit = to_timeout("wait", timeout);
+             const py::gil_scoped_release no_gil;
+             limit ? self.wait_blocking(limit) : self.wait();
+           })
+      .def("_wait_blocking",
+           [](TorchWork& self, const py::handle& timeout) {
+             const auto limit = to_timeout("wait_blocking", timeout);
+             const py::gil_scoped_release no_gil;
+             self.wait_blocking(limit);
+           })
+      .def("_is_completed", &TorchWork::is_completed, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("stream", &TorchWork::stream,
                              "The torch.Stream that the operation runs on; None on CPU.")
-      .def("status", &TorchWork::status, py::call_guard<py::gil_scoped_release>(),
-           "The WorkStatus, now.")
-      .def(
-          "exception",
-          [](TorchWork& self) {
-            std::exception_ptr error;
-            {
-              const py::gil_scoped_release no_gil;
-              error = self.exception();
-            }
-            return from_exception(error);
-          },
-          "The exception that the operation ended with, or None.")
+      .def("_status", &TorchWork::status, py::call_guard<py::gil_scoped_release>())
+      .def("_exception",
+           [](TorchWork& self) {
+             std::exception_ptr error;
+             {
+               const py::gil_scoped_release no_gil;
+               error = self.exception();
+             }
+             return from_exception(error);
+           })
       .def(
           "_on_completion",
           [](TorchWork& self, py::object callback) {

@@ -15,7 +15,8 @@ struct pybind11::polymorphic_type_hook<torch_overlap::TorchWork> {
 };
 
 // One function a concept; module.cpp calls them in an order in which every signature finds its
-// types.
+// types. A method whose name begins with an underscore takes all its arguments, by position:
+// torch_overlap/_methods has the public one, with its signature, defaults and documentation.
 namespace torch_overlap::python {
 
 void register_errors(
@@ -41,7 +42,7 @@ void register_spmd(pybind11::module_& module);         // MeshComms: a mesh that
 void register_overlap_config(pybind11::module_& module);  // CommOverlapConfig and its enums
 void register_overlap(pybind11::module_& module);         // CommOverlap classes and their registry
 
-// Last: what the functions of the module raise when they do not take their arguments.
-void name_argument_errors(pybind11::module_& module);
+// Python's part of end_process() (comm/process_end.h).
+void write_stacks_at_process_end();
 
 }  // namespace torch_overlap::python

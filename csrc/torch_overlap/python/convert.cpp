@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pythoncapi_compat.h>
 
 #include <chrono>
+#include <limits>
 
 #include "torch_overlap/base/strings.h"
 #include "torch_overlap/comm/shutdown.h"
@@ -29,15 +30,60 @@ py::object deep_copy_is_itself(const py::object& self, const py::dict& memo) {
   return self;
 }
 
+std::string type_name(py::handle type) {
+  const std::string module = py::str(type.attr("__module__"));
+  const std::string name = py::str(type.attr("__qualname__"));
+  if (module == "builtins") return name;
+  return concat(module == "torch_overlap._C" ? "torch_overlap" : module, ".", name);
+}
+
 std::string describe(py::handle value) {
-  return concat(std::string(py::repr(value)), " (", Py_TYPE(value.ptr())->tp_name, ")");
+  constexpr size_t kMaxLength = 60;
+  if (value.is_none()) return "None";
+  if (PyType_Check(value.ptr())) return concat("the class ", type_name(value));
+  const bool is_plain =
+      PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr()) || PyUnicode_Check(value.ptr());
+  const std::string type = type_name(py::type::handle_of(value));
+  if (!is_plain) return type;
+  std::string text = py::repr(value);
+  if (text.size() > kMaxLength) text = text.substr(0, kMaxLength) + "...";
+  return concat(text, " (", type, ")");
+}
+
+bool to_bool(std::string_view op, std::string_view name, py::handle value) {
+  if (value.ptr() == Py_True) return true;
+  if (value.ptr() == Py_False) return false;
+  const std::string type = type_name(py::type::handle_of(value));
+  TORCH_OVERLAP_CHECK(type == "numpy.bool" || type == "numpy.bool_", kType, op,
+                      ": expected a bool for ", name, ", got ", describe(value));
+  return PyObject_IsTrue(value.ptr()) == 1;
+}
+
+std::optional<bool> to_bool_or_none(std::string_view op, std::string_view name, py::handle value) {
+  if (value.is_none()) return std::nullopt;
+  return to_bool(op, name, value);
+}
+
+std::optional<std::string> to_string_or_none(std::string_view op, std::string_view name,
+                                             py::handle value) {
+  if (value.is_none()) return std::nullopt;
+  TORCH_OVERLAP_CHECK(py::isinstance<py::str>(value), kType, op, ": expected a string for ", name,
+                      ", got ", describe(value));
+  return value.cast<std::string>();
+}
+
+int to_int(std::string_view op, std::string_view name, int64_t value) {
+  using Limits = std::numeric_limits<int>;
+  TORCH_OVERLAP_CHECK(value >= Limits::min() && value <= Limits::max(), kValue, op,
+                      ": expected a number of 32 bits for ", name, ", got ", value);
+  return static_cast<int>(value);
 }
 
 std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout) {
   if (timeout.is_none()) return std::nullopt;
   if (PyDateTimeAPI == nullptr) PyDateTime_IMPORT;
   TORCH_OVERLAP_CHECK(PyDelta_Check(timeout.ptr()), kType, op,
-                      ": expected timeout as a datetime.timedelta, got ", describe(timeout),
+                      ": expected a datetime.timedelta for timeout, got ", describe(timeout),
                       "; write timedelta(seconds=...)");
   // Whole days first: all of a timedelta in microseconds need not fit.
   const auto days =
@@ -53,19 +99,19 @@ std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout) 
 
 py::object from_timeout(Milliseconds timeout) { return py::cast(timeout); }
 
-Hints to_hints(std::string_view op, py::handle hints) {
+Hints to_hints(std::string_view op, py::handle hints, std::string_view name) {
   Hints out;
   if (hints.is_none()) return out;
   const auto items = PyMapping_Check(hints.ptr()) && py::hasattr(hints, "items")
                          ? py::reinterpret_steal<py::object>(PyMapping_Items(hints.ptr()))
                          : py::object();
-  TORCH_OVERLAP_CHECK(items, kType, op, ": expected hints as a dict of strings, got ",
+  TORCH_OVERLAP_CHECK(items, kType, op, ": expected a dict of strings for ", name, ", got ",
                       describe(hints));
   for (const py::handle item : items) {
     const py::object key = item[py::int_(0)];
     const py::object value = item[py::int_(1)];
     TORCH_OVERLAP_CHECK(py::isinstance<py::str>(key) && py::isinstance<py::str>(value), kType, op,
-                        ": expected hints as a dict of strings, got ", describe(key), ": ",
+                        ": expected a dict of strings for ", name, ", got ", describe(key), ": ",
                         describe(value), "; write numbers and booleans as strings");
     out.emplace(key.cast<std::string>(), value.cast<std::string>());
   }
@@ -77,15 +123,15 @@ py::object from_hints(const Hints& hints) {
 }
 
 const ReduceOp& to_reduce_op(std::string_view name, py::handle op) {
-  py::detail::make_caster<ReduceOp> caster;
-  if (__builtin_expect(!op.is_none() && caster.load(op, /*convert=*/false), 1)) {
-    return py::detail::cast_op<const ReduceOp&>(caster);
+  try {
+    return op.cast<const ReduceOp&>();
+  } catch (const py::cast_error&) {
+    TORCH_OVERLAP_CHECK(!PyCallable_Check(op.ptr()) || PyType_Check(op.ptr()), kType, name,
+                        ": expected a ReduceOp for op, got the function ReduceOp.PREMUL_SUM; write "
+                        "ReduceOp.PREMUL_SUM(factor) with a number or a one-element tensor");
+    fail(ErrorKind::kType, name, ": expected a ReduceOp for op, got ", describe(op),
+         "; write torch_overlap.ReduceOp.SUM, for example");
   }
-  TORCH_OVERLAP_CHECK(!PyCallable_Check(op.ptr()) || PyType_Check(op.ptr()), kType, name,
-                      ": expected a ReduceOp, got the function ReduceOp.PREMUL_SUM; write "
-                      "ReduceOp.PREMUL_SUM(factor) with a number or a one-element tensor");
-  fail(ErrorKind::kType, name, ": expected a ReduceOp, got ", describe(op),
-       "; write torch_overlap.ReduceOp.SUM, for example");
 }
 
 void Warnings::emit() {
@@ -94,10 +140,9 @@ void Warnings::emit() {
   }
 }
 
-void fail_options(std::string_view op, const std::type_info& expected, py::handle got) {
-  const auto* info = py::detail::get_type_info(expected);
-  fail(ErrorKind::kType, op, ": expected options as ", info ? info->type->tp_name : expected.name(),
-       ", got ", describe(got));
+void fail_options(std::string_view op, py::handle expected, py::handle got) {
+  fail(ErrorKind::kType, op, ": expected ", type_name(expected), " for options, got ",
+       describe(got));
 }
 
 py::object from_exception(const std::exception_ptr& error) {

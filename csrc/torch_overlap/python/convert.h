@@ -28,15 +28,24 @@ py::object borrow(const SharedObject& object);
 // __deepcopy__ of an object that has no copies: itself.
 py::object deep_copy_is_itself(const py::object& self, const py::dict& memo);
 
-// "5 (int)": how errors show a value.
+// "numpy.ndarray", "int".
+std::string type_name(py::handle type);
+// How errors show a value: "5 (int)"; the type alone where its text may be long, or on a GPU.
 std::string describe(py::handle value);
+
+// `name` is the argument's in errors. A bool of Python or NumPy.
+bool to_bool(std::string_view op, std::string_view name, py::handle value);
+std::optional<bool> to_bool_or_none(std::string_view op, std::string_view name, py::handle value);
+std::optional<std::string> to_string_or_none(std::string_view op, std::string_view name,
+                                             py::handle value);
+int to_int(std::string_view op, std::string_view name, int64_t value);
 
 // A timedelta, rounded up to milliseconds (0 would mean the default). None is nullopt.
 std::optional<Milliseconds> to_timeout(std::string_view op, py::handle timeout);
 py::object from_timeout(Milliseconds timeout);
 
 // A dict of strings; None is empty.
-Hints to_hints(std::string_view op, py::handle hints);
+Hints to_hints(std::string_view op, py::handle hints, std::string_view name = "hints");
 // Read-only: a write to a copy would be lost without notice.
 py::object from_hints(const Hints& hints);
 
@@ -72,7 +81,8 @@ auto without_gil(const Body& body) -> decltype(body()) {
   return result;
 }
 
-[[noreturn]] void fail_options(std::string_view op, const std::type_info& expected, py::handle got);
+// `expected`: the class.
+[[noreturn]] void fail_options(std::string_view op, py::handle expected, py::handle got);
 
 // `hints` and `timeout` over those of `options`.
 template <typename Options>
@@ -80,9 +90,8 @@ OpOptions to_options(std::string_view op, py::handle hints, py::handle timeout,
                      py::handle options) {
   OpOptions out;
   if (!options.is_none()) {
-    py::detail::make_caster<Options> caster;
-    if (!caster.load(options, /*convert=*/false)) fail_options(op, typeid(Options), options);
-    out = py::detail::cast_op<const Options&>(caster);
+    if (!py::isinstance<Options>(options)) fail_options(op, py::type::of<Options>(), options);
+    out = options.cast<const Options&>();
   }
   if (!hints.is_none()) {
     for (auto& [key, value] : to_hints(op, hints)) out.hints.insert_or_assign(key, value);

@@ -27,5 +27,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   register_spmd(module);
   register_overlap_config(module);
   register_overlap(module);
-  name_argument_errors(module);
+  write_stacks_at_process_end();
 }

@@ -116,40 +116,54 @@ TEST(Errors, CheckBuildsItsMessageOnlyWhenItFails) {
 }
 
 TEST_F(EnvTest, DefaultsAreTheDocumentedOnes) {
-  const Env env = read({});
-  EXPECT_TRUE(env.abort_on_error);
-  EXPECT_FALSE(env.check_mismatch);
-  EXPECT_TRUE(read({{"TORCH_OVERLAP_CHECK_MISMATCH", "yes"}}).check_mismatch);
-  EXPECT_EQ(env.timeout, std::chrono::seconds(600));
-  EXPECT_EQ(env.health_check_wait, std::chrono::milliseconds(0));
-  EXPECT_EQ(read({{"TORCHCOMM_HEALTH_CHECK_WAIT_MS", "15000"}}).health_check_wait,
+  EXPECT_TRUE(Env::abort_on_error());
+  EXPECT_FALSE(Env::check_mismatch());
+  EXPECT_TRUE(read({{"TORCH_OVERLAP_CHECK_MISMATCH", "yes"}}).check_mismatch());
+  EXPECT_EQ(Env::timeout(), std::chrono::seconds(600));
+  EXPECT_EQ(Env::health_check_wait(), std::chrono::milliseconds(0));
+  EXPECT_EQ(read({{"TORCHCOMM_HEALTH_CHECK_WAIT_MS", "15000"}}).health_check_wait(),
             std::chrono::seconds(15));
-  EXPECT_FALSE(env.rank || env.size || env.local_rank || env.master_addr);
-  EXPECT_EQ(env.master_port, 29500);
-  EXPECT_EQ(env.restart_count, "0");
-  EXPECT_EQ(env.serialization, "torch_save");
+  EXPECT_FALSE(Env::launcher() || Env::master_addr());
+  EXPECT_EQ(Env::master_port(), 29500);
+  EXPECT_EQ(Env::restart_count(), "0");
+  EXPECT_EQ(Env::serialization(), "torch_save");
 }
 
 TEST_F(EnvTest, TimeoutTakesFractionsAndRefusesNonsense) {
-  EXPECT_EQ(read({{"TORCHCOMM_TIMEOUT_SECONDS", "0.25"}}).timeout, std::chrono::milliseconds(250));
+  EXPECT_EQ(read({{"TORCHCOMM_TIMEOUT_SECONDS", "0.25"}}).timeout(),
+            std::chrono::milliseconds(250));
   for (const char* bad : {"0", "-1", "soon"}) {
     setenv("TORCHCOMM_TIMEOUT_SECONDS", bad, 1);
-    EXPECT_THROW(Env::read(), Error) << bad;
+    const Error error = error_of([] { (void)Env::timeout(); });
+    EXPECT_NE(std::string(error.what()).find("environment variable TORCHCOMM_TIMEOUT_SECONDS: "),
+              std::string::npos)
+        << error.what();
   }
+}
+
+TEST_F(EnvTest, AValueThatIsNotAskedForIsNotParsed) {
+  for (const char* name : kVariables) setenv(name, "nonsense", 1);
+  EXPECT_EQ(Env::run_id(), "nonsense");
+  EXPECT_EQ(Env::master_addr(), "nonsense");
+  EXPECT_FALSE(Env::launcher_if_valid());
+  EXPECT_THROW((void)Env::launcher(), Error);
+}
+
+std::string text_of(const std::optional<Launcher>& launcher) {
+  if (!launcher) return "none";
+  return concat(launcher->family, " ", launcher->rank, " of ", launcher->size, " local ",
+                launcher->local_rank ? concat(*launcher->local_rank) : "?");
 }
 
 TEST_F(EnvTest, TheNearestLauncherNamesTheRank) {
   Env env = read({{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "1"}});
-  EXPECT_EQ(env.launcher, "slurm");
-  EXPECT_EQ(env.local_rank, 1);
+  EXPECT_EQ(text_of(env.launcher()), "slurm 5 of 6 local 1");
   env = read({{"RANK", "2"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}});
-  EXPECT_EQ(env.launcher, "torchrun");
-  EXPECT_EQ(env.rank, 2);
+  EXPECT_EQ(text_of(env.launcher()), "torchrun 2 of 4 local 0");
   env = read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}});
-  EXPECT_EQ(env.launcher, "mpi");
+  EXPECT_EQ(text_of(env.launcher()), "mpi 1 of 2 local ?");
   env = read({{"TORCHCOMM_RANK", "7"}, {"TORCHCOMM_SIZE", "8"}});
-  EXPECT_EQ(env.launcher, "torchcomm");
-  EXPECT_EQ(env.rank, 7);
+  EXPECT_EQ(text_of(env.launcher()), "torchcomm 7 of 8 local 0");
 }
 
 TEST_F(EnvTest, TheQueryMethodPicksOneLauncher) {
@@ -158,25 +172,29 @@ TEST_F(EnvTest, TheQueryMethodPicksOneLauncher) {
                         {"PMI_RANK", "1"},
                         {"PMI_SIZE", "3"},
                         {"TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD", "torchrun"}});
-  EXPECT_EQ(env.rank, 2);
+  EXPECT_EQ(env.launcher()->rank, 2);
   setenv("TORCHCOMM_BOOTSTRAP_RANKSIZE_QUERY_METHOD", "guess", 1);
-  EXPECT_THROW(Env::read(), Error);
+  EXPECT_THROW((void)Env::launcher(), Error);
 }
 
-TEST_F(EnvTest, HalfARankOrARankOutOfRangeIsAnError) {
-  EXPECT_THROW(read({{"RANK", "0"}}), Error);
-  EXPECT_THROW(read({{"RANK", "4"}, {"WORLD_SIZE", "4"}}), Error);
+TEST_F(EnvTest, HalfARankOrARankOutOfRangeIsAnErrorThatNamesTheVariables) {
+  const Error half = error_of([] { (void)read({{"WORLD_SIZE", "2"}}).launcher(); });
+  EXPECT_STREQ(half.what(),
+               "new_comm: expected both RANK and WORLD_SIZE in the environment, got only "
+               "WORLD_SIZE=2; set the other one, or pass rank= and size=");
+  EXPECT_FALSE(Env::launcher_if_valid());
+  EXPECT_THROW((void)read({{"RANK", "4"}, {"WORLD_SIZE", "4"}}).launcher(), Error);
 }
 
 TEST_F(EnvTest, TheFirstSlurmHostIsTheMaster) {
-  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "gpu[003-007,9],cpu1"}}).master_addr, "gpu003");
-  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha,beta"}}).master_addr, "alpha");
-  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha"}}).master_addr, "alpha");
-  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2]"}}).master_addr, "n2");
-  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2,5]-ib,m"}}).master_addr, "n2-ib");
-  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "rack[0-1]n[07-12]"}}).master_addr, "rack0n07");
-  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[3"}}).master_addr, "n3");
-  EXPECT_EQ(read({{"MASTER_ADDR", "1.2.3.4"}}).master_addr, "1.2.3.4");
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "gpu[003-007,9],cpu1"}}).master_addr(), "gpu003");
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha,beta"}}).master_addr(), "alpha");
+  EXPECT_EQ(read({{"SLURM_JOB_NODELIST", "alpha"}}).master_addr(), "alpha");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2]"}}).master_addr(), "n2");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[2,5]-ib,m"}}).master_addr(), "n2-ib");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "rack[0-1]n[07-12]"}}).master_addr(), "rack0n07");
+  EXPECT_EQ(read({{"SLURM_STEP_NODELIST", "n[3"}}).master_addr(), "n3");
+  EXPECT_EQ(read({{"MASTER_ADDR", "1.2.3.4"}}).master_addr(), "1.2.3.4");
 }
 
 }  // namespace

@@ -18,30 +18,48 @@ struct CountedDevices final : c10::impl::NoOpDeviceGuardImpl<kType> {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, CountedDevices);
 
-Env on_node(std::optional<int> local_rank) {
-  Env env;
-  env.local_rank = local_rank;
-  return env;
-}
+// A rank of a node, as a launcher says it; without one nothing is said.
+class OnNode {
+ public:
+  explicit OnNode(std::optional<int> local_rank) {
+    set("TORCHCOMM_RANK", local_rank ? std::optional(0) : std::nullopt);
+    set("TORCHCOMM_SIZE", local_rank ? std::optional(1) : std::nullopt);
+    set("LOCAL_RANK", local_rank);
+  }
+  ~OnNode() {
+    for (const char* name : {"TORCHCOMM_RANK", "TORCHCOMM_SIZE", "LOCAL_RANK"}) unsetenv(name);
+  }
+  OnNode(const OnNode&) = delete;
+  OnNode& operator=(const OnNode&) = delete;
+
+  c10::Device resolve(c10::Device device, int rank) const {
+    return resolve_device(device, Env::read(), rank);
+  }
+
+ private:
+  static void set(const char* name, std::optional<int> value) {
+    value ? setenv(name, std::to_string(*value).c_str(), /*overwrite=*/1) : unsetenv(name);
+  }
+};
 
 TEST(Device, WithoutAnIndexIsTheOneOfTheLocalRankAndIsMadeCurrent) {
   // Two nodes of two.
   for (int rank = 0; rank < 4; ++rank) {
     current = -1;
-    EXPECT_EQ(resolve_device(kType, on_node(rank % 2), rank), c10::Device(kType, rank % 2));
+    EXPECT_EQ(OnNode(rank % 2).resolve(kType, rank), c10::Device(kType, rank % 2));
     EXPECT_EQ(current, rank % 2);
   }
   // Three and one: by the rank on the node, not by the rank.
-  EXPECT_EQ(resolve_device(kType, on_node(0), 3).index(), 0);
+  EXPECT_EQ(OnNode(0).resolve(kType, 3).index(), 0);
   // Nodes that are not told of, and more ranks than devices.
-  EXPECT_EQ(resolve_device(kType, on_node(std::nullopt), 3).index(), 1);
-  EXPECT_EQ(resolve_device(kType, on_node(5), 0).index(), 1);
+  EXPECT_EQ(OnNode(std::nullopt).resolve(kType, 3).index(), 1);
+  EXPECT_EQ(OnNode(5).resolve(kType, 0).index(), 1);
 }
 
 TEST(Device, WithAnIndexIsItWhateverTheLocalRank) {
-  EXPECT_EQ(resolve_device({kType, 1}, on_node(0), 2), c10::Device(kType, 1));
+  EXPECT_EQ(OnNode(0).resolve({kType, 1}, 2), c10::Device(kType, 1));
   EXPECT_EQ(current, 1);
-  EXPECT_THROW(resolve_device({kType, 2}, on_node(0), 2), Error);
+  EXPECT_THROW(OnNode(0).resolve({kType, 2}, 2), Error);
 }
 
 }  // namespace

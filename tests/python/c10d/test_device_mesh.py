@@ -47,8 +47,13 @@ def mesh_1d(comm):
     assert mesh.get_local_rank("dp") == comm.get_rank() == dist.get_rank()
     assert dist.get_backend() == "torch_overlap"
     gathers(mesh, comm.get_rank())
+    assert mesh.get_group("dp").group_name == "dp"
+    assert mesh.get_group() is dist.group.WORLD
     again = init_device_mesh([comm], ["x"])
     assert again.get_group() is mesh.get_group()
+    other = init_device_mesh([comm.split(list(range(comm.get_size())), name="other")], ["dp"])  # the name is taken
+    assert other.get_group("dp").group_name == "other"
+    gathers(other, comm.get_rank())
     everybody = dist.new_group()  # the communicator's store serves new groups
     x = torch.ones(2)
     dist.all_reduce(x, group=everybody)
@@ -83,6 +88,8 @@ def mesh_2d(comm):
     assert mesh.get_coordinate() == [rank // 2, rank % 2] or mesh.get_coordinate() == (rank // 2, rank % 2)
     assert dist.get_process_group_ranks(mesh.get_group("inner")) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(mesh.get_group("outer")) == [rank % 2, rank % 2 + 2]
+    assert [mesh.get_group(name).group_name for name in ("outer", "inner")] == ["outer", "inner"]
+    assert dist.group.WORLD.group_name == comm.get_name()
     gathers(mesh, rank)
     gathers(mesh["outer"], rank)
     x = torch.full((2,), float(rank))

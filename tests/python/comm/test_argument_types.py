@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,12 +40,11 @@ METHODS: dict[type, dict[str, tuple[Any, ...]]] = {
     BatchSendRecv: {"send": (X, 0), "recv": (X, 0), "issue": (False,)},
     TorchWork: {"wait": (timedelta(0),), "wait_blocking": (timedelta(0),)},
 }  # fmt: skip
-PYTHON = {TorchComm: {"get_mem_allocator"}}  # of no arguments, written in Python
 
 
 def public_methods(owner: type) -> Iterator[str]:
     for name, value in vars(owner).items():
-        if not name.startswith("_") and callable(value) and name not in PYTHON.get(owner, set()):
+        if not name.startswith("_") and callable(value):
             yield name
 
 
@@ -86,13 +87,43 @@ def test_a_wrong_type_is_our_error(
     assert_ours(raised.value, "batch_op_issue|issue" if name == "issue" else name)
 
 
+def arguments_of(function: Callable[..., object]) -> list[inspect.Parameter]:
+    return [p for name, p in inspect.signature(function).parameters.items() if name != "self"]
+
+
 def test_what_has_arguments_is_in_the_table() -> None:
     for owner, table in METHODS.items():
         names = set(public_methods(owner))
         assert table.keys() <= names
-        for name in names - table.keys():
-            first = str(getattr(owner, name).__doc__).splitlines()[0]
-            assert re.match(rf"{name}\(self: [\w.]+\) ->", first), first
+        assert [name for name in names - table.keys() if arguments_of(getattr(owner, name))] == []
+
+
+@pytest.mark.parametrize("owner", METHODS)
+def test_what_is_missing_unknown_or_given_twice_is_named(objects: dict[type, Any], owner: type) -> None:
+    for name in public_methods(owner):
+        method, good = getattr(objects[owner], name), METHODS[owner].get(name, ())
+        parameters = arguments_of(getattr(owner, name))
+        needed = [p.name for p in parameters if p.default is p.empty]
+        for index, missing in enumerate(needed):
+            with pytest.raises(InvalidTypeError, match=rf"^{name}: expected a value for {missing}, got none; pass "):
+                method(*good[:index], **dict(zip(needed[index + 1 :], good[index + 1 :], strict=False)))
+        with pytest.raises(
+            InvalidTypeError, match=rf"^{name}: expected (one of the keywords \w+|no keywords).*, got asynch=1"
+        ):
+            method(*good, asynch=1)
+        if good:
+            with pytest.raises(InvalidTypeError, match=rf"^{name}: expected {parameters[0].name} once, got it by "):
+                method(*good, **{parameters[0].name: good[0]})
+
+
+def test_signatures_are_those_of_python() -> None:
+    signature = inspect.signature(TorchComm.all_reduce)
+    assert [p for p in signature.parameters][1:] == ["tensor", "op", "async_op", "hints", "timeout", "options"]
+    assert signature.parameters["async_op"].annotation == "bool"
+    assert signature.parameters["timeout"].default is None
+    assert TorchComm.all_reduce.__qualname__ == "TorchComm.all_reduce"
+    with pytest.raises(TypeError, match="async_op"):
+        signature.bind(None, X, SUM)
 
 
 NEW_COMM: dict[str, tuple[Any, ...]] = {
@@ -114,47 +145,88 @@ NEW_COMM: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(("what", "value"), [(what, value) for what, values in NEW_COMM.items() for value in values])
 def test_new_comm_names_the_argument(what: str, value: Any) -> None:
     arguments = {"backend": "fake", "device": "cpu", "rank": 1, "size": 3, what: value}
-    with pytest.raises(TypeError, match=f"expected {what} as ") as raised:
+    with pytest.raises(TypeError, match=f" for {what}, got ") as raised:
         to.new_comm(**arguments)
     assert_ours(raised.value, "new_comm")
 
 
 def test_new_comm_with_the_name_of_no_device() -> None:
     with pytest.raises(
-        to.InvalidValueError, match=r"new_comm: expected device as a torch\.device or its name, got 'nowhere'"
+        to.InvalidValueError, match=r"new_comm: expected the name of a device for device, got 'nowhere'"
     ):
         to.new_comm("fake", "nowhere", rank=0, size=1)
 
 
-OTHERS: dict[str, Callable[[], object]] = {
-    "get_comm": lambda: to.get_comm(5),  # type: ignore[arg-type]
-    "get_window": lambda: to.get_window(None),  # type: ignore[arg-type]
-    "CommOptions": lambda: to.CommOptions(5),  # type: ignore[call-arg]
-    "CommOptions.name": lambda: setattr(to.CommOptions(), "name", 5),
-    "CommOptions.store": lambda: setattr(to.CommOptions(), "store", 5),
-    "AllReduceOptions": lambda: to.AllReduceOptions(hints=[]),  # type: ignore[arg-type]
-    "SendOptions": lambda: to.SendOptions(timeout=5),  # type: ignore[arg-type]
-    "P2POp": lambda: to.P2POp("send", X, 0),  # type: ignore[arg-type]
-    "batch_op_issue": lambda: to.new_comm("fake", "cpu", rank=0, size=1).batch_op_create().issue(False, options=5),  # type: ignore[arg-type]
-}
+OTHERS: list[tuple[str, Callable[[], object]]] = [
+    ("get_comm", lambda: to.get_comm(5)),  # type: ignore[arg-type]
+    ("get_window", lambda: to.get_window(None)),  # type: ignore[arg-type]
+    ("CommOptions", lambda: to.CommOptions(5)),  # type: ignore[call-arg]
+    ("CommOptions", lambda: setattr(to.CommOptions(), "name", 5)),
+    ("CommOptions", lambda: setattr(to.CommOptions(), "store", 5)),
+    ("CommOptions", lambda: setattr(to.CommOptions(), "enable_reconfigure", "yes")),
+    ("AllReduceOptions", lambda: to.AllReduceOptions(hints=[])),  # type: ignore[arg-type]
+    ("AllReduceOptions", lambda: to.AllReduceOptions(hint={})),  # type: ignore[call-arg]
+    ("SendOptions", lambda: to.SendOptions(timeout=5)),  # type: ignore[arg-type]
+    ("BackendOptions", lambda: to.BackendOptions(backends=5)),  # type: ignore[arg-type]
+    ("BackendOptions", lambda: setattr(to.BackendOptions(), "hints", 5)),
+    ("BackendWrapper", lambda: to._BackendWrapper(None)),  # type: ignore[arg-type]
+    ("P2POp", lambda: to.P2POp("send", X, 0)),  # type: ignore[arg-type]
+    ("ReduceOp", lambda: to.ReduceOp(0)),  # type: ignore[arg-type]
+    ("ReduceOp.PREMUL_SUM", lambda: ReduceOp.PREMUL_SUM("two")),  # type: ignore[arg-type]
+    ("issue", lambda: to.new_comm("fake", "cpu", rank=0, size=1).batch_op_create().issue(1)),  # type: ignore[arg-type]
+    ("batch_op_issue", lambda: to.new_comm("fake", "cpu", rank=0, size=1).batch_op_create().issue(False, options=5)),  # type: ignore[arg-type]
+]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_public_names(name: str) -> None:
+@pytest.mark.parametrize(("name", "call"), OTHERS)
+def test_other_public_names(name: str, call: Callable[[], object]) -> None:
     with pytest.raises(TypeError) as raised:
-        OTHERS[name]()
+        call()
     assert_ours(raised.value, name)
 
 
-def test_what_came_is_shown_and_no_tensor_is_printed(objects: dict[type, Any]) -> None:
-    comm = objects[TorchComm]
-    expected = (
-        r"^send: expected arguments \(tensor: torch.Tensor, dst: int, async_op: bool, .*\), got \(Tensor, 'one', "
-    )
-    with pytest.raises(InvalidTypeError, match=expected + r"False, timeout=Tensor\)$"):
-        comm.send(X, "one", False, timeout=X)
-    with pytest.raises(InvalidTypeError, match=r"got \(list, ReduceOp, None\)$"):
-        comm.all_reduce([X], SUM, None)
+SHOWN: list[tuple[str, Callable[[TorchComm], object]]] = [
+    ("all_reduce: expected a torch.Tensor for tensor, got numpy.ndarray; convert it with torch.from_numpy",
+     lambda c: c.all_reduce(np.ones(2), SUM, False)),  # type: ignore[arg-type]
+    ("all_reduce: expected a torch.Tensor for tensor, got list", lambda c: c.all_reduce([X], SUM, False)),  # type: ignore[arg-type]
+    ("all_reduce: expected a ReduceOp for op, got torch.Tensor; write torch_overlap.ReduceOp.SUM, for example",
+     lambda c: c.all_reduce(X, X, False)),  # type: ignore[arg-type]
+    ("all_reduce: expected a bool for async_op, got None", lambda c: c.all_reduce(X, SUM, None)),  # type: ignore[arg-type]
+    ("all_gather: expected a sequence of torch.Tensors for tensor_list, got torch_overlap.ReduceOp",
+     lambda c: c.all_gather(SUM, X, False)),  # type: ignore[arg-type]
+    ("all_gather: expected a torch.Tensor for tensor_list[1], got None",
+     lambda c: c.all_gather([X, None, X], X, False)),
+    ("gather: expected a sequence of torch.Tensors for output_tensor_list, got 5 (int)",
+     lambda c: c.gather(5, X, 0, False)),  # type: ignore[arg-type]
+    ("send: expected an int for dst, got 'one' (str)", lambda c: c.send(X, "one", False)),  # type: ignore[arg-type]
+    ("send: expected a datetime.timedelta for timeout, got torch.Tensor; write timedelta(seconds=...)",
+     lambda c: c.send(X, 0, False, timeout=X)),  # type: ignore[arg-type]
+    ("barrier: expected a dict of strings for hints, got 'fast' (str)", lambda c: c.barrier(False, "fast")),  # type: ignore[arg-type]
+    ("barrier: expected torch_overlap.BarrierOptions for options, got torch_overlap.SendOptions",
+     lambda c: c.barrier(False, options=to.SendOptions())),  # type: ignore[arg-type]
+    ("set_timeout: expected a value for timeout, got none; pass timeout=...", lambda c: c.set_timeout()),  # type: ignore[call-arg]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "call"), SHOWN, ids=[text.split(":")[0] for text, _ in SHOWN])
+def test_an_error_is_one_line_that_names_the_argument(
+    objects: dict[type, Any], text: str, call: Callable[[TorchComm], object]
+) -> None:
+    with pytest.raises(InvalidTypeError) as raised:
+        call(objects[TorchComm])
+    assert str(raised.value) == text
+
+
+def test_a_number_of_too_many_bits_is_a_wrong_value(objects: dict[type, Any]) -> None:
+    with pytest.raises(to.InvalidValueError, match=r"^send: expected a number of 32 bits for dst, got 4294967296$"):
+        objects[TorchComm].send(X, 1 << 32, False)
+    with pytest.raises(to.InvalidValueError, match=r"^put: expected a number of 32 bits for dst_rank, got 4294967296$"):
+        objects[TorchCommWindow].put(X, 1 << 32, 0)
+
+
+def test_bools_of_numpy_are_taken(objects: dict[type, Any]) -> None:
+    for value in (True, False, np.True_, np.False_):
+        objects[TorchComm].barrier(value).wait()
 
 
 def test_an_error_of_python_in_a_call_stays_what_it_is(objects: dict[type, Any]) -> None:

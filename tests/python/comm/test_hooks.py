@@ -262,3 +262,14 @@ def test_the_communicator_lets_go_of_a_removed_callback() -> None:
         del callback
         gc.collect()
         assert gone() is None
+
+
+def test_finalize_takes_no_number() -> None:
+    seen: list[tuple[str, int]] = []
+    for _ in range(2):
+        comm = new_comm("fake", "cpu")
+        comm.register_pre_hook(lambda name, op_id, args: seen.append((name.name, op_id)))
+        comm.all_reduce(torch.ones(1), ReduceOp.SUM, False)
+        comm.finalize()
+    first = seen[0][1]
+    assert seen == [("all_reduce", first), ("finalize", first + 1), ("all_reduce", first + 1), ("finalize", first + 2)]

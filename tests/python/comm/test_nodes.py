@@ -145,5 +145,5 @@ def test_every_launcher_names_the_local_rank(launcher: str, monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     for name, value in LAUNCHED[launcher].items():
         monkeypatch.setenv(name, value)
-    env = _C._read_env()
-    assert (env["rank"], env["size"], env["local_rank"]) == (2, 4, 0)
+    found = _C._env.launcher()
+    assert (found["rank"], found["size"], found["local_rank"]) == (2, 4, 0)

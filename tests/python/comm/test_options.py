@@ -256,7 +256,7 @@ def run_every_class(comm: TorchComm) -> None:
             with pytest.raises(InvalidValueError, match="is_high_priority_stream"):
                 call(False, **how)
         wrong = to.SendOptions() if kind is not to.SendOptions else to.RecvOptions()
-        with pytest.raises(InvalidTypeError, match=f"{name}: expected options as .*{kind.__name__}, got"):
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected .*{kind.__name__} for options, got"):
             call(False, options=wrong)
         with pytest.raises(InvalidValueError, match=f"{name}: expected a timeout >= 0"):
             call(False, timeout=timedelta(seconds=-1))

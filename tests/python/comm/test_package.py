@@ -1,8 +1,10 @@
 """The package itself: its version check, its stubs, its command, its names."""
 
 import ast
+import inspect
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,20 @@ def test_another_torch_is_refused_by_both_names() -> None:
         _load.check_version("2.11.0+cu130", "13.0", "2.11.0+cu126", "12.6")
     with pytest.raises(ImportError, match=r"\(none\)"):
         _load.check_version("2.11.0+cu130", "13.0", "2.11.0+cpu", None)
+
+
+def test_another_torch_than_the_tested_ones_is_warned_of_once() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tested in _load.TESTED_TORCH:
+            _load.warn_of_untested(f"{tested}.1+cpu")
+    with pytest.warns(UserWarning, match=r"expected torch .*2\.11.*tested with, got torch 2\.99\.0") as caught:
+        _load.warn_of_untested("2.99.0")
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch_overlap: expected torch")
+        _load.warn_of_untested("2.99.0")
 
 
 def test_all_names_are_there_and_sorted() -> None:
@@ -83,27 +99,31 @@ def test_the_stub_is_the_module() -> None:
         assert not extra, f"{name}: only in _C.pyi: {sorted(extra)}"
 
 
-def stub_arguments(kind: str) -> dict[str, list[str]]:
+Signature = list[tuple[str, str, bool]]
+
+
+def stub_signatures(kind: str) -> dict[str, Signature]:
+    """The arguments of the public methods of a class in _C.pyi: name, type, and whether it has a default."""
     tree = ast.parse((PACKAGE / "_C.pyi").read_text())
     node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
-    return {
-        item.name: [argument.arg for argument in item.args.args[1:]]
-        for item in node.body
-        if isinstance(item, ast.FunctionDef) and not item.name.startswith("__")
-    }
+    found: dict[str, Signature] = {}
+    for item in node.body:
+        if not isinstance(item, ast.FunctionDef) or item.decorator_list or item.name.startswith("_"):
+            continue
+        defaults = len(item.args.args) - len(item.args.defaults)
+        arguments = [(a, index >= defaults) for index, a in enumerate(item.args.args)]
+        arguments += list(zip(item.args.kwonlyargs, (d is not None for d in item.args.kw_defaults), strict=True))
+        found[item.name] = [(a.arg, ast.unparse(a.annotation), d) for a, d in arguments if a.annotation is not None]
+    return found
 
 
-def test_the_stub_has_the_arguments_of_the_module() -> None:
-    """pybind11 writes every signature into the docstring's first line."""
-    for kind in (_C.TorchComm, _C.TorchWork, _C.BatchSendRecv):
-        for name, arguments in stub_arguments(kind.__name__).items():
-            member = getattr(kind, name)
-            if isinstance(member, property):
-                continue
-            signature = (member.__doc__ or "").splitlines()[0]
-            found = [argument for argument in arguments if f"{argument}:" in signature]
-            assert found == arguments, f"{name}: {signature}"
-            assert signature.count(": ") == len(arguments) + 1, f"{name}: {signature}"
+def test_the_stub_has_the_signatures_of_the_methods() -> None:
+    for kind in (_C.TorchComm, _C.TorchWork, _C.BatchSendRecv, _C.TorchCommWindow, _C.RemovableHandle):
+        for name, expected in stub_signatures(kind.__name__).items():
+            parameters = list(inspect.signature(getattr(kind, name)).parameters.values())[1:]
+            found = [(p.name, str(p.annotation), p.default is not p.empty) for p in parameters]
+            if not name.endswith("_hook"):  # the stub says what the callback is given
+                assert found == expected, f"{kind.__name__}.{name}"
 
 
 def test_everything_public_is_documented() -> None:

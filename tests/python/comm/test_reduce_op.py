@@ -23,7 +23,9 @@ def test_attributes_are_values_of_their_type(kind: RedOpType) -> None:
     assert repr(op) == f"ReduceOp.{kind.name}"
     assert pickle.loads(pickle.dumps(op)) == op
     assert copy.copy(op) == op
-    assert copy.deepcopy(op) == op
+    memo: dict[int, object] = {}
+    assert copy.deepcopy(op, memo) is op
+    assert memo[id(op)] is op
 
 
 def test_different_operations_are_not_equal() -> None:
@@ -47,18 +49,20 @@ def test_a_premul_sum_carries_its_factor() -> None:
 def test_a_premul_sum_needs_a_factor() -> None:
     with pytest.raises(InvalidTypeError, match=r"PREMUL_SUM\(factor\)"):
         ReduceOp(RedOpType.PREMUL_SUM)
-    with pytest.raises(InvalidTypeError, match="expected a number or a one-element tensor, got 'two'"):
+    with pytest.raises(InvalidTypeError, match="expected a number or a one-element tensor for factor, got 'two'"):
         ReduceOp.PREMUL_SUM("two")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="one element"):
         ReduceOp.PREMUL_SUM(torch.ones(2))
 
 
 def run_bare_name(comm: TorchComm) -> None:
-    with pytest.raises(InvalidTypeError, match=r"all_reduce: expected a ReduceOp, .*ReduceOp.PREMUL_SUM\(factor\)"):
+    with pytest.raises(
+        InvalidTypeError, match=r"all_reduce: expected a ReduceOp for op, .*ReduceOp.PREMUL_SUM\(factor\)"
+    ):
         comm.all_reduce(torch.ones(1), ReduceOp.PREMUL_SUM, False)  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="all_reduce: expected a ReduceOp, got <class"):
+    with pytest.raises(InvalidTypeError, match="all_reduce: expected a ReduceOp for op, got the class"):
         comm.all_reduce(torch.ones(1), ReduceOp, False)  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="reduce: expected a ReduceOp, got 'sum'"):
+    with pytest.raises(InvalidTypeError, match="reduce: expected a ReduceOp for op, got 'sum'"):
         comm.reduce(torch.ones(1), 0, "sum", False)  # type: ignore[arg-type]
 
 

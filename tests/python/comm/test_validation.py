@@ -152,7 +152,11 @@ MISTAKES_IN_A_BATCH: list[tuple[str, type[Error], Add]] = [
     ("a contiguous tensor", InvalidValueError, lambda b, c, x: b.send(x.expand(3, 4), _next(c))),
     ("a contiguous tensor", InvalidValueError, lambda b, c, x: b.recv(x[::2], _next(c))),
     ("a dense tensor", InvalidTypeError, lambda b, c, x: b.send(x.to_sparse(), _next(c))),
-    ("of dtype Float, got Int", InvalidTypeError, _to_itself(torch.ones(4), torch.ones(4, dtype=torch.int32))),
+    (
+        "of dtype torch.float32, got torch.int32",
+        InvalidTypeError,
+        _to_itself(torch.ones(4), torch.ones(4, dtype=torch.int32)),
+    ),
     ("of 4 elements, got 5", InvalidValueError, _to_itself(torch.ones(4), torch.ones(5))),
 ]
 # Of a backend that moves data, in two ranks or more.

@@ -29,6 +29,14 @@ def test_runs_on_two_cpu_ranks(launcher, name):
         assert len(re.findall(rf"rank {rank}( of 2)?\b[^:]*:", output)) == 1, output
 
 
+@pytest.mark.parametrize("name", [*LADDER, "train_gpt.py"])
+def test_without_a_launcher_it_says_so_in_one_line(launcher, name):
+    process = launcher.start([sys.executable, str(EXAMPLES / name)])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert re.fullmatch(r".*torchrun.*\n", output), output
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", LADDER)
 def test_runs_on_two_gpus(launcher, name):

@@ -308,9 +308,9 @@ def test_what_it_refuses() -> None:
         comm.reconfigure(1, [mine, "x", "x"])
     with pytest.raises(to.InvalidValueError, match="expected what get_init_handle"):
         comm.reconfigure(1, [mine, ""])
-    with pytest.raises(to.InvalidTypeError, match="expected init_handles as a list or a set of str, got 5"):
+    with pytest.raises(to.InvalidTypeError, match="expected a list or a set of strings for init_handles, got 5"):
         comm.reconfigure(1, 5)  # type: ignore[arg-type]
-    with pytest.raises(to.InvalidTypeError, match="as a list or a set of str"):
+    with pytest.raises(to.InvalidTypeError, match="a list or a set of strings for init_handles"):
         comm.reconfigure(1, [mine, 1])  # type: ignore[list-item]
     with pytest.raises(to.InvalidValueError, match="expected a timeout > 0"):
         comm.reconfigure(1, [mine], timeout=timedelta(0))
@@ -337,7 +337,7 @@ def test_the_timeout_and_the_hints_can_be_set() -> None:
     assert dict(comm.get_options().hints) == {"key": "value", "other": "1"}
     with pytest.raises(to.InvalidValueError, match="set_timeout: expected a timeout of at least 1 ms"):
         comm.set_timeout(timedelta(0))
-    with pytest.raises(to.InvalidTypeError, match=r"set_timeout: expected timeout as a datetime.timedelta"):
+    with pytest.raises(to.InvalidTypeError, match=r"set_timeout: expected a datetime.timedelta for timeout"):
         comm.set_timeout(3)  # type: ignore[arg-type]
     with pytest.raises(to.Error, match="is_high_priority_stream"):
         comm.set_hints({"is_high_priority_stream": "perhaps"})

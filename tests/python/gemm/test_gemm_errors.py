@@ -137,8 +137,16 @@ def test_residuals():
     refuses(VALUE, "residual or accumulate, got both", changed(args, residual=zeros(16, 32), accumulate=True))
     refuses(VALUE, r"residual of shape \[16, 32\], got \[16, 31\]", changed(args, residual=zeros(16, 31)))
     refuses(VALUE, "residual whose rows are contiguous and apart", changed(args, residual=zeros(32, 16).t()))
-    refuses(TYPE, "residual of the dtype of out, Float, got Half", changed(args, residual=zeros(16, 32).half()))
-    refuses(TYPE, "residual of the dtype of out, Double, got F", changed(plain(dtype=torch.float64), residual=args.out))
+    refuses(
+        TYPE,
+        "residual of the dtype of out, torch.float32, got torch.float16",
+        changed(args, residual=zeros(16, 32).half()),
+    )
+    refuses(
+        TYPE,
+        "residual of the dtype of out, torch.float64, got F",
+        changed(plain(dtype=torch.float64), residual=args.out),
+    )
     wider = plain(dtype=torch.bfloat16, out_dtype=torch.float32)
     refuses(TYPE, "residual of the dtype of out", changed(wider, residual=zeros(16, 32).bfloat16()))
     eight_bits = make_case(16, 32, 64, dtype=E4M3, scaling="current", out_dtype=E4M3).args

@@ -446,11 +446,11 @@ E8 = torch.float8_e8m0fnu
 # On Meta tensors as well.
 ERRORS = [
     (call(lambda: f32(4, 8), lambda: f32(7, 6)), VALUE, "as many contracted elements in rhs as in lhs, 8, got 7"),
-    (call(lambda: f32(4, 8), lambda: f32(8, 6).bfloat16()), TYPE, "expected rhs of dtype Float as lhs, got BFloat16"),
-    (call(lambda: f32(4, 8).int(), lambda: f32(8, 6)), TYPE, "expected lhs of dtype float32.*got Int"),
+    (call(lambda: f32(4, 8), lambda: f32(8, 6).bfloat16()), TYPE, "rhs of dtype torch.float32 as lhs, got torch.bf"),
+    (call(lambda: f32(4, 8).int(), lambda: f32(8, 6)), TYPE, "expected lhs of dtype float32.*got torch.int32"),
     (call(lambda: f8(4, 8), lambda: f8(8, 6)), TYPE, "expected lhs of dtype float32.*8-bit values"),
     (plain(lhs_scale_inv=lambda: f32(1)), VALUE, "expected no lhs_scale_inv for NO_SCALING, got one"),
-    (plain(scaling_mode=3, lhs_scale_inv=lambda: f32(1)), TYPE, "expected lhs of dtype float8.*got Float"),
+    (plain(scaling_mode=3, lhs_scale_inv=lambda: f32(1)), TYPE, "expected lhs of dtype float8.*got torch.float32"),
     (plain(scaling_mode=9), VALUE, "expected a scaling mode, got 9"),
     (scaled(scale=None), VALUE, "expected lhs_scale_inv.*Missing inverse scaling factor"),
     (plain(lhs_axis_boundary=3), VALUE, r"expected lhs_axis_boundary in \[-2, 2\], got 3"),

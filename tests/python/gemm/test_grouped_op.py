@@ -221,7 +221,7 @@ ERRORS = [
     (lambda: ops.grouped_gemm([ones(2, 2, 3)], [ones(3, 2)]), VALUE, r"expected matrices, got lhs\[0\] of shape"),
     (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3)]), VALUE, r"expected matrices, got rhs\[0\] of shape"),
     (lambda: ops.grouped_gemm([ones(2, 3)], [ones(4, 2)]), VALUE, "contracted elements in rhs as in lhs, 3, got 4"),
-    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2).half()]), TYPE, "expected rhs of dtype Float as lhs"),
+    (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2).half()]), TYPE, "expected rhs of dtype torch.float32 as lhs"),
     (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], [ones(3)]), VALUE, "as many bias entries .* 2, got 3"),
     (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], scaling_mode=7), VALUE, "expected a scaling mode, got 7"),
     (lambda: ops.grouped_gemm([ones(2, 3)], [ones(3, 2)], out_dtype=torch.float16), TYPE, "expected out_dtype"),

@@ -403,7 +403,7 @@ def scales(*shape, dtype=torch.float32):
 VALUE, TYPE = to.InvalidValueError, to.InvalidTypeError
 ERRORS = [
     (lambda: ops.quantize(torch.ones(())), VALUE, r"^quantize: expected x of one or more dimensions"),
-    (lambda: ops.quantize(x32(dtype=torch.int32)), TYPE, r"^quantize: expected x of dtype float32.*got Int"),
+    (lambda: ops.quantize(x32(dtype=torch.int32)), TYPE, r"^quantize: expected x of dtype float32.*got torch.int32"),
     (lambda: ops.quantize(x32(dtype=E4M3)), TYPE, r"^quantize: expected x of dtype float32"),
     (lambda: ops.quantize(x32(), CURRENT, torch.bfloat16), TYPE, r"^quantize: expected the 8-bit dtype"),
     (lambda: ops.quantize(x32(), 0), VALUE, r"^quantize: expected a scaling mode of 8-bit values"),
@@ -424,7 +424,7 @@ ERRORS = [
     (
         lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 1), MXFP8),
         TYPE,
-        r"expected scale_inv of dtype Float8_e8m0fnu",
+        r"expected scale_inv of dtype torch.float8_e8m0fnu",
     ),
     (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, torch.int32), TYPE, r"expected a result of dtype"),
     (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), CURRENT, swizzled=True), VALUE, r"swizzled scales for MXFP8"),

@@ -143,7 +143,13 @@ def test_what_does_not_fit_is_refused():
         refuses(InvalidValueError, r"norm's weight with one dimension, got shape \[1, 6\]", x, residual, weight[None])
         refuses(InvalidTypeError, "norm's weight", x, residual, weight.double())
         refuses(InvalidTypeError, "residual", x, residual.bfloat16(), weight)
-        refuses(InvalidTypeError, "expected float16, bfloat16, float32 or float64, got Int", x.int(), residual, weight)
+        refuses(
+            InvalidTypeError,
+            "expected float16, bfloat16, float32 or float64, got torch.int32",
+            x.int(),
+            residual,
+            weight,
+        )
         refuses(InvalidValueError, "expected eps >= 0, got -1", x, residual, weight, eps=-1.0)
         with pytest.raises(InvalidValueError, match="bias"):
             ops.all_reduce_rms_norm(x, residual, weight, comm, weight[:2])

@@ -162,11 +162,15 @@ VALUE_ERRORS = {
     r"in_features 16 as x, got shape \[16, 8\]": lambda f, c, x, s: f(c, x, s, x[:, :8]),
 }
 TYPE_ERRORS = {
-    "x of dtype float8_e4m3fn or float8_e5m2, got Float. Use quantize": lambda f, c, x, s: f(c, x.float(), s, x),
-    r"(a weight|weights\[0\]) of dtype float8_e4m3fn or float8_e5m2, got BFloat16": lambda f, c, x, s: f(
+    "x of dtype float8_e4m3fn or float8_e5m2, got torch.float32. Use quantize": lambda f, c, x, s: f(
+        c, x.float(), s, x
+    ),
+    r"(a weight|weights\[0\]) of dtype float8_e4m3fn or float8_e5m2, got torch.bfloat16": lambda f, c, x, s: f(
         c, x, s, x.bfloat16()
     ),
-    "out_dtype float32, float16 or bfloat16, got Double": lambda f, c, x, s: f(c, x, s, x, out_dtype=torch.float64),
+    "out_dtype float32, float16 or bfloat16, got torch.float64": lambda f, c, x, s: f(
+        c, x, s, x, out_dtype=torch.float64
+    ),
 }
 
 
@@ -206,7 +210,7 @@ def test_mistakes_of_one_operator():
         }.items():
             with pytest.raises(ValueError, match=message):
                 call()
-        with pytest.raises(TypeError, match="a bias of dtype BFloat16, that of the result, got Float"):
+        with pytest.raises(TypeError, match=r"a bias of dtype torch\.bfloat16, that of the result, got torch\.float32"):
             scatter(comm, x, s, x, torch.ones(16))
 
     run_ranks(rank, 2, backend="local")

@@ -304,7 +304,7 @@ def test_outdated_entries_are_not_taken():
         (h200, 2048): "fused", (h100, 2048): "fused", (h200, 512): "ring", (h100, 512): "fused", (other, 512): "direct"
     }  # fmt: skip
     shipped = {(e["op"], *e["shape"], e["dtype"], e["tp"], e["mode"]): e["algorithm"]
-               for e in tune.current(tune._shipped()) if e["device"] == h200}  # fmt: skip
+               for e in tune.current(tune.shipped()) if e["device"] == h200}  # fmt: skip
     assert shipped["all_gather_matmul", 2048, 4096, 4096, "bfloat16", 4, "graph"] == "fused"
 
 

@@ -51,7 +51,7 @@ def make_buffer(ranks: Any, parameters: dict[str, Any], by_number: bool) -> Any:
 
 def shown(config: to.CommOverlapConfig, name: str) -> str:
     if name == "dtype":
-        return f"buffer_dtype={'Double' if config.buffer_dtype == torch.float64 else 'Float'} "
+        return f"buffer_dtype={config.buffer_dtype} "
     value = getattr(config, name)
     text = int(value) if isinstance(value, bool) else getattr(value, "name", value)
     return f"{name}={text} "

@@ -102,13 +102,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "many bytes": (
         {"buffer_shape": [1 << 30, 1 << 30], "buffer_dtype": torch.float64},
         to.InvalidValueError,
-        r"expected a buffer of at most 2\^47 bytes, got buffer_shape \[1073741824, 1073741824\] of Double",
+        r"expected a buffer of at most 2\^47 bytes, got buffer_shape \[1073741824, 1073741824\] of torch.float64",
     ),
     "negative": ({"buffer_shape": [8, -8]}, to.InvalidValueError, r"expected sizes in \[1, 2\^31\)"),
     "dtype": (
         {"buffer_dtype": torch.int64},
         to.InvalidTypeError,
-        "expected buffer_dtype to be one of float64, .*got Long",
+        "expected buffer_dtype to be one of float64, .*got torch.int64",
     ),
     "bytes": (
         {"buffer_dtype": torch.uint8},

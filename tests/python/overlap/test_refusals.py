@@ -48,7 +48,7 @@ def bad_buffer_calls(case: Case) -> dict[str, Bad]:
         "fill dtype": (
             lambda: b.copy_into_buffer(t(tokens, width, dtype=torch.float64)),
             kind,
-            "copy_into_buffer: expected elements of 4 bytes, as the buffer's, got Double",
+            "copy_into_buffer: expected elements of 4 bytes, as the buffer's, got torch.float64",
         ),
         "fill shape": (
             lambda: b.copy_into_buffer(t(tokens - 1, width)),
@@ -68,7 +68,7 @@ def bad_buffer_calls(case: Case) -> dict[str, Bad]:
         "factor": (
             lambda: b.set_ubuf_scale_inv(t(1)),
             kind,
-            "set_ubuf_scale_inv: expected a buffer of 8-bit elements, got one of Float",
+            "set_ubuf_scale_inv: expected a buffer of 8-bit elements, got one of torch.float32",
         ),
     }
 
@@ -136,7 +136,7 @@ def bad_scatters(case: Scatter) -> dict[str, Bad]:
         "output dtype": (
             call(rs_output=t(rows, n, dtype=torch.bfloat16)),
             kind,
-            "expected rs_output of Float, got BFloat16",
+            "expected rs_output of torch.float32, got torch.bfloat16",
         ),
         "output device": (call(rs_output=t(rows, n, device=META)), kind, "expected rs_output on cpu, got meta"),
         "weight": (call(A=t(n, k + 1)), value, "split_overlap_rs: expected op"),
@@ -175,7 +175,11 @@ def bad_bulks(case: Bulk) -> dict[str, Bad]:
     else:
         output = f"bulk RS overlap auxiliary output is sized incorrectly: expected \\[{rows}, {n}\\]"
         calls["output rows"] = (call(rs_output=t(tokens, n)), value, output)
-        calls["output dtype"] = (call(rs_output=t(rows, n, dtype=torch.float16)), kind, "expected rs_output of Float")
+        calls["output dtype"] = (
+            call(rs_output=t(rows, n, dtype=torch.float16)),
+            kind,
+            "expected rs_output of torch.float32",
+        )
     return calls
 
 
@@ -227,9 +231,13 @@ def run_8_bits(comm: to.TorchComm, seed: int) -> None:
         case.step(seed)
         with pytest.raises(to.InvalidValueError, match=r"split_overlap_rs: .*out_scale"):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out)
-        with pytest.raises(to.InvalidTypeError, match="expected rs_output of float32, float16 or bfloat16, got Double"):
+        with pytest.raises(
+            to.InvalidTypeError, match=r"expected rs_output of float32, float16 or bfloat16, got torch\.float64"
+        ):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out.double(), D_scale=torch.ones(1))
-        with pytest.raises(to.InvalidTypeError, match="expected rs_output of float32, float16 or bfloat16, got Float8"):
+        with pytest.raises(
+            to.InvalidTypeError, match=r"expected rs_output of float32, float16 or bfloat16, got torch\.float8"
+        ):
             case.buffer.split_overlap_rs(w, True, x, False, None, rs_output=out.to(E4M3), D_scale=torch.ones(1))
         for wrong in (t(2), t(1, dtype=torch.float64), t(1, device=META)):
             with pytest.raises(to.InvalidTypeError, match="set_ubuf_scale_inv: expected one float32 on cpu, got "):

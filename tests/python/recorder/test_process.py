@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,36 @@ def test_a_timeout_dumps_before_the_abort_hooks_and_the_end(tmp_path: Path) -> N
     assert trace["pg_config"]["l"]["failure"] == trace["reason"]
     assert [e["state"] for e in trace["entries"]] == ["started"]
     assert pickle.loads((tmp_path / "t_1").read_bytes())["entries"] == []
+
+
+def test_the_end_says_what_happened_where_python_waits_and_how_to_turn_it_off(tmp_path: Path) -> None:
+    lines = run(TIMEOUT, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_")).stderr.splitlines()
+    assert any(re.match(r"\[torch_overlap\] all_reduce #\d+ on 'l': .*500 ms", line) for line in lines), lines
+    stacks = [line for line in lines if "Thread 0x" in line or "thread 0x" in line]
+    assert len(stacks) >= 3, lines  # the main one and two ranks
+    assert any(re.search(r'File "<string>", line 16 in rank$', line) for line in lines), lines
+    assert "abort_process_on_timeout_or_error=False" in lines[-1]
+    assert "TORCHCOMM_ABORT_ON_ERROR=0" in lines[-1]
+
+
+# The thread that waits holds Python's lock, so that no stack can be written.
+STUCK = (
+    TIMEOUT.replace(
+        "        comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, False)",
+        """        comm.all_reduce(torch.ones(5), to.ReduceOp.SUM, True)
+        ctypes.PyDLL(None).sleep(60)""",
+    )
+    .replace("import glob,", "import ctypes, glob,")
+    .replace(f"        comm.register_abort_hook({HOOK})\n", "")
+)
+
+
+def test_a_thread_that_holds_the_lock_does_not_keep_the_process(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = run(STUCK, TORCHCOMM_FR_DUMP_TEMP_FILE=str(tmp_path / "t_"))
+    assert result.returncode == -signal.SIGABRT
+    assert "no stacks: a thread holds the lock that they need" in result.stderr
+    assert time.monotonic() - begin < 50
 
 
 @pytest.mark.parametrize("where", ["/dev/full/x", "/proc/nowhere/t_"])

@@ -51,7 +51,7 @@ Place find_place(Hints hints) {
   warn_unknown_hints(hints, "gloo", {"hostname", "interface"});
   if (!place.hostname && !place.interface) {
     const Env env = Env::read();
-    place = {.hostname = env.gloo_hostname, .interface = env.gloo_interface};
+    place = {.hostname = env.gloo_hostname(), .interface = env.gloo_interface()};
   }
   TORCH_OVERLAP_CHECK(!place.hostname || !place.interface, kValue,
                       "gloo: expected a hostname or an interface to listen on, got both ('",

@@ -24,8 +24,8 @@ NcclApi::NcclApi()
       comm_shrink(ncclCommShrink),
       comm_window_register(ncclCommWindowRegister),
       put_signal(ncclPutSignal),
-      may_nvls(Env::read().may_nvls),
-      maps_in_captures(Env::read().maps_in_captures) {}
+      may_nvls(Env::may_nvls()),
+      maps_in_captures(Env::maps_in_captures()) {}
 
 const NcclApi& NcclApi::loaded() {
   static const NcclApi* const api = new NcclApi;  // never freed: threads use it until the very end

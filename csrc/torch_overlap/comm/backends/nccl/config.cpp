@@ -121,7 +121,7 @@ size_t event_pool_size(const Hints& hints) {
 
 bool graph_timeouts(const Hints& hints) {
   const auto found = hints.find(std::string(kGraphTimeoutsHint));
-  if (found == hints.end()) return Env::read().graph_timeouts;
+  if (found == hints.end()) return Env::graph_timeouts();
   return parse_bool(found->second, concat("hint ", kGraphTimeoutsHint));
 }
 

@@ -1,0 +1,25 @@
+#include "torch_overlap/comm/process_end.h"
+#include "torch_overlap/comm/shutdown.h"
+#include "torch_overlap/python/bindings.h"
+
+namespace torch_overlap::python {
+namespace {
+
+namespace py = pybind11;
+
+void write_stacks() {
+  const Permit permit;
+  if (!permit || Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  try {
+    constexpr int kStderr = 2;
+    py::module_::import("faulthandler").attr("dump_traceback")(kStderr);
+  } catch (const py::error_already_set&) {  // a process ends here: nobody could act on it
+  }
+}
+
+}  // namespace
+
+void write_stacks_at_process_end() { set_stack_writer(&write_stacks); }
+
+}  // namespace torch_overlap::python

@@ -1,0 +1,62 @@
+"""The public methods of the classes of `_C`, as Python functions.
+
+`_C` has each of them under its name with an underscore in front, which takes all arguments by position. The function
+here has the signature, the defaults and the documentation, and names the argument in errors (`arguments.checked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch_overlap import _C
+from torch_overlap._methods import c10d, collectives, communicator, values, window, works
+from torch_overlap._methods.arguments import checked
+
+__all__ = ["get_comm", "get_window"]
+
+
+def _put_on(owner: type, function: Callable[..., Any], op: str | None = None) -> None:
+    """Makes `function` a method of `owner`."""
+    function.__qualname__ = f"{owner.__name__}.{function.__name__}"
+    method = checked(function, op)
+    setattr(owner, function.__name__, method)
+
+
+def _functions(module: ModuleType) -> list[FunctionType]:
+    """The public functions that a module defines."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _put_constructor_on(owner: type, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Puts a typed constructor before that of the compiled class."""
+    _put_on(owner, make(owner.__init__), owner.__name__.lstrip("_"))  # type: ignore[misc]
+
+
+_METHODS: dict[type, Sequence[Callable[..., Any]]] = {
+    _C.TorchComm: [*_functions(collectives), *_functions(communicator)],
+    _C.TorchCommWindow: _functions(window),
+    _C.TorchWork: [works.wait, works.wait_blocking, works.is_completed, works.status, works.exception],
+    _C.BatchSendRecv: [works.send, works.recv, works.issue],
+    _C.RemovableHandle: [works.remove],
+    _C._BackendWrapper: [c10d.get_comm],
+}
+for _owner, _all in _METHODS.items():
+    for _function in _all:
+        _put_on(_owner, _function)
+_put_constructor_on(_C.P2POp, values.constructor_of_p2p)
+_put_constructor_on(_C.ReduceOp, values.constructor_of_reduce_op)
+_put_constructor_on(_C.CommOptions, values.constructor_of_comm_options)
+_put_constructor_on(_C.BackendOptions, c10d.constructor_of_options)
+_put_constructor_on(_C._BackendWrapper, c10d.constructor_of_wrapper)
+for _kind in values.OP_OPTIONS:
+    _put_constructor_on(_kind, values.constructor_of_options)
+setattr(_C.ReduceOp, "PREMUL_SUM", staticmethod(checked(values.PREMUL_SUM, "ReduceOp.PREMUL_SUM")))  # noqa: B010
+
+get_comm = checked(values.get_comm)
+get_window = checked(values.get_window)

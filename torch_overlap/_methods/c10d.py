@@ -1,0 +1,37 @@
+"""The methods of the torch.distributed backend and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+
+from torch_overlap._C import BackendOptions, TorchComm, _BackendWrapper
+
+
+def constructor_of_options(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(
+        self: BackendOptions,
+        *,
+        backends: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
+        is_high_priority_stream: bool | None = None,
+        abort_process_on_timeout_or_error: bool | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        init(self, backends, hints, is_high_priority_stream, abort_process_on_timeout_or_error, timeout)
+
+    return __init__
+
+
+def constructor_of_wrapper(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: _BackendWrapper, comm: TorchComm) -> None:
+        init(self, comm)
+
+    return __init__
+
+
+def get_comm(self: _BackendWrapper, device: torch.device | None = None) -> TorchComm:
+    """The communicator that tensors on `device` use; made if need be, which is collective."""
+    return self._get_comm(device)

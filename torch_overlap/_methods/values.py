@@ -1,0 +1,86 @@
+"""Constructors of the classes that hold values, and the functions that find what was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from torch_overlap import _C
+from torch_overlap._C import CommOptions, P2POp, P2POpType, RedOpType, ReduceOp, TorchComm, TorchCommWindow
+
+# One class an operation, of equal constructors.
+OP_OPTIONS: tuple[type, ...] = (
+    _C.SendOptions,
+    _C.RecvOptions,
+    _C.BroadcastOptions,
+    _C.AllReduceOptions,
+    _C.ReduceOptions,
+    _C.AllGatherOptions,
+    _C.AllGatherSingleOptions,
+    _C.ReduceScatterOptions,
+    _C.ReduceScatterSingleOptions,
+    _C.AllToAllOptions,
+    _C.AllToAllSingleOptions,
+    _C.AllToAllvSingleOptions,
+    _C.BarrierOptions,
+    _C.ScatterOptions,
+    _C.GatherOptions,
+    _C.GatherSingleOptions,
+    _C.BatchP2POptions,
+)
+
+
+def constructor_of_p2p(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: P2POp, type: P2POpType, tensor: Tensor, peer: int) -> None:
+        init(self, type, tensor, peer)
+
+    return __init__
+
+
+def constructor_of_reduce_op(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: ReduceOp, opType: RedOpType) -> None:
+        init(self, opType)
+
+    return __init__
+
+
+def constructor_of_options(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, hints: Mapping[str, str] | None = None, timeout: timedelta | None = None) -> None:
+        init(self, hints, timeout)
+
+    return __init__
+
+
+def constructor_of_comm_options(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: CommOptions) -> None:
+        init(self)
+
+    return __init__
+
+
+def PREMUL_SUM(factor: float | Tensor) -> ReduceOp:
+    """A sum of the inputs times `factor`.
+
+    Args:
+        factor: a number, or a one-element tensor of the reduced tensor's dtype and device, which is read when the
+            operation runs.
+    """
+    return ReduceOp._premul_sum(factor)
+
+
+def get_comm(name: str) -> TorchComm:
+    """The live communicator of that name in this process.
+
+    Raises:
+        StateError: it was finalized.
+        InvalidValueError: there is none, and none of the latest 1000 finalized ones.
+    """
+    return _C._get_comm(name)
+
+
+def get_window(name: str) -> TorchCommWindow:
+    """The live window of that name that this rank made."""
+    return _C._get_window(name)

@@ -1,0 +1,72 @@
+"""The methods of TorchWork, BatchSendRecv and RemovableHandle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch import Tensor
+
+from torch_overlap._C import BatchP2POptions, BatchSendRecv, RemovableHandle, TorchWork, WorkStatus
+
+
+def wait(self: TorchWork, timeout: timedelta | None = None) -> None:
+    """Makes the results visible to what comes next.
+
+    CUDA: the current stream waits for the operation; the host does not. CPU: the thread blocks. With a `timeout` the
+    thread blocks on every device, for that long at most. In a CUDA graph capture it adds the edge from the operation to
+    the current stream, and is needed only where the captured work reads the result.
+
+    Raises:
+        OperationTimeoutError, or the operation's own error.
+    """
+    self._wait(timeout)
+
+
+def wait_blocking(self: TorchWork, timeout: timedelta | None = None) -> None:
+    """Blocks the thread, on every device, until the operation is done, for `timeout` at most."""
+    self._wait_blocking(timeout)
+
+
+def is_completed(self: TorchWork) -> bool:
+    """Whether the operation is done, well or badly. Asks the device now; never blocks.
+
+    False for an operation that was captured in a CUDA graph: it runs at each replay.
+    """
+    return self._is_completed()
+
+
+def status(self: TorchWork) -> WorkStatus:
+    """The WorkStatus, now."""
+    return self._status()
+
+
+def exception(self: TorchWork) -> BaseException | None:
+    """The exception that the operation ended with, or None."""
+    return self._exception()
+
+
+def send(self: BatchSendRecv, tensor: Tensor, dst: int) -> None:
+    """Adds a send to rank `dst`."""
+    self._send(tensor, dst)
+
+
+def recv(self: BatchSendRecv, tensor: Tensor, src: int) -> None:
+    """Adds a receive from rank `src`."""
+    self._recv(tensor, src)
+
+
+def issue(
+    self: BatchSendRecv,
+    async_op: bool,
+    options: BatchP2POptions | None = None,
+    hints: Mapping[str, str] | None = None,
+    timeout: timedelta | None = None,
+) -> TorchWork:
+    """Issues what was added, as one operation. An empty batch raises InvalidValueError."""
+    return self._issue(async_op, options, hints, timeout)
+
+
+def remove(self: RemovableHandle) -> None:
+    """Takes the hook out, also from inside a call. A second time it does nothing."""
+    self._remove()
