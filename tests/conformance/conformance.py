@@ -3,6 +3,7 @@
 
     conformance.py            runs gloo and torch_overlap, and writes results.json and tables of docs/conformance.md
     conformance.py --known    runs torch_overlap alone on the tests of results.json, and writes nothing
+    conformance.py --known --test test_send_recv    only those whose names contain it
 
 Exit code 1 if a test fails that exceptions.json does not list, or if one that it lists does not fail.
 """
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +53,7 @@ def run_process(configuration: Configuration, backend: str, names: list[str]) ->
         "TORCHCOMM_ABORT_ON_ERROR": "0",
         # torch's stores resolve the name of whoever connects: without an answer from a name server, that takes 5 s.
         "RES_OPTIONS": "timeout:1 attempts:1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
         **configuration.variables,
     }
     process = subprocess.run(
@@ -122,13 +124,17 @@ def main() -> int:
     names = [configuration.name for configuration in CONFIGURATIONS]
     parser.add_argument("--known", action="store_true", help="torch_overlap alone, the tests of results.json")
     parser.add_argument("--configuration", action="append", choices=names, help="with --known; default: all")
+    parser.add_argument("--test", default="", help="with --known: a part of the names of the tests to run")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
     arguments = parser.parse_args()
 
+    # Tests of timeouts make dumps of the flight recorder.
+    os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
     exceptions = report.read_exceptions()
     torch_version = importlib.metadata.version("torch").partition("+")[0]
     if arguments.known:
         recorded_version, known = report.read_results()
+        known = [row for row in known if arguments.test in row.test]
         rows = run_known(known, arguments.configuration or names, arguments.jobs)
         if torch_version != recorded_version:  # another torch may have renamed some
             rows = [row for row in rows if row.ours != "absent"]
