@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import unittest
-from typing import Any, BinaryIO
+from io import FileIO
+from typing import Any
 
 import suite
 
@@ -20,10 +21,10 @@ import suite
 class Outcome(unittest.TestResult):
     """Status and reason of one test."""
 
-    status, detail = "", ""
+    status, detail = "failed", "no outcome"
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        self.status = "passed"
+        self.status, self.detail = "passed", ""
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         self.status, self.detail = "skipped", reason
@@ -34,7 +35,7 @@ class Outcome(unittest.TestResult):
     addError = addFailure
 
 
-def run(name: str, log: BinaryIO) -> dict[str, object]:
+def run(name: str, log: FileIO) -> dict[str, object]:
     if not hasattr(suite.ConformanceTest, name):
         return {"test": name, "status": "absent"}
     log_begin, begin = log.seek(0, os.SEEK_END), time.monotonic()
@@ -48,15 +49,17 @@ def run(name: str, log: BinaryIO) -> dict[str, object]:
 
 
 def main() -> None:
-    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    results, stderr = os.fdopen(os.dup(sys.stdout.fileno()), "w"), os.dup(sys.stderr.fileno())
     names = sys.stdin.read().split() or unittest.TestLoader().getTestCaseNames(suite.ConformanceTest)
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile(buffering=0) as log:
         for stream in (sys.stdout, sys.stderr):  # and of every rank
-            stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-        suite.ConformanceTest.setUpClass()
-        for name in names:
-            print(json.dumps(run(name, log)), file=results, flush=True)
+        try:
+            suite.ConformanceTest.setUpClass()
+            for name in names:
+                print(json.dumps(run(name, log)), file=results, flush=True)
+        finally:
+            os.dup2(stderr, sys.stderr.fileno())
 
 
 if __name__ == "__main__":
