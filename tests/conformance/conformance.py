@@ -84,10 +84,10 @@ def run(configuration: Configuration, backend: str, names: list[str], jobs: int)
     return results
 
 
-def run_both(jobs: int) -> tuple[list[Row], dict[str, str]]:
-    """Runs both backends in all configurations. Returns the results, and why torch skipped the other tests."""
+def run_both(jobs: int) -> tuple[list[Row], dict[str, list[str]]]:
+    """Runs both backends in all configurations. Returns the results, and why torch skipped each of the other tests."""
     rows: list[Row] = []
-    skipped: dict[str, str] = {}
+    skipped: dict[str, list[str]] = {}
     for configuration in CONFIGURATIONS:
         if not rows:
             names = []
@@ -97,7 +97,7 @@ def run_both(jobs: int) -> tuple[list[Row], dict[str, str]]:
             names = sorted(skipped)
         stock = run(configuration, report.STOCK, names, jobs)
         if not configuration.repeats:
-            skipped = {r.test: skipped.get(r.test, r.detail) for r in stock.values() if r.status == "skipped"}
+            skipped = {r.test: [*skipped.get(r.test, ()), r.detail] for r in stock.values() if r.status == "skipped"}
         names = sorted(result.test for result in stock.values() if result.status != "skipped")
         ours = run(configuration, report.OURS, names, jobs)
         rows += [
@@ -133,6 +133,7 @@ def main() -> int:
     # Tests of timeouts make dumps of the flight recorder.
     os.environ.setdefault("TORCHCOMM_FR_DUMP_TEMP_FILE", tempfile.mkdtemp(prefix="torch_overlap_traces_") + "/rank_")
     exceptions = report.read_exceptions()
+    found: list[str] = []
     torch_version = importlib.metadata.version("torch").partition("+")[0]
     if arguments.known:
         recorded_version, known = report.read_results()
@@ -143,7 +144,8 @@ def main() -> int:
     else:
         rows, skipped = run_both(arguments.jobs)
         report.write(torch_version, rows, skipped, exceptions)
-    found = report.problems(rows, exceptions)
+        found = report.unused(rows, exceptions)
+    found += report.problems(rows, exceptions)
     print(*found, sep="\n")
     print(f"conformance: {len(rows)} tests, {len(found)} not as expected")
     return bool(found)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conformance.report import Row, problems
+from conformance.report import Row, problems, read_exceptions, read_results, unused
 
 PROGRAM = Path(__file__).resolve().parents[2] / "conformance" / "conformance.py"
 
@@ -36,3 +36,11 @@ def test_exceptions_are_checked_both_ways():
         assert status in stale
     (gone,) = problems([Row("3-ranks", "test_gone", "passed", "absent")], exceptions)
     assert "test_gone" in gone
+    assert unused(rows, exceptions) == []
+    (without_test,) = unused(rows, exceptions | {"3-ranks: test_listed": "", "test_gone": ""})
+    assert "test_gone" in without_test
+
+
+def test_recorded_results_and_exceptions_agree():
+    _, rows = read_results()
+    assert problems(rows, read_exceptions()) == unused(rows, read_exceptions()) == []
