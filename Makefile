@@ -19,14 +19,13 @@ CURRENT := build/current
 # The CMake that configured the build made last.
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
-.PHONY: help build demo test test-python test-cpp check compat gpu-test bench sanitize sanitize-quick sanitize-gpu stress \
-        format lint lint-tidy wheel check-wheel \
-        clean check-python
+.PHONY: help build demo test test-python test-cpp check compat conformance gpu-test bench sanitize sanitize-quick \
+        sanitize-gpu stress format lint lint-tidy wheel check-wheel clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel check-wheel format lint lint-tidy compat gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -46,7 +45,7 @@ endef
 	$(call say_what_is_missing,$(BASE_PYTHON))
 	@[ -x .venv/bin/python ] || $(BASE_PYTHON) -m venv .venv || \
 	  { rm -rf .venv; echo 'torch_overlap: $(BASE_PYTHON) cannot make an environment; install python3-venv'; exit 1; }
-	.venv/bin/python -m pip install -q $(TORCH) numpy matplotlib pytest pytest-timeout pytest-xdist \
+	.venv/bin/python -m pip install -q $(TORCH) numpy matplotlib expecttest pytest pytest-timeout pytest-xdist \
 	  'cmake>=3.26' ninja 'setuptools>=77,<82' wheel
 	@touch $@
 
@@ -154,6 +153,11 @@ sanitize-gpu: build
 	$(PY) -m torch.distributed.run --standalone --nproc_per_node 2 --no-python \
 	  compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no --launch-timeout 300 --error-exitcode 9 \
 	  $(PY) -m pytest -x $(GPU_TESTS)
+
+# torch's own tests of c10d backends, on torch_overlap and on gloo; writes docs/conformance.md. `make test` runs those that
+# gloo passes.
+conformance: build
+	$(PY) tests/conformance/conformance.py --jobs $(TEST_JOBS)
 
 # The long forms of the random tests (marked stress; the planner's in C++): TEST_SEED repeats a run, in C++
 # TORCH_OVERLAP_TEST_SEED; TORCH_OVERLAP_STRESS scales it. The tests have time limits of their own, which grow with it;
