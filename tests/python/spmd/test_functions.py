@@ -341,7 +341,7 @@ WITH_EMPTY_PARTS = {
     "argmax": lambda x: x.argmax(-1).double() + x.sum(-1),
     "median": lambda x: x.median(-1).values,
     "logsumexp": lambda x: x.logsumexp(-1),
-    "var_mean": lambda x: sum(torch.var_mean(x, -1)),
+    "var_mean": lambda x: sum(torch.var_mean(x, -1, correction=0)),
     "norm": lambda x: torch.linalg.vector_norm(x, 2, -1),
     "conv1d": lambda x: F.conv1d(x, x.detach()[:1, :, :2]),
     "glu": lambda x: F.glu(x[..., :4], -1),
