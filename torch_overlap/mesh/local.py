@@ -230,7 +230,8 @@ def _conv(parts: _Parts) -> Local | None:
     return call.with_arguments(args).run()
 
 
-def _attention(parts: _Parts) -> Local | None:
+def _of_nothing(parts: _Parts) -> Local | None:
+    """No elements, which some kernels of torch refuse."""
     if 0 not in parts.outputs[0]:
         return None
     shape, dtype = parts.outputs[0], parts.call.outputs[0].dtype
@@ -248,5 +249,5 @@ _TABLE: dict[str, Callable[[_Parts], Local | None]] = {
     "index": _index,
     "gather": _gather,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _conv),
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("scaled_dot_product_attention", "batch_norm"), _of_nothing),
 }

@@ -327,3 +327,37 @@ def test_lists_that_are_no_index(seed):
                 x[index]
 
     on_mesh("x=2", body, seed)
+
+
+WITH_EMPTY_PARTS = {
+    "batch_norm": lambda x: F.batch_norm(x, x.detach().mean((0, 2)), x.detach().var((0, 2)) + 1),
+    "batch_norm, training": lambda x: F.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "layer_norm": lambda x: F.layer_norm(x, (5,)),
+    "rms_norm": lambda x: F.rms_norm(x, (5,)),
+    "softmax": lambda x: x.softmax(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "sort": lambda x: x.sort(-1).values,
+    "argmax": lambda x: x.argmax(-1).double() + x.sum(-1),
+    "median": lambda x: x.median(-1).values,
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "var_mean": lambda x: sum(torch.var_mean(x, -1, correction=0)),
+    "norm": lambda x: torch.linalg.vector_norm(x, 2, -1),
+    "conv1d": lambda x: F.conv1d(x, x.detach()[:1, :, :2]),
+    "glu": lambda x: F.glu(x[..., :4], -1),
+    "flip": lambda x: x.flip(-1),
+    "tril": lambda x: x.tril(),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EMPTY_PARTS)
+def test_ranks_without_elements(name, seed):
+    """Some ranks have nothing of a batch of 3 or of 2 channels, and take part all the same."""
+    function = WITH_EMPTY_PARTS[name]
+
+    def body(r):
+        for layout in ("[x],[],[]", "[],[x],[]", "[],[],[x]"):
+            r.what = layout
+            compare(r, function, [r.randn(3, 2, 5)], [layout])
+
+    on_mesh("x=4", body, seed)
