@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(kind, match=match):
                 ops.all_reduce_rms_norm(*args, comm, **options)
 
-        refuses(InvalidValueError, r"dimension 0 of residual.*4.*3", x, residual[:3], weight)
+        refuses(InvalidValueError, r"a residual of shape \[4, 6\], .*got \[3, 6\], which differs in dimension 0", x, residual[:3], weight)
         refuses(InvalidValueError, r"expected a residual of shape \[4, 6\], got \[24\]", x, residual.flatten(), weight)
         refuses(InvalidValueError, r"norm's weight.*6.*5", x, residual, weight[:5])
         refuses(InvalidValueError, r"norm's weight with one dimension, got shape \[1, 6\]", x, residual, weight[None])
