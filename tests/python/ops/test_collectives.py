@@ -282,7 +282,7 @@ ERRORS = {
     "divisible by the group size 2, got 5": lambda comm, x: ops.all_to_all(x, comm, 1, 0),
     "the sum 3, got 2": lambda comm, x: ops.all_to_all_v(x, comm, [1, 1], [1, 1]),
     "one entry for each of the 2 ranks": lambda comm, x: ops.all_to_all_v(x, comm, [3], [3]),
-    "root >= 0, got -1": lambda comm, x: ops.broadcast(x, comm, -1),
+    "a rank >= 0 for root, got -1": lambda comm, x: ops.broadcast(x, comm, -1),
     "at most once": lambda comm, x: ops.permute(x, comm, [(0, 1), (1, 1)]),
     "ranks below 2": lambda comm, x: ops.permute(x, comm, [(0, 2)]),
     "group_size 2, the size of communicator": lambda comm, x: torch.ops.torch_overlap.all_gather(

@@ -295,7 +295,7 @@ ERRORS = {
     "one or more weights, got none": lambda c, x, w: ops.all_gather_matmul(x, [], c),
     "one entry for each of the 1 weights, got 2": lambda c, x, w: ops.all_gather_matmul(x, [w], c, [None, None]),
     r"in_features 5 as x, got shape \[5\] for x of shape \[4, 5\]": lambda c, x, w: ops.matmul_all_reduce(x, w[0], c),
-    r"^matmul_reduce_scatter: expected a weight \[out_features, in_features\] with in_features 5 as x for weight, got "
+    r"^matmul_reduce_scatter: expected a weight \[out_features, in_features\] with in_features 5 as x, got "
     r"shape \[5, 4\] for x of shape \[4, 5\]. Pass weight.t\(\)": lambda c, x, w: ops.matmul_reduce_scatter(
         x, w.t(), c
     ),

@@ -137,15 +137,27 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(kind, match=match):
                 ops.all_reduce_rms_norm(*args, comm, **options)
 
-        refuses(InvalidValueError, r"dimension 0 of residual.*4.*3", x, residual[:3], weight)
-        refuses(InvalidValueError, r"expected a residual of shape \[4, 6\], got \[24\]", x, residual.flatten(), weight)
+        refuses(
+            InvalidValueError,
+            r"a residual of shape \[4, 6\], .*got \[3, 6\], which differs in dimension 0",
+            x,
+            residual[:3],
+            weight,
+        )
+        refuses(
+            InvalidValueError,
+            r"expected a residual of shape \[4, 6\], that of the sum, got \[24\]",
+            x,
+            residual.flatten(),
+            weight,
+        )
         refuses(InvalidValueError, r"norm's weight.*6.*5", x, residual, weight[:5])
         refuses(InvalidValueError, r"norm's weight with one dimension, got shape \[1, 6\]", x, residual, weight[None])
         refuses(InvalidTypeError, "norm's weight", x, residual, weight.double())
         refuses(InvalidTypeError, "residual", x, residual.bfloat16(), weight)
         refuses(
             InvalidTypeError,
-            "expected float16, bfloat16, float32 or float64, got torch.int32",
+            "expected x of float16, bfloat16, float32 or float64, got torch.int32",
             x.int(),
             residual,
             weight,

@@ -195,7 +195,9 @@ def test_mistakes_of_one_operator():
         for message, call in {
             "gather_dim to be a dimension of rows, got 1": lambda: gather(comm, x, s, x, gather_dim=1),
             "scatter_dim to be a dimension of rows, got -1": lambda: scatter(comm, x, s, x, scatter_dim=-1),
-            "one scale_inv for each of the 1 weights, got 0": lambda: gather(comm, x, s, x, scales=[]),
+            "one scale_inv for each of the 1 weights in weights_scale_inv, got 0": lambda: gather(
+                comm, x, s, x, scales=[]
+            ),
             "one entry for each of the 1 weights, got 2": lambda: gather(comm, x, s, x, [None, None]),
             "one or more weights, got none": lambda: ops.scaled_all_gather_matmul(x, s, [], [], comm),
             r"a bias \[out_features\] of 16 elements, got shape \[3\]": lambda: scatter(

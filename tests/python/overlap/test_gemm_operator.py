@@ -259,9 +259,9 @@ def wrong(comm: TorchComm) -> None:
     id = to.create_comm_overlap_buffer(comm, Type.RS, Method.PIPELINE, (TOKENS, N), torch.float64)
     sized = "^gemm: GEMM->RS overlap output buffer is sized incorrectly: expected a first dimension"
     for message, columns, shape in [
-        (rf"{sized} that 2 ranks can share, got 3 of 2 rows, which a part rounded up cuts; pad it", N, (3, 2)),
+        (rf"{sized} that 2 ranks can share, got 3 of 2 rows, which a part rounded up cuts. Pad it", N, (3, 2)),
         ("^gemm: expected an output of 16 features, as the buffer has, got 15", N - 1, (4,)),
-        ("at most the 24 tokens of the buffer, got 25", N, (25,)),
+        ("^gemm: expected at most the 24 tokens of the buffer for the rows of the product, got 25", N, (25,)),
     ]:
         with pytest.raises(to.InvalidValueError, match=message):
             OP(torch.zeros(*shape, K, dtype=torch.float64), None, w[:columns], None, comm_type=1, comm_overlap_method=2,

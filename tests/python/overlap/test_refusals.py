@@ -104,7 +104,11 @@ def bad_gathers(case: Gather) -> dict[str, Bad]:
         "weight device": (call(A=t(n, k, device=META)), kind, "split_overlap_ag: expected "),
         "bias": (call(bias=t(n + 1)), value, "split_overlap_ag: expected bias of shape"),
         "aux": (call(pre_gelu_out=t(rows, n)), value, "split_overlap_ag: expected pre_gelu_out of shape"),
-        "sum of rows": (call(grad=True, bias=t(n), pre_gelu_out=t(tokens, n)), unsupported, "split_overlap_ag: .*bias"),
+        "sum of rows": (
+            call(grad=True, bias=t(n + 1), pre_gelu_out=t(tokens, n)),
+            value,
+            "split_overlap_ag: expected bias_grad of shape",
+        ),
     }
 
 

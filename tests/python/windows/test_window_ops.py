@@ -101,7 +101,7 @@ def test_meta_kernels_need_no_window() -> None:
     raw.put(x, source, 1, 5, "nobody's")
     raw.signal(x, 1, "nobody's")
     raw.wait_signal(x, 1, "nobody's")
-    with pytest.raises(to.InvalidValueError, match="put: expected dst >= 0, got -1"):
+    with pytest.raises(to.InvalidValueError, match="put: expected a rank >= 0 for dst, got -1"):
         raw.put(x, source, -1, 0, "nobody's")
     with pytest.raises(to.InvalidValueError, match="put: expected offset >= 0, got -2"):
         raw.put(x, source, 0, -2, "nobody's")
