@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from torch_overlap import _C, _gloo, _tuning
 from torch_overlap._C import CommOptions, P2POp, ReduceOp, TorchComm, built_backends
@@ -90,6 +90,8 @@ def new_comm(
         merged.enable_reconfigure = enable_reconfigure
     if rank is None and size is None and backend.lower() in _ALONE and _C._env.launcher() is None:
         rank, size = 0, 1
+        if merged.store is None and _C._env.master_addr() is None:
+            merged.store = HashStore()
     _tuning.load_once()
     return _C._new_comm(backend, where, name, merged, rank, size)
 

@@ -2,7 +2,6 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -55,21 +54,11 @@ struct CurrentStores {
   }
 };
 
-// Where ranks without peers meet themselves.
-StorePtr lone_store() {
-  auto& stores = ProcessWide<CurrentStores>::get();
-  const std::lock_guard lock(stores.mutex);
-  auto& store = stores.by_address()[""];
-  if (!store) store = c10::make_intrusive<c10d::HashStore>();
-  return store;
-}
-
 // The TCPStore of this process for `address`, made once: communicators differ by their keys. Rank 0
 // serves it, unless torchrun's agent does already. It is never closed: other ranks may still read
 // when rank 0's last communicator is gone.
 StorePtr process_store(const Env& env, RankAndSize who, Milliseconds timeout) {
   const auto host = env.master_addr();
-  if (!host && who.size == 1) return lone_store();
   TORCH_OVERLAP_CHECK(host, kValue,
                       "new_comm: expected a store, or MASTER_ADDR in the environment, or a SLURM "
                       "node list, got none; start the script with torchrun or pass store=");

@@ -33,7 +33,7 @@ TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> own_connection(
     const c10::intrusive_ptr<c10d::Store>& store, const std::string& op, Milliseconds timeout);
 
 // `given`, else the process's store: torchrun's agent serves it, or rank 0 at MASTER_ADDR:
-// MASTER_PORT, once for all communicators; one rank without MASTER_ADDR has a store in its memory.
+// MASTER_PORT, once for all communicators.
 // On a connection of its own. Throws kRuntime if nobody
 // serves it within `timeout`.
 TORCH_OVERLAP_API c10::intrusive_ptr<c10d::Store> open_store(

@@ -336,6 +336,10 @@ void prepare_dumps(const Env& env) {
   }
   static std::once_flag once;
   std::call_once(once, [&env] {
+    // These are read when the first call is recorded; a mistake in one is an error here, not there.
+    (void)env.recorder_size();
+    (void)env.recorder_cpp_stack();
+    (void)env.recorder_python_stack();
     if (const auto signal = env.recorder_signal()) dump_trace_on_signal(*signal);
   });
 }
