@@ -20,7 +20,6 @@ from small_cases import (
     draw_bytes,
     edges,
     reduced,
-    small_way,
 )
 
 import torch_overlap as to
@@ -285,7 +284,7 @@ def test_the_recorder_names_the_way(comm, always, make_comm):
     is_pair, has_bulk = comm.get_size() == 2, torch.cuda.get_device_capability()[0] >= 9
     by_itself = "direct_bulk" if is_pair and has_bulk else "nccl"
     asked_for = "direct_bulk" if has_bulk else "direct_push" if is_pair else "direct_two_shot"
-    few = small_way(comm)
+    few = "direct_ll"  # 400 bytes
     assert algorithms(calls) == [few, by_itself, few, asked_for, "nccl", "nccl", "nccl", few, few, "nccl", "nccl"]
 
 
