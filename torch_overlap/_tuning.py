@@ -65,6 +65,7 @@ def chosen(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def shipped() -> list[Entry]:
+    """The entries of the tables that come with the package."""
     return [entry for path in sorted(TABLES.glob("*.json")) for entry in read(path)]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import secrets
-import time
+import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -156,26 +157,28 @@ def test_a_communicators_batch_refuses_to_receive_twice_into_one_buffer(backend)
 
 def mismatched(rank, size, store):
     """A peer that is there, with other sizes or in another operation, is not called absent."""
-    messages = []
-    for number in range(3):
-        group = None
-        init(rank, size, dist.PrefixStore(str(number), store), seconds=4)
-        dist.barrier()
+    init(rank, size, store)
+    groups = [dist.new_group(timeout=timedelta(seconds=6)) for _ in range(3)]
+    calls = [
+        lambda group: dist.all_reduce(torch.ones(4 + 4 * rank), group=group),
+        lambda group: (dist.all_reduce if rank else partial(dist.broadcast, src=0))(torch.ones(4), group=group),
+        lambda group: dist.recv(torch.ones(6), 0, group) if rank else dist.send(torch.ones(4), 1, group),
+    ]
+    messages = [""] * len(calls)
+
+    def call(number):
         try:
-            if number == 0:
-                dist.all_reduce(torch.ones(4 + 4 * rank))
-            elif number == 1:
-                dist.broadcast(torch.ones(4), 0) if rank == 0 else dist.all_reduce(torch.ones(4))
-            elif rank == 0:
-                dist.send(torch.ones(4), 1)
-            else:
-                dist.recv(torch.ones(6), 0)
+            calls[number](groups[number])
         except RuntimeError as error:
-            messages.append(str(error))
-        store.set(f"done/{number}/{rank}", "1")
-        store.wait([f"done/{number}/{r}" for r in range(size)], timedelta(seconds=50))
-        dist.distributed_c10d._abort_process_group(group)
-        time.sleep(0.1)
+            messages[number] = str(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    dist.barrier()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier()
     return messages
 
 

@@ -22,7 +22,7 @@ namespace {
 
 // How long a rank whose operation timed out waits for others to tell what they wait in.
 Milliseconds late_limit(Milliseconds timeout) {
-  return std::clamp<Milliseconds>(timeout / 4, Milliseconds(500), Milliseconds(5000));
+  return std::clamp<Milliseconds>(timeout / 4, Milliseconds(1000), Milliseconds(5000));
 }
 
 constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
