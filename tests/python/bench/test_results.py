@@ -27,8 +27,8 @@ def content(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def gemm_row(name: str, mode: str, algorithm: str, ratio: float, **more: Any) -> dict[str, Any]:
     return {"op": "ag_gemm", "name": name, "shape": [64, 64, 64], "dtype": "bf16", "tp": 2, "mode": mode,
-            "algorithm": algorithm, "us": 100 * ratio, "iqr_us": 1.0, "gemm_us": 100.0, "gemm_iqr_us": 0.5,
-            "ratio_gemm": ratio, "floor_us": 101.0, "ratio_floor": ratio / 1.01, "peers": {"nccl": 150.0},
+            "algorithm": algorithm, "us": 100 * ratio, "iqr_us": 1.0, "gemm_us": 100.0,
+            "ratio_gemm": ratio, "floor_us": 101.0, "ratio_floor": round(ratio / 1.01, 4), "peers": {"nccl": 150.0},
             **more}  # fmt: skip
 
 
@@ -55,6 +55,16 @@ def test_committed_results_are_result_files(path: Path) -> None:
     assert path.stem.endswith(found["date"])
     assert found["rows"]
     assert not re.search(r"(^|[ =])/", found["command"]), "a path of the machine"
+    assert path.read_text() == result.text(found), "run scripts/compact_results.py on it"
+
+
+def test_committed_results_are_few_and_used() -> None:
+    """The current file of each claim, and no other: older ones are in git's history."""
+    assert len(RESULTS) < 40
+    assert sum(path.stat().st_size for path in RESULTS) < 1_000_000
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests/python/mesh/test_h200.py"]
+    text = "\n".join(page.read_text() for page in pages)
+    assert [path.name for path in RESULTS if path.name not in text] == []
 
 
 def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
@@ -67,6 +77,22 @@ def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
     path.write_text(json.dumps({**found, "rows": None}))
     with pytest.raises(ValueError, match=r"expected a result file, got .*rows = None"):
         result.read(path)
+
+
+def test_a_file_has_a_line_for_each_row() -> None:
+    """Figures that nothing reads stay out, and digits that no measurement has."""
+    noise = {"rounds": 30, "gbps": 1.5, "best_peer": "nccl", "ratio_iqr": 0.1, "ratio_peer_iqr": 0.1, "gemm_iqr_us": 0.5}
+    row = gemm_row("one", "graph", "auto", 1.2345678, ratio_peer=0.98765432, peers={"nccl": 150.123456, "none": 0.0})
+    made = content([row | noise, size_row(1 << 27, "auto", 12345.678)], timelines=TIMELINE, rates={"link_gbps": 386.7512})
+    lines = result.text(made).splitlines()
+    assert [line for line in lines if '"op"' in line] == [line for line in lines if line.startswith(" {")]
+    assert len(lines) == len(made) + 2 + len(TIMELINE) + 1 + 2 + 1  # two lists of objects; the braces of the file
+    found = json.loads(result.text(made))
+    assert found["rows"][0] == row | {"us": 123.46, "ratio_gemm": 1.2346, "ratio_peer": 0.98765,
+                                      "peers": {"nccl": 150.12, "none": 0.0}}  # fmt: skip
+    assert (found["rows"][1]["shape"], found["rows"][1]["us"]) == (1 << 27, 12346.0)
+    assert (found["rates"], found["timelines"]) == ({"link_gbps": 386.75}, TIMELINE)
+    assert result.text(found) == result.text(made)
 
 
 @pytest.mark.parametrize("key", ["us", "peers", "ratio_floor", "algorithm"])
