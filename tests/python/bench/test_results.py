@@ -88,10 +88,10 @@ def test_a_file_has_a_line_for_each_row() -> None:
     assert [line for line in lines if '"op"' in line] == [line for line in lines if line.startswith(" {")]
     assert len(lines) == len(made) + 2 + len(TIMELINE) + 1 + 2 + 1  # two lists of objects; the braces of the file
     found = json.loads(result.text(made))
-    assert found["rows"][0] == row | {"us": 123.46, "ratio_gemm": 1.2346, "ratio_peer": 0.98765,
-                                      "peers": {"nccl": 150.12, "none": 0.0}}  # fmt: skip
-    assert (found["rows"][1]["shape"], found["rows"][1]["us"]) == (1 << 27, 12346.0)
-    assert (found["rates"], found["timelines"]) == ({"link_gbps": 386.75}, TIMELINE)
+    assert found["rows"][0] == row | {"us": 123.457, "ratio_gemm": 1.23457, "ratio_peer": 0.987654,
+                                      "peers": {"nccl": 150.123, "none": 0.0}}  # fmt: skip
+    assert (found["rows"][1]["shape"], found["rows"][1]["us"]) == (1 << 27, 12345.7)
+    assert (found["rates"], found["timelines"]) == ({"link_gbps": 386.751}, TIMELINE)
     assert result.text(found) == result.text(made)
 
 
