@@ -159,7 +159,7 @@ def test_a_table_of_layers() -> None:
 
 
 def test_a_document_of_layers(tmp_path: Path) -> None:
-    page = tmp_path / "performance.md"
+    page = tmp_path / "results.md"
     page.write_text(f"{document.BEGIN}\n{document.END}\n")
     file = result.write(content(LAYERS) | {"benchmark": "layer", "gpu": "NVIDIA H200"}, 4, tmp_path)
     document.update([file], tmp_path / "images", page)
@@ -179,7 +179,7 @@ TIMELINE = [
 
 def test_a_document_with_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page, images = tmp_path / "performance.md", tmp_path / "images"
+    page, images = tmp_path / "results.md", tmp_path / "images"
     page.write_text(f"# Before\n\n{document.BEGIN}\nold\n{document.END}\n\nafter\n")
     file = result.write(content(ROWS, timelines=TIMELINE), 2, tmp_path)
     assert document.update([file], images, page) == 0
@@ -190,16 +190,34 @@ def test_a_document_with_pictures(tmp_path: Path) -> None:
     assert table(groups_of(ROWS)[:2]) in text
     shown = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(shown) == 3
+    assert len(list(images.iterdir())) == 3
     for name in shown:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / name).stat().st_size < 100_000
     document.update([file], images, page)
     assert page.read_text() == text
+    page.write_text(f"{document.BEGIN}\n{document.END}\n")
     with pytest.raises(ValueError, match="got none"):
         document.update([], images, page)
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"expected .* with the lines"):
         document.update([file], images, page)
+
+
+def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without files those of the page are drawn again; of an operation the first file has the picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    page, images, folder = tmp_path / "results.md", tmp_path / "images", Path("benchmarks/results")
+    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    files = [result.write(content(ROWS) | {"benchmark": name}, 2, folder) for name in ("b", "a")]
+    document.update(files, images, page)
+    text = page.read_text()
+    names = {path.name for path in images.iterdir()}
+    assert len(names) == 2
+    assert all(name.startswith("b-") for name in names)
+    document.update([], images, page)
+    assert page.read_text() == text
 
 
 @pytest.mark.parametrize("order", ["plot {a} {b} --images {images} --document {page}",
@@ -220,7 +238,7 @@ def test_plot_takes_files_and_options_in_any_order(tmp_path: Path, order: str) -
 
 
 def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
-    page = ROOT / "docs" / "performance.md"
+    page = ROOT / "docs" / "results.md"
     text = page.read_text()
     between = text.split(document.BEGIN)[1].split(document.END)[0]
     names = re.findall(r"^`benchmarks/results/(.*?)`:", between, re.MULTILINE)
@@ -233,5 +251,7 @@ def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
         tables += [layer_table(layers)] if layers else []
         assert tables
         assert all(shown in between for shown in tables)
-    for image in re.findall(r"!\[.*?\]\((.*?)\)", text):
-        assert 0 < (page.parent / image).stat().st_size < 100_000
+    shown = {(page.parent / image).resolve() for image in re.findall(r"!\[.*?\]\((.*?)\)", text)}
+    assert shown == set((page.parent / "images").iterdir())
+    assert len(shown) <= 8
+    assert all(0 < image.stat().st_size < 100_000 for image in shown)
