@@ -180,6 +180,7 @@ format: $(LINT)
 	PYTHON=$(PY) scripts/format.sh
 
 lint: $(LINT) check
+	$(PY) scripts/check_docs.py
 	PYTHON=$(PY) scripts/format.sh --check
 	$(PY) -m ruff check .
 	$(PY) -m mypy

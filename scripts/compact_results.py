@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Rewrites result files in the form that `bench` writes: one row a line, without figures that nothing reads.
 
-    PYTHONPATH=. scripts/compact_results.py benchmarks/results/*.json
-    PYTHONPATH=. scripts/compact_results.py FILE --keep op=gemm_ar,a2a_gemm --keep mode=graph     only these rows
+PYTHONPATH=. scripts/compact_results.py benchmarks/results/*.json
+PYTHONPATH=. scripts/compact_results.py FILE --keep op=gemm_ar,a2a_gemm --keep mode=graph     only these rows
 """
 
 import argparse

@@ -81,9 +81,10 @@ def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
 
 def test_a_file_has_a_line_for_each_row() -> None:
     """Figures that nothing reads stay out, and digits that no measurement has."""
-    noise = {"rounds": 30, "gbps": 1.5, "best_peer": "nccl", "ratio_iqr": 0.1, "ratio_peer_iqr": 0.1, "gemm_iqr_us": 0.5}
+    noise = dict.fromkeys(result.UNREAD, 0.5)
     row = gemm_row("one", "graph", "auto", 1.2345678, ratio_peer=0.98765432, peers={"nccl": 150.123456, "none": 0.0})
-    made = content([row | noise, size_row(1 << 27, "auto", 12345.678)], timelines=TIMELINE, rates={"link_gbps": 386.7512})
+    rows = [row | noise, size_row(1 << 27, "auto", 12345.678)]
+    made = content(rows, timelines=TIMELINE, rates={"link_gbps": 386.7512})
     lines = result.text(made).splitlines()
     assert [line for line in lines if '"op"' in line] == [line for line in lines if line.startswith(" {")]
     assert len(lines) == len(made) + 2 + len(TIMELINE) + 1 + 2 + 1  # two lists of objects; the braces of the file

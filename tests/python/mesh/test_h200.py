@@ -26,7 +26,7 @@ def measured(file, ops, algorithm):
     return {(row["op"], tuple(row["shape"]) if isinstance(row["shape"], list) else row["shape"]): row for row in found}
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", [2, 4])
 def test_overlapped_products(tp):
     """The algorithm ring on large batches, from the measured time of the product: within 15 %."""
     model, seen = CostModel.h200(), 0
@@ -40,7 +40,7 @@ def test_overlapped_products(tp):
     assert seen >= 12
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", [2, 4])
 def test_products(tp):
     """A rank's product by the quickest algorithm of cuBLASLt: within 25 %, of those of a millisecond and more 10 %."""
     model = CostModel.h200()
@@ -51,7 +51,7 @@ def test_products(tp):
             assert 1e6 * model.matmul(*sizes, 2) == pytest.approx(row["gemm_us"], rel=bound), (op, m, n, k)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", [2, 4])
 def test_collectives(tp):
     """The communicator's own choice: within 15 %."""
     model = CostModel.h200()
@@ -59,7 +59,7 @@ def test_collectives(tp):
         assert 1e6 * model.collective(op, {"nvlink": tp}, size) == pytest.approx(row["us"], rel=0.15), (op, size)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", [2, 4])
 def test_layers(tp):
     """A Llama layer, forward and backward, overlapped and not: within 15 %."""
     rows = json.loads((RESULTS / LAYERS[tp]).read_text())["rows"]
