@@ -19,13 +19,13 @@ CURRENT := build/current
 # The CMake that configured the build made last.
 CMAKE = $(shell sed -n 's/^CMAKE_COMMAND:INTERNAL=//p' $(CURRENT)/CMakeCache.txt)
 
-.PHONY: help build demo test test-python test-cpp check compat conformance gpu-test bench sanitize sanitize-quick \
+.PHONY: help build demo test test-python test-cpp check compat conformance gpu-test bench results sanitize sanitize-quick \
         sanitize-gpu stress format lint lint-tidy wheel check-wheel clean check-python
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
+	@echo 'also: build wheel check-wheel format lint lint-tidy compat conformance gpu-test bench results sanitize sanitize-gpu stress clean (see CONTRIBUTING.md)'
 
 # ---- the environment
 
@@ -99,6 +99,10 @@ BUDGET ?= 225
 bench: build
 	$(if $(BENCH),$(PY) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) $(BENCH) $(ARGS), \
 	  $(PY) -m torch_overlap bench all --budget $(BUDGET) $(if $(wildcard /dev/nvidiactl),--out benchmarks/results) $(ARGS))
+
+# The tables and pictures of docs/results.md from the result files that it names.
+results: build
+	$(PY) -m torch_overlap bench plot
 
 # The CPU tests against the newest torch on PyPI, in a copy with its own environment; before a release.
 compat:
@@ -176,6 +180,7 @@ format: $(LINT)
 	PYTHON=$(PY) scripts/format.sh
 
 lint: $(LINT) check
+	$(PY) scripts/check_docs.py
 	PYTHON=$(PY) scripts/format.sh --check
 	$(PY) -m ruff check .
 	$(PY) -m mypy

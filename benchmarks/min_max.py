@@ -8,7 +8,6 @@ Each row: microseconds of one call in a CUDA graph, the median over rounds of th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torch_overlap as to
-from torch_overlap.bench.result import result
+from torch_overlap.bench.result import result, text
 
 SIZES = [1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]  # bytes
 ROUNDS, REPEATS = 15, 10
@@ -75,7 +74,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
     if comm.get_rank() == 0 and args.json:
         with open(args.json, "w") as file:
-            json.dump(result("min_max", rows, tp=comm.get_size()), file, indent=1)
+            file.write(text(result("min_max", rows, tp=comm.get_size())))
     comm.finalize()
     dist.destroy_process_group()
 

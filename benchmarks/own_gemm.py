@@ -8,7 +8,7 @@ One GPU; the shapes are those of one of `tp` ranks, weights [n, k] or with --wei
 each operand; --residual: a matrix like the result is added. Each variant is captured in a CUDA graph of several calls
 on operands that rotate; variants take turns within every round, and a ratio is the median over rounds of the ratio
 within one. The baseline is cuBLASLt with `set_gemm_tuning("measured")`, the quickest of its heuristics.
---cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/performance.md says how). Each must give
+--cutlass adds the kernels of a library made from benchmarks/cpp/cutlass (docs/results.md says how). Each must give
 cuBLASLt's result in every order in which it can go through the tiles, and takes its turns in the quickest.
 At the end: the geometric mean and the worst over all shapes of the quickest of our kernels, and of CUTLASS's.
 """

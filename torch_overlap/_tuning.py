@@ -50,7 +50,7 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
         content = json.loads(Path(path).read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}")
-        entries: list[Entry] = content["entries"]
+        entries: list[Entry] = [content.get("common", {}) | entry for entry in content["entries"]]
         for entry in entries:
             key(entry), str(entry["algorithm"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -146,13 +146,26 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry]) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(handle, "w") as file:
-                json.dump({"format": _FORMAT, "entries": list(kept.values())}, file, indent=1)
-                file.write("\n")
+                file.write(_text(list(kept.values())))
             os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
+
+
+def _text(entries: Sequence[Entry]) -> str:
+    """A file of `entries`, one a line: what all of them share comes once, and measured times are left out."""
+    common = {
+        key: entries[0][key]
+        for key in ("device", "library")
+        if len({entry.get(key) for entry in entries}) == 1 and key in entries[0]
+    }
+    lines = [
+        json.dumps({key: value for key, value in entry.items() if key not in (*common, "us")}) for entry in entries
+    ]
+    head = f'{{"format": {_FORMAT}, "common": {json.dumps(common)}, "entries": ['
+    return head + "".join(f"\n {line}," for line in lines).removesuffix(",") + "\n]}\n"
 
 
 @contextlib.contextmanager

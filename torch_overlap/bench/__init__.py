@@ -1,6 +1,6 @@
 """`python -m torch_overlap bench`: our operators and collectives beside what else there is, in one run.
 
-docs/performance.md has the results and says how they are measured. The modules, from values to commands:
+docs/results.md has the results, docs/tuning.md says how they are measured. The modules, from values to commands:
 
 - cases: operations, shapes, and the order of a run. floor: the least time that the hardware allows.
 - timing: samples that all ranks begin together, in rounds whose order rotates; medians and ratios.

@@ -18,7 +18,8 @@ bench ag_gemm_classes bulk_rs                 over buffers of the overlap classe
 bench a2a_gemm gemm_a2a                       with an all-to-all, around attention whose heads are sharded; not in "all"
 bench all_reduce --shape 64K --mode graph     bytes of the whole tensor
 bench --check GOALS.json RESULT.json          what falls short of the goals; exits with 1 if anything does
-bench plot RESULT.json ...                    the pictures in --images and the tables of --document, in this order
+bench plot [RESULT.json ...]                  the pictures in --images and the tables of --document, in this order;
+                                              without files those that the document has
 """
 
 
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--document",
         type=Path,
-        default=Path("docs/performance.md"),
+        default=Path("docs/results.md"),
         help="of plot: where the tables go (default: %(default)s)",
     )
     add("--began", type=float, help=argparse.SUPPRESS)

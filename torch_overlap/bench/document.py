@@ -1,8 +1,9 @@
-"""docs/performance.md and its pictures, from result files: every figure in it is one of theirs."""
+"""docs/results.md and its pictures, from result files: every figure between its marks is one of theirs."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,16 +16,20 @@ from torch_overlap.bench.tables import TITLES, groups_of, table
 
 BEGIN = "<!-- results: written by `python -m torch_overlap bench plot`, from here -->"
 END = "<!-- to here -->"
+# Operations with a picture, of the first file that has them in bf16: pages need few, tables have every figure.
+PICTURED = ("ag_gemm", "gemm_rs", "gemm_ar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_RESULTS = "benchmarks/results"
 
 
 def update(paths: Sequence[Path], images: Path, document: Path) -> int:
-    """Draws the pictures and puts tables of the files into the document, between its two marks. 0.
+    """Draws the pictures and writes tables of the files into the document, between its two marks. Returns 0.
+
+    Args:
+        paths: the result files, in this order; by default those that the document has.
 
     Raises:
-        ValueError: a file is no result, none is given, or the document has no marks.
+        ValueError: a file is no result, none is given and the document has none, or it has no marks.
     """
-    if not paths:
-        raise ValueError("bench plot: expected result files, got none")
     text = document.read_text() if document.exists() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         got = "another document" if text else "no such file"
@@ -32,16 +37,24 @@ def update(paths: Sequence[Path], images: Path, document: Path) -> int:
             f"bench plot: expected {document} with the lines {BEGIN!r} and {END!r}, got {got}; "
             "give --document, or run it in the root of the repository"
         )
-    contents = [(path, result.read(path)) for path in paths]
-    parts = [section(path.name, content, images, document) for path, content in contents]
     before, rest = text.split(BEGIN)
+    paths = paths or [Path(name) for name in re.findall(rf"^`({_RESULTS}/.*?)`:", rest.split(END)[0], re.MULTILINE)]
+    if not paths:
+        raise ValueError(f"bench plot: expected result files, got none, and none is in {document}")
+    contents = [(path, result.read(path)) for path in paths]
+    pictured: set[str] = set()
+    parts = [section(path.name, content, images, document, pictured) for path, content in contents]
     document.write_text(f"{before}{BEGIN}\n\n{''.join(parts)}{END}{rest.split(END)[1]}")
     print(f"wrote {document}")
     return 0
 
 
-def section(name: str, content: dict[str, Any], images: Path, document: Path) -> str:
-    """One file: where and how it ran, then for each operation a picture and a table."""
+def section(name: str, content: dict[str, Any], images: Path, document: Path, pictured: set[str]) -> str:
+    """One file: where and how it ran, then for each operation a table, and a picture if it is the first with it.
+
+    Args:
+        pictured: operations that have a picture already; those that get one are added.
+    """
     gpu = result.gpu_name(content)
     if layers := [row for row in content["rows"] if row.get("op") == "layer"]:
         title = f"#### {TITLES['layer']}, {layers[0]['dtype']}"
@@ -54,11 +67,14 @@ def section(name: str, content: dict[str, Any], images: Path, document: Path) ->
     for (op, dtype), same in groupby(groups, key=lambda group: (group.op, group.dtype)):
         cases = list(same)
         text += f"#### {TITLES[op]}, {dtype}\n\n"
-        image = images / f"{stem}-{op}-{dtype}.png"
-        if len(cases) > 1 and plots.can_plot():
-            draw = plots.lines if op in COLLECTIVES else plots.bars
-            draw(cases, plots.title_of(cases[0], gpu.upper()), image)
-        text += _image(image, document, TITLES[op]) + table(cases) + "\n\n"
+        if op in PICTURED and dtype == "bf16" and op not in pictured and len(cases) > 1:
+            pictured.add(op)
+            image = images / f"{stem}-{op}-{dtype}.png"
+            if plots.can_plot():
+                draw = plots.lines if op in COLLECTIVES else plots.bars
+                draw(cases, plots.title_of(cases[0], gpu.upper()), image)
+            text += _image(image, document, TITLES[op])
+        text += table(cases) + "\n\n"
     timelines = content.get("timelines", [])
     for key, step in groupby(timelines, key=lambda line: (line["op"], line["name"])):
         image = images / f"{stem}-{key[0]}-timeline.png"
@@ -86,6 +102,6 @@ def provenance(name: str, content: dict[str, Any]) -> str:
         f"{rates['memory_gbps'] / 1000:.2f} TB/s." if rates else ""
     )  # fmt: skip
     return (
-        f"`benchmarks/results/{name}`: {content['gpu']}, driver {content['driver']}, torch {content['torch']}, "
+        f"`{_RESULTS}/{name}`: {content['gpu']}, driver {content['driver']}, torch {content['torch']}, "
         f"NCCL {content['nccl']}, commit {content['commit']}, `{content['command']}`.{measured}"
     )

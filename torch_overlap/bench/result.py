@@ -24,6 +24,9 @@ ROW = {
     "iqr_us": (int, float), "peers": dict,
 }  # fmt: skip
 GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
+# What a run reports and nothing reads from a file: a file has the figures that tables, pictures, goals and tests use.
+UNREAD = ("ratio_iqr", "ratio_peer_iqr", "best_peer", "gbps", "rounds", "gemm_iqr_us")
+_DIGITS = 6  # significant digits of a figure: samples differ in the third
 # Options that say where files are, or when: nobody needs them to run it again.
 _PATHS = ("--out", "--json", "--library", "--loops", "--cutlass", "--began")
 
@@ -92,8 +95,34 @@ def write(content: dict[str, Any], tp: int, folder: Path) -> Path:
     """Writes `<benchmark>-<gpu>-tp<n>-<date>.json` and returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{content['benchmark']}-{gpu_name(content)}-tp{tp}-{content['date']}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(text(content))
     return path
+
+
+def text(content: dict[str, Any]) -> str:
+    """Returns the text of a result file: a line for each key, and for each entry of a list, such as a row."""
+    lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in compact(content).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def compact(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns `content` without figures that nothing reads, its floats rounded to significant digits."""
+    rows = [{key: value for key, value in row.items() if key not in UNREAD} for row in content["rows"]]
+    return dict(_rounded(content | {"rows": rows}))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
 
 
 def write_result(benchmark: str, tp: int, rows: list[dict[str, Any]], folder: Path) -> Path:

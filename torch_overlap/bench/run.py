@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -153,7 +152,7 @@ class Record:
         self._content["left_out"] = [visit.row(self._tp) | {"why": why} for visit, why in self._left_out.items()]
         paths = []
         if self._options.json is not None:
-            self._options.json.write_text(json.dumps(self._content, indent=1) + "\n")
+            self._options.json.write_text(result.text(self._content))
             paths.append(self._options.json)
         if self._options.out is not None:
             paths.append(result.write(self._content, self._tp, self._options.out))

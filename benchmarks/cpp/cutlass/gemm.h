@@ -5,7 +5,7 @@
 #include <cstdint>
 
 // CUTLASS's products behind plain C, for benchmarks/own_gemm.py --cutlass: lhs rhs^T times the
-// scales of both, sums in float32. No part of the build: docs/performance.md has the command.
+// scales of both, sums in float32. No part of the build: docs/results.md has the command.
 extern "C" {
 
 // Pointers are to the device.

@@ -17,16 +17,11 @@ constexpr size_t kMi = 1024 * kKi;
 // Up to how many bytes (DirectProblem::bytes) each protocol is taken, and bulk copies from how many
 // on; 0: never. Lines of 128 bytes, where links carry them, come before all others but for the few
 // bytes that short ones are quicker for; bulk copies have what they do as quickly, in fewer SMs.
-// The row of two ranks: where the protocols cross on H100s in a graph
-// (benchmarks/results/bench_wide_lines-h100-80gb-hbm3-tp2-*.json, and of lines of 128 bytes since
-// they are a pipeline bench_two_ranks_collectives-h100-80gb-hbm3-tp2-*.json; of 1 to 64 KiB, but of
-// a broadcast, bench_short_lines-h100-80gb-hbm3-tp2-*.json). Of four: on H200s
-// (bench_collective_ways-h200-tp4-*.json) and H100s (bench_collective_ways-h100-80gb-hbm3-tp4-*),
-// short lines on H100s alone since all are asked for at once (lines_at_once-*, of 1 and 64 KiB in
-// all, between which those of reduce_scatter and all_to_all end); push is quicker than NCCL up to
-// the largest size measured, 128 MiB in all, with a block on nearly every SM. Of more: below where
-// prototypes did. NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave
-// one of them: NCCL, which hands them on, is ahead from 1 MiB on.
+// The row of two ranks: where the protocols cross on H100s in a graph. Of four: on H200s and H100s
+// (docs/results.md has the times of what is chosen); push is quicker than NCCL up to the largest
+// size measured, 128 MiB in all, with a block on nearly every SM. Of more: below where prototypes
+// did. NCCL has what is larger. Of a broadcast of more than two ranks all bytes leave one of them:
+// NCCL, which hands them on, is ahead from 1 MiB on.
 struct Limits {
   Primitive primitive;
   int most_ranks;  // the first row that fits counts
@@ -41,7 +36,7 @@ struct Limits {
   // From so many on without copies, where the communicator has windows: there NCCL's own kernels
   // over such memory are quicker than any way from elsewhere. For less the round in which ranks
   // tell each other where their tensors lie costs more than it saves
-  // (benchmarks/results/bench_gather_windows-*.json).
+  // (benchmarks/results/bench_gather_windows-h100-80gb-hbm3-tp4-2026-11-26.json).
   size_t zero_copy = 0;
 };
 

@@ -1,7 +1,6 @@
 // Measured on H200s (NVLink 4, all pairs, no multicast; NCCL 2.28.9; bf16): the communicator's own
-// choice in CUDA graphs up to 16 MiB (benchmarks/results/bench_bf16-h200-*.json and
-// bench_collectives-h200-tp4-*.json), among two ranks up to 4; NCCL eagerly above
-// (benchmarks/results/collective_bandwidth-h200-*.json).
+// choice in CUDA graphs up to 16 MiB, among two ranks up to 4; NCCL eagerly above.
+// tests/python/mesh/test_h200.py compares them with benchmarks/results.
 
 #include "torch_overlap/mesh/cost.h"
 

@@ -189,7 +189,7 @@ def test_a_budget_leaves_out_and_says_what(tmp_path: Path) -> None:
         (("ag_gemm", "--mode", "graph", "--device", "cpu"), "needs CUDA"),
         (("ag_gemm", "--mode", "slow"), "expected --mode"),
         (("--check", "goals.json"), "expected --check GOALS RESULT"),
-        (("plot",), "expected result files"),
+        (("plot", "--document", "none.md"), "expected none.md with the lines"),
         (("plot", "missing.json", "--document", "missing.md"), "got no such file; give --document"),
         (("ag_gemm", "--tp", "0"), "expected --tp of one or more ranks, got 0"),
         (("ag_gemm", "--device", "cpu", "first", "--tp", "2", "second"), "all or plot, got first, second"),

