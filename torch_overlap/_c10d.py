@@ -6,7 +6,7 @@
 - Ranks exchange elements in their logical order, whatever the strides of each rank's tensors. A tensor whose memory has
   another order is copied before the operation, after it, or both.
 - A `send` or `recv` on GPUs outside of `batch_isend_irecv` has a communicator of its own for each direction between
-  two ranks and each tag, made by the first message without waiting for the other rank; a rank has 64 of them at most.
+  two ranks and each tag, made by the first message without waiting for the other rank; a rank has 64 with tags at most.
   Messages therefore match by tag, and in any order of issue. A message of a batch matches one of a batch on the other
   rank, and a single one a single one. `recv` from any source works on the CPU only.
 - `torch.distributed.monitored_barrier` and `_set_pg_timeout` insist on torch's own backends; call the group's methods:

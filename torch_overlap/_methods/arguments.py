@@ -84,7 +84,7 @@ def check_arguments(op: str, function: Callable[..., Any], args: Sequence[Any], 
 def _bind(
     op: str, parameters: Mapping[str, inspect.Parameter], args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a call gives each parameter."""
+    """Returns the value that a call gives each parameter."""
     by_position = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     if len(args) > len(by_position):
         most = f"at most {len(by_position)} arguments ({', '.join(by_position)})" if by_position else "no arguments"

@@ -17,7 +17,8 @@ The input of an `*_async` function must not be changed in place until its result
 communicator may read it at any time before, whatever the backend, and has no copy of it. `wait_tensor` raises
 `StateError` for an input that was changed, also if the operation happened to be done before the change. It looks at the
 version of the tensor, as autograd does for a tensor that it saved: a change through `x.data`, or by a kernel that torch
-does not know of, is not found. Tensors of `torch.inference_mode` have no version, and are copied. The input may be
+does not know of, is not found, and neither is one of an input that is a part of a larger buffer, whose parts share a
+version. Tensors of `torch.inference_mode` have no version, and are copied. The input may be
 dropped. A compiler that traces the functions orders a later change after the operation.
 
 torch.compile keeps every operator, also one whose result is not used, in the order of the program. Two limits.

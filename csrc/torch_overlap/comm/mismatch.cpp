@@ -289,16 +289,27 @@ void MismatchCheck::compare_p2p(const Call& call) {
 std::function<std::string(c10d::Store&)> late_comparison(const Call& call, int rank, int size,
                                                          const std::set<int>& peers,
                                                          Milliseconds limit) {
-  return [mine = facts_of(call, rank, size), rank, peers, limit,
+  // A collective tells all ranks; a message tells its peers, and says nothing of the others.
+  std::set<int> told;
+  for (const P2POp& op : call.p2p) told.insert(op.peer);
+  return [mine = facts_of(call, rank, size), rank, peers, limit, told = std::move(told),
           timeout = call.timeout](c10d::Store& store) -> std::string {
-    const auto key = [](int of) { return concat("late/", of); };
-    store.set(key(rank), encode_facts(mine));
+    const auto to_all = [](int from) { return concat("late/", from); };
+    const auto to_one = [](int from, int to) { return concat("late/", from, "/", to); };
+    for (const int peer : told) store.set(to_one(rank, peer), encode_facts(mine));
+    if (told.empty()) store.set(to_all(rank), encode_facts(mine));
     const auto until = Clock::now() + limit;
     for (const int peer : peers) {
+      std::string found;
       const auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
-      const auto has_told = [&] { return store.check({key(peer)}); };
+      const auto has_told = [&] {
+        for (const auto& key : {to_one(peer, rank), to_all(peer)}) {
+          if (store.check({key})) found = key;
+        }
+        return !found.empty();
+      };
       if (!poll(std::max(left, Milliseconds(0)), has_told)) continue;
-      const Facts theirs = decode_facts(store.get(key(peer)));
+      const Facts theirs = decode_facts(store.get(found));
       const bool fits = theirs.common == mine.common && theirs.gives[rank] == mine.takes[peer] &&
                         mine.gives[peer] == theirs.takes[rank];
       if (fits) continue;

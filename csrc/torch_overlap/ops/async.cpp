@@ -21,12 +21,15 @@
 namespace torch_overlap::ops {
 namespace {
 
-// What writes a result, and the version of what it was made of.
+// The work that writes a result, and the version of the input that it was made of.
 class Pending {
  public:
   Pending(std::string_view op, const at::Tensor& input, WorkPtr work)
       : op_(op), work_(std::move(work)), input_(input.unsafeGetTensorImpl()->version_counter()) {
-    if (input_.enabled()) version_ = input_.current_version();
+    // Views of one buffer share a version: a change of another part says nothing of this one.
+    const bool is_whole = input.nbytes() == input.storage().nbytes();
+    is_checked_ = input_.enabled() && is_whole;
+    if (is_checked_) version_ = input_.current_version();
   }
 
   void wait() {
@@ -36,7 +39,7 @@ class Pending {
   // threads that still wait must not mistake what is done with it then for a change before: so
   // `was_waited_for_` is set by the first check that passes, and looked at behind the version.
   void check_input() {
-    const bool is_changed = input_.enabled() && input_.current_version() != version_;
+    const bool is_changed = is_checked_ && input_.current_version() != version_;
     TORCH_OVERLAP_CHECK(!is_changed || was_waited_for_, kState,
                         "wait_tensor: expected the input of ", op_,
                         "_async unchanged until its result is waited for, got one that was "
@@ -59,6 +62,7 @@ class Pending {
   const std::string_view op_;  // lives as long as the process
   const WorkPtr work_;         // null: nothing was sent
   const c10::VariableVersion input_;
+  bool is_checked_ = false;
   uint32_t version_ = 0;
   std::atomic<bool> was_waited_for_ = false;
 };

@@ -73,7 +73,7 @@ at::Tensor room_for(const OverlapChannel& channel, const RowShare& rows, int64_t
                    at::TensorOptions().dtype(dtype).device(group.device()));
 }
 
-// What the columns of a piece are a multiple of. All ranks cut alike: for 128 columns or more it
+// Returns a divisor of the columns of a piece. All ranks cut alike: for 128 columns or more it
 // does not depend on the weight of this rank, and is the tile that scales of a weight may lie in.
 // For fewer it is what products of blocks take, and 16 bytes, for kernels that move as many at a
 // time; a weight whose scales lie in tiles stays whole.

@@ -17,7 +17,8 @@ ReduceOp premul_sum(const py::object& factor) {
   const double number = PyFloat_AsDouble(factor.ptr());
   if (number == -1.0 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    fail(ErrorKind::kType, "ReduceOp.PREMUL_SUM: expected a number or a one-element tensor for factor, got ",
+    fail(ErrorKind::kType,
+         "ReduceOp.PREMUL_SUM: expected a number or a one-element tensor for factor, got ",
          describe(factor));
   }
   return ReduceOp::premul_sum(number);

@@ -175,9 +175,9 @@ TEST(Direct, ModesHaveNames) {
 }
 
 TEST(Direct, AnOperationsHintIsTaken) {
-  EXPECT_FALSE(op_hints({}).direct);
-  EXPECT_EQ(op_hints({{"direct_collectives", "off"}}).direct, DirectMode::off);
-  EXPECT_THROW(op_hints({{"direct_collectives", "1"}}), Error);
+  EXPECT_FALSE(op_hints("op", {}).direct);
+  EXPECT_EQ(op_hints("op", {{"direct_collectives", "off"}}).direct, DirectMode::off);
+  EXPECT_THROW(op_hints("op", {{"direct_collectives", "1"}}), Error);
 }
 
 // --- Lines of 128 bytes --------------------------------------------------------------------------

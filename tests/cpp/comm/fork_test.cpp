@@ -36,7 +36,7 @@ void use_records() {
   (void)comm_records();
 }
 
-void use_hints() { (void)op_hints({{"fork_test", "unknown"}}); }
+void use_hints() { (void)op_hints("op", {{"fork_test", "unknown"}}); }
 
 std::string fresh_name() {
   static std::atomic<int> count{0};

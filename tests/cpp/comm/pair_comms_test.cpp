@@ -27,12 +27,12 @@ struct Rank {
   PairComms& pairs;
 
   C10dWork send(const at::Tensor& tensor, int dst, int tag = 0) const {
-    return pairs.issue({rank, dst, tag}, c10::kCPU, [tensor](TorchComm& comm) {
+    return pairs.issue({rank, dst, tag}, c10::kCPU, {.rank = rank}, [tensor](TorchComm& comm) {
       return wrap(comm.send(tensor, 1, /*async_op=*/true));
     });
   }
   C10dWork recv(const at::Tensor& tensor, int src, int tag = 0) const {
-    return pairs.issue({src, rank, tag}, c10::kCPU, [tensor](TorchComm& comm) {
+    return pairs.issue({src, rank, tag}, c10::kCPU, {.rank = rank}, [tensor](TorchComm& comm) {
       return wrap(comm.recv(tensor, 0, /*async_op=*/true));
     });
   }
@@ -78,9 +78,11 @@ TEST(PairComms, ARingOfSendsBeforeAnyReceiveEnds) {
       const at::Tensor y = at::empty({1000});
       const auto sent = me.send(x, right);
       const auto received = me.recv(y, left);
+      const auto future = received->getFuture();  // before the communicators are there
       sent->wait();
       received->wait();
       EXPECT_TRUE(at::equal(y, at::full({1000}, 1.0 * left + 10 * round)));
+      future->wait();
       EXPECT_TRUE(received->isCompleted());
       EXPECT_TRUE(received->isSuccess());
     }
@@ -141,8 +143,8 @@ TEST(PairComms, ClosingFailsWhatIsQueued) {
 
 TEST(PairComms, TooManyAreRefused) {
   run_pairs(1, milliseconds(100), [](const Rank& me) {
-    for (int tag = 0; tag < 64; ++tag) me.send(at::ones({1}), 1, tag);
-    EXPECT_THROW(me.send(at::ones({1}), 1, 64), Error);
+    for (int tag = 0; tag <= 64; ++tag) me.send(at::ones({1}), 1, tag);
+    EXPECT_THROW(me.send(at::ones({1}), 1, 65), Error);
   });
 }
 

@@ -68,9 +68,10 @@ TEST(ChooseAlgorithm, SaysWhyAChannelCannotBeUsed) {
   }
   const auto error =
       choose_error([&] { choose_algorithm(problem_of(at::kLong, 1 << 20), "ring", comm); });
-  EXPECT_STREQ(error.what(),
-               "op: expected what algorithm 'ring' needs, got: products of Long are torch's. Use "
-               "'auto' or 'sequential'.");
+  EXPECT_STREQ(
+      error.what(),
+      "op: expected what algorithm 'ring' needs, got: products of torch.int64 are torch's. Use "
+      "'auto' or 'sequential'.");
   comm->finalize();
 }
 
@@ -81,7 +82,7 @@ TEST(ChooseAlgorithm, ListsTheChoices) {
   EXPECT_STREQ(
       error.what(),
       "op: expected algorithm to be one of auto, sequential, chunked, ring, bulk, fused, direct, "
-      "got 'tree'");
+      "got 'tree'. Use one of them.");
   comm->finalize();
 }
 

@@ -127,6 +127,18 @@ def test_tensors_that_share_memory():
     run_ranks(shared_outputs, 2, comm=False)
 
 
+def three_outputs(rank, size, store):
+    init(rank, size, store)
+    whole = torch.zeros(6)
+    dist.all_gather([whole[0:2], whole[1:3], whole[2:4]], torch.full((2,), rank + 1.0))
+    torch.testing.assert_close(whole, torch.tensor([1.0, 2, 3, 3, 0, 0]))
+    dist.destroy_process_group()
+
+
+def test_three_outputs_of_which_one_meets_both_others():
+    run_ranks(three_outputs, 3, comm=False)
+
+
 def rows_that_do_not_divide(rank, size, store):
     init(rank, size, store)
     for output, input in ((torch.empty(size + 1, size), torch.ones(size + 1, size)),

@@ -72,6 +72,21 @@ def tags(rank, size, store, seed):
             work.wait()
         for tag, buffer in buffers.items():
             torch.testing.assert_close(buffer, value(peer, rank, tag, 1))
+    # Sizes and tags do not mix: 8 bytes under tag 0 beside 4 bytes under tag 4, and the like.
+    for i, tag in enumerate((4, 12, 28, 252)):
+        small, large = torch.full((1 + i,), 1.0 + rank), torch.full((2 + i + tag // 4,), 5.0 + rank)
+        if rank == 0:
+            works = [dist.isend(small, 1, tag=tag), dist.isend(large, 1, tag=0)]
+        elif rank == 1:
+            works = [
+                dist.irecv(torch.full_like(large, -1), 0, tag=0),
+                dist.irecv(torch.full_like(small, -1), 0, tag=tag),
+            ]
+        for work in works if rank < 2 else []:
+            work.wait()
+        if rank == 1:
+            assert (works[0].result()[0] == 5).all()
+            assert (works[1].result()[0] == 1).all()
     with pytest.raises(RuntimeError, match=r"send: expected a tag >= 0, got -1"):
         dist.isend(torch.ones(1), (rank + 1) % size, tag=-1)
     dist.barrier()

@@ -144,7 +144,7 @@ def test_residuals():
     )
     refuses(
         TYPE,
-        "residual of the dtype of out, torch.float64, got F",
+        "residual of the dtype of out, torch.float64, got torch.float32",
         changed(plain(dtype=torch.float64), residual=args.out),
     )
     wider = plain(dtype=torch.bfloat16, out_dtype=torch.float32)

@@ -406,7 +406,7 @@ ERRORS = [
     (lambda: ops.quantize(x32(dtype=torch.int32)), TYPE, r"^quantize: expected x of dtype float32.*got torch.int32"),
     (lambda: ops.quantize(x32(dtype=E4M3)), TYPE, r"^quantize: expected x of dtype float32"),
     (lambda: ops.quantize(x32(), CURRENT, torch.bfloat16), TYPE, r"^quantize: expected the 8-bit dtype"),
-    (lambda: ops.quantize(x32(), 0), VALUE, r"^quantize: expected a scaling mode of 8-bit values"),
+    (lambda: ops.quantize(x32(), 0), VALUE, r"^quantize: expected a scaling_mode of 8-bit values"),
     (lambda: ops.quantize(x32(), 7), VALUE, r"^quantize: expected a scaling mode, got 7"),
     (lambda: ops.quantize(x32(), CURRENT, swizzled=True), VALUE, r"^quantize: expected swizzled scales for MXFP8"),
     (lambda: ops.quantize(x32(cols=33), MXFP8), VALUE, r"multiple of 32 elements for MXFP8_1D_SCALING, got 33"),
@@ -414,7 +414,7 @@ ERRORS = [
     (lambda: ops.quantize_delayed(x32(), scales(2)), VALUE, r"^quantize_delayed: expected a scale of one element"),
     (lambda: ops.quantize_delayed(x32(), scales(1, dtype=torch.float16)), TYPE, r"expected scale of dtype float32"),
     (lambda: ops.dequantize(x32(), scales(1)), TYPE, r"^dequantize: expected the 8-bit dtype"),
-    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), 0), VALUE, r"^dequantize: expected a scaling mode of 8-bit"),
+    (lambda: ops.dequantize(x32(dtype=E4M3), scales(1), 0), VALUE, r"^dequantize: expected a scaling_mode of 8-bit"),
     (lambda: ops.dequantize(x32(dtype=E4M3), scales(2)), VALUE, r"^dequantize: expected scale_inv of shape \[1\]"),
     (
         lambda: ops.dequantize(x32(dtype=E4M3), scales(32, 2, dtype=E8M0), MXFP8),

@@ -111,6 +111,21 @@ def changed_after_it_was_done(comm: to.TorchComm) -> None:
             ops.wait_tensor(y)
 
 
+def other_parts_change(comm: to.TorchComm) -> None:
+    """The next chunk of a buffer is filled while the last one is reduced."""
+    buffer = torch.ones(4, 8)
+    results = []
+    for chunk in range(4):
+        buffer[chunk].fill_(chunk + 1.0)
+        results.append(ops.all_reduce_async(buffer[chunk], comm))
+    for chunk, result in enumerate(results):
+        torch.testing.assert_close(ops.wait_tensor(result), torch.full((8,), SIZE * (chunk + 1.0)))
+
+
+def test_other_parts_of_a_buffer_may_change() -> None:
+    run_ranks(other_parts_change, SIZE, backend="local")
+
+
 def test_whether_it_raises_does_not_depend_on_when_the_operation_is_done() -> None:
     run_ranks(changed_after_it_was_done, SIZE, backend="local")
     assert torch.ops.torch_overlap._pending_works() == 0

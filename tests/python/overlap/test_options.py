@@ -44,8 +44,8 @@ def run_splits(comm: to.TorchComm) -> None:
     for splits in (1, 2, 3, 6):
         want = [f"{2 * ROWS} x {N // splits} on {i % 3}" for i in range(splits)]
         assert products(log_of(comm, False, PIPELINE, num_splits=splits)) == want
-    # A piece is 16 bytes wide or more, which are two columns here.
-    assert len(products(log_of(comm, False, PIPELINE, num_splits=64))) == N // 2
+    # A piece has 8 columns or more, which is what products with block scales take: all ranks cut alike.
+    assert len(products(log_of(comm, False, PIPELINE, num_splits=64))) == -(-N // 8)
     for splits in (1, 5):  # chunks are one for each rank
         assert len(products(log_of(comm, True, RING, num_splits=splits))) == 2
 

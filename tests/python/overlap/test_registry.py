@@ -79,7 +79,7 @@ def run_dead(comm: to.TorchComm) -> None:
         why = ", which was destroyed" if dead == id else ""
         with pytest.raises(
             to.InvalidValueError,
-            match=rf"destroy_comm_overlap_buffer: expected the id of a live buffer, got {dead}{why}$",
+            match=rf"destroy_comm_overlap_buffer: expected the id of a live buffer, got {dead}{why}",
         ):
             to.destroy_comm_overlap_buffer(dead)
         why = why or r"; make one with create_comm_overlap_buffer\(\)"

@@ -173,8 +173,12 @@ C10dWork BackendWrapper::allgather_coalesced(TensorLists& outputs, Tensors& inpu
       }
     }
     const auto sources = read_in_order(inputs);
-    const auto targets =
-        write_in_order(parts.outputs, parts.copies, /*reads=*/false, "all_gather_coalesced");
+    const auto targets = write_in_order(
+        parts.outputs, parts.copies, /*reads=*/false, "all_gather_coalesced",
+        inputs_to_keep(parts.outputs, sources, getRank(),
+                       [ranks = outputs.size(), rank = getRank()](size_t o, size_t i) {
+                         return o == i * ranks + static_cast<size_t>(rank);
+                       }));
     for (size_t i = 0; i < sources.size(); ++i) {
       const auto first = targets.begin() + static_cast<int64_t>(i * outputs.size());
       const Tensors list(first, first + static_cast<int64_t>(outputs.size()));

@@ -28,7 +28,7 @@ BackendWrapper::BackendWrapper(CommPtr comm)
     : c10d::Backend(comm->rank(), comm->size()),
       fixed_(std::move(comm)),
       options_(options_of(*fixed_)),
-      timeout_ms_(options_->timeout.count()),
+      timeout_ms_(std::make_shared<std::atomic<int64_t>>(options_->timeout.count())),
       slots_{{fixed_->device().type(), Slot{fixed_, /*eager=*/true}}},
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
@@ -43,7 +43,7 @@ BackendWrapper::BackendWrapper(c10::intrusive_ptr<c10d::Store> store, int rank, 
     : c10d::Backend(rank, size),
       store_(std::move(store)),
       options_(std::move(options)),
-      timeout_ms_(options_->timeout.count()),
+      timeout_ms_(std::make_shared<std::atomic<int64_t>>(options_->timeout.count())),
       pairs_(std::make_unique<PairComms>(pair_maker())),
       slots_(std::move(slots)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
@@ -78,11 +78,11 @@ BackendWrapper::CommPtr BackendWrapper::make_comm(const BackendOptions& group, M
 
 // Owns all it needs: the thread that makes a communicator may outlive the group.
 PairComms::Make BackendWrapper::pair_maker() const {
-  return [store = store_, options = options_, rank = getRank()](const PairKey& key,
-                                                                c10::Device device) {
+  return [store = store_, options = options_, timeout = timeout_ms_, rank = getRank()](
+             const PairKey& key, c10::Device device) {
     const std::string suffix = concat(".p2p", key.src, "-", key.dst,
                                       key.tag == 0 ? std::string() : concat(".tag", key.tag));
-    return make_comm(*options, options->timeout, device, suffix,
+    return make_comm(*options, Ms(timeout->load()), device, suffix,
                      c10::make_intrusive<c10d::PrefixStore>(suffix, store),
                      {rank == key.src ? 0 : 1, 2});
   };
@@ -104,7 +104,7 @@ BackendWrapper::CommPtr BackendWrapper::group_comm(c10::Device device, bool eage
   const std::lock_guard making(making_);
   if (auto comm = existing()) return comm;
   auto comm =
-      make_comm(*options_, Ms(timeout_ms_.load()), device, "", store_, {getRank(), getSize()});
+      make_comm(*options_, Ms(timeout_ms_->load()), device, "", store_, {getRank(), getSize()});
   const std::lock_guard lock(mutex_);
   slots_[type] = Slot{comm, eager};
   return comm;
@@ -142,7 +142,7 @@ c10::intrusive_ptr<c10d::Store> BackendWrapper::store() const {
 void BackendWrapper::setTimeout(Ms timeout) {
   TORCH_OVERLAP_CHECK(timeout > Ms::zero(), kValue, "set_timeout: expected a time above zero, got ",
                       timeout.count(), " ms");
-  timeout_ms_.store(timeout.count());
+  timeout_ms_->store(timeout.count());
   options_->timeout = timeout;
 }
 
@@ -250,7 +250,7 @@ void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
                       fixed_->backend_name(), "'; use barrier");
   const std::string key = concat("monitored_barrier/", monitored_barriers_.fetch_add(1));
   // A timeout of zero looks once; c10d passes a negative one for none.
-  const Ms timeout = opts.timeout < Ms::zero() ? Ms(timeout_ms_.load()) : opts.timeout;
+  const Ms timeout = opts.timeout < Ms::zero() ? Ms(timeout_ms_->load()) : opts.timeout;
   monitored_barrier(*shared, key, getRank(), getSize(), timeout, wait_all_ranks);
 }
 
@@ -258,7 +258,7 @@ void BackendWrapper::monitoredBarrier(const c10d::BarrierOptions& opts, bool wai
 
 OpOptions BackendWrapper::op_options(Ms timeout) const {
   OpOptions options;
-  options.timeout = timeout > Ms::zero() ? timeout : Ms(timeout_ms_.load());
+  options.timeout = timeout > Ms::zero() ? timeout : Ms(timeout_ms_->load());
   return options;
 }
 

@@ -171,6 +171,7 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
   CommPtr tagged_comm(c10::Device device);
+  bool sends_tags(c10::Device device) const;
   void check_pair(const P2POp& message) const;
   C10dWork point_to_point(const P2POp& message);
   C10dWork issue_message(const P2POp& message);
@@ -180,7 +181,8 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;  // null over an existing communicator
   const CommPtr fixed_;                          // that communicator
   const c10::intrusive_ptr<BackendOptions> options_;
-  std::atomic<int64_t> timeout_ms_;
+  // Read by threads that make pairs, too.
+  const std::shared_ptr<std::atomic<int64_t>> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> monitored_barriers_{0};
 

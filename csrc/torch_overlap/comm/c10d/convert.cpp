@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <iterator>
 #include <map>
 
@@ -100,16 +101,20 @@ std::vector<at::Tensor> write_in_order(const std::vector<at::Tensor>& tensors,
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
   std::map<uintptr_t, uintptr_t> taken;  // begin and end of disjoint ranges
-  const auto take = [&](const MemoryRange& range) {
+  // Takes a range, whether it was free or not: all later outputs that meet it are staged too.
+  const auto take = [&](MemoryRange range) {
     if (range.empty()) return true;
-    for (const auto& input : inputs) {
-      if (memory_range(input).meets(range)) return false;
+    bool is_free = std::none_of(inputs.begin(), inputs.end(), [&range](const at::Tensor& input) {
+      return memory_range(input).meets(range);
+    });
+    auto next = taken.upper_bound(range.begin);
+    if (next != taken.begin() && std::prev(next)->second > range.begin) --next;
+    for (; next != taken.end() && next->first < range.end; next = taken.erase(next)) {
+      is_free = false;
+      range = {std::min(range.begin, next->first), std::max(range.end, next->second)};
     }
-    const auto next = taken.upper_bound(range.begin);
-    if (next != taken.end() && next->first < range.end) return false;
-    if (next != taken.begin() && std::prev(next)->second > range.begin) return false;
     taken.emplace(range.begin, range.end);
-    return true;
+    return is_free;
   };
   for (const auto& tensor : tensors) {
     const bool is_strided = tensor.defined() && tensor.layout() == c10::kStrided;

@@ -1,5 +1,6 @@
 #include "torch_overlap/comm/c10d/pair_comms.h"
 
+#include <ATen/core/jit_type.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -20,8 +21,8 @@
 namespace torch_overlap {
 namespace {
 
-// Each of them holds memory and threads of the library.
-constexpr size_t kMaxPairs = 64;
+// Tags that count on, say by step, would make a communicator each, which holds memory and threads.
+constexpr int kMaxTagged = 64;
 
 std::string describe(const PairKey& key) {
   return concat("messages from rank ", key.src, " to rank ", key.dst,
@@ -35,17 +36,27 @@ class QueuedWork final : public c10d::Work {
  public:
   using Inner = c10::intrusive_ptr<c10d::Work>;
 
-  QueuedWork(int rank, c10d::OpType type) : c10d::Work(rank, type) {}
+  QueuedWork(const PairMessage& about, c10::Device device)
+      : c10d::Work(about.rank, about.type),
+        outputs_(about.outputs),
+        source_(about.source),
+        device_(device) {}
 
   void issued(Inner work) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     inner_ = std::move(work);
     changed_.notify_all();
+    const auto future = future_;
+    lock.unlock();
+    if (future) chain(*inner_, future);
   }
   void failed(std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     error_ = std::move(error);
     changed_.notify_all();
+    const auto future = future_;
+    lock.unlock();
+    if (future) future->setError(error_);
   }
 
   bool isCompleted() override {
@@ -60,16 +71,41 @@ class QueuedWork final : public c10d::Work {
     const std::lock_guard lock(mutex_);
     return inner_ ? inner_->exception() : error_;
   }
-  int sourceRank() const override { return get()->sourceRank(); }
-  std::vector<at::Tensor> result() override { return get()->result(); }
+  int sourceRank() const override { return source_ >= 0 ? source_ : get()->sourceRank(); }
+  std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { get()->synchronize(); }
   void blockCurrentStream() override { get()->blockCurrentStream(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return get()->getFuture(); }
+  // At once: the caller may hold a lock that the message needs.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::unique_lock lock(mutex_);
+    if (inner_) {
+      const Inner work = inner_;
+      lock.unlock();
+      return work->getFuture();
+    }
+    if (!future_) {
+      std::vector<c10::Device> devices;
+      if (!device_.is_cpu()) devices.push_back(device_);
+      future_ = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                            std::move(devices));
+      if (error_) future_->setError(error_);
+    }
+    return future_;
+  }
   bool wait(std::chrono::milliseconds timeout) override {
     return at_boundary([&] { return get(timeout)->wait(timeout); });
   }
 
  private:
+  using Future = c10::ivalue::Future;
+
+  // The callback runs on streams that come after the inner operation.
+  static void chain(c10d::Work& inner, const c10::intrusive_ptr<Future>& future) {
+    inner.getFuture()->addCallback([future](Future& done) {
+      if (done.hasError()) return future->setError(done.exception_ptr());
+      future->markCompleted(done.constValue());
+    });
+  }
   Inner now() const {
     const std::lock_guard lock(mutex_);
     return inner_;
@@ -90,8 +126,12 @@ class QueuedWork final : public c10d::Work {
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  const std::vector<at::Tensor> outputs_;
+  const int source_;
+  const c10::Device device_;
   Inner inner_;
   std::exception_ptr error_;
+  c10::intrusive_ptr<Future> future_;  // of who asked before it was issued
 };
 
 // One communicator, or the thread that makes it and then issues what was queued.
@@ -99,7 +139,7 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
  public:
   Pair(const PairKey& key, c10::Device device) : key_(key), device_(device) {}
 
-  C10dWork issue(Issue issue, const Make& make);
+  C10dWork issue(const PairMessage& about, Issue issue, const Make& make);
   CommPtr comm() const {
     const std::lock_guard lock(mutex_);
     return comm_;
@@ -127,7 +167,8 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
   std::exception_ptr error_;
 };
 
-PairComms::C10dWork PairComms::Pair::issue(Issue issue, const Make& make) {
+PairComms::C10dWork PairComms::Pair::issue(const PairMessage& about, Issue issue,
+                                           const Make& make) {
   std::unique_lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
   if (is_direct_) {
@@ -138,8 +179,7 @@ PairComms::C10dWork PairComms::Pair::issue(Issue issue, const Make& make) {
   TORCH_OVERLAP_CHECK(!is_capturing(device_), kState, "send/recv: expected ", describe(key_),
                       " before the capture too, got the first one inside; send one eagerly first, "
                       "which makes their communicator, or use batch_isend_irecv");
-  Message message{std::move(issue), c10::make_intrusive<QueuedWork>(-1, c10d::OpType::UNKNOWN),
-                  std::nullopt};
+  Message message{std::move(issue), c10::make_intrusive<QueuedWork>(about, device_), std::nullopt};
   auto work = message.work;
   if (!device_.is_cpu()) {
     const c10::impl::VirtualGuardImpl impl(device_.type());
@@ -147,9 +187,14 @@ PairComms::C10dWork PairComms::Pair::issue(Issue issue, const Make& make) {
     message.ready->record(impl.getStream(device_));
   }
   queue_.push_back(std::move(message));
-  if (!std::exchange(is_started_, true)) {
+  if (is_started_) return work;
+  try {
     std::thread([self = shared_from_this(), make] { self->run(make); }).detach();
+  } catch (...) {  // no thread can be had: nothing is queued, and the next message tries again
+    queue_.pop_back();
+    throw;
   }
+  is_started_ = true;
   return work;
 }
 
@@ -217,6 +262,7 @@ struct PairComms::Shared {
   std::mutex mutex;
   std::map<PairKey, std::shared_ptr<Pair>> pairs;
   std::exception_ptr closed;
+  int num_tagged = 0;
 };
 
 PairComms::PairComms(Make make) : shared_(std::make_shared<Shared>()) {
@@ -225,24 +271,26 @@ PairComms::PairComms(Make make) : shared_(std::make_shared<Shared>()) {
 
 PairComms::~PairComms() { close("the process group is gone"); }
 
-PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device, Issue issue) {
+PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device,
+                                     const PairMessage& about, Issue issue) {
   std::shared_ptr<Pair> pair;
   {
     const std::lock_guard lock(shared_->mutex);
     if (shared_->closed) std::rethrow_exception(shared_->closed);
     auto& slot = shared_->pairs[key];
     if (!slot) {
-      if (shared_->pairs.size() > kMaxPairs) {
+      if (key.tag != 0 && ++shared_->num_tagged > kMaxTagged) {
         shared_->pairs.erase(key);
-        fail(ErrorKind::kUnsupported, "send/recv: expected at most ", kMaxPairs,
-             " combinations of sender, receiver and tag on this rank, got another: ", describe(key),
-             "; re-use tags, or use batch_isend_irecv without them");
+        --shared_->num_tagged;
+        fail(ErrorKind::kUnsupported, "send/recv: expected at most ", kMaxTagged,
+             " combinations of sender, receiver and tag other than 0 on this rank, got another: ",
+             describe(key), "; use the same tags again, or tag 0");
       }
       slot = std::make_shared<Pair>(key, device);
     }
     pair = slot;
   }
-  return pair->issue(std::move(issue), shared_->make);
+  return pair->issue(about, std::move(issue), shared_->make);
 }
 
 std::vector<PairComms::CommPtr> PairComms::comms() const {

@@ -28,6 +28,14 @@ struct PairKey {
   }
 };
 
+// The properties of a message that its work has before it is issued.
+struct PairMessage {
+  int rank = -1;
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  std::vector<at::Tensor> outputs{};
+  int source = -1;
+};
+
 // Communicators for single sends and receives on devices whose library matches messages by order
 // alone (NCCL): one for each sender, receiver and tag. None waits for another, so messages match in
 // any order in which the ranks issue them.
@@ -53,7 +61,7 @@ class TORCH_OVERLAP_API PairComms {
   PairComms& operator=(const PairComms&) = delete;
 
   // Throws if the pair's communicator could not be made, and after close().
-  C10dWork issue(const PairKey& key, c10::Device device, Issue issue);
+  C10dWork issue(const PairKey& key, c10::Device device, const PairMessage& about, Issue issue);
   // Those that exist, in an order that is the same on all ranks.
   std::vector<CommPtr> comms() const;
   // No message is issued any more; those that are queued fail with `reason`.

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "torch_overlap/base/process.h"
@@ -21,10 +22,16 @@ class CallbackThreads {
  public:
   void run(std::function<void()> callback) {
     auto item = std::make_unique<Item>(std::move(callback));
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     queue_.push_back(std::move(item));
     // One thread runs callbacks; while it does, another watches that it does not hold up the rest.
-    if (num_idle_ == 0) add_thread();
+    if (num_idle_ == 0 && !add_thread() && num_running_ == 0) {
+      // No thread can be had, and none will come: here.
+      item = std::move(queue_.back());
+      queue_.pop_back();
+      lock.unlock();
+      return run_item(std::move(item));
+    }
     changed_.notify_one();
   }
 
@@ -35,10 +42,15 @@ class CallbackThreads {
     std::function<void()> callback;
   };
 
-  // The lock is held.
-  void add_thread() {
-    std::thread([this] { work(); }).detach();
+  // The lock is held. False if there can be no more threads.
+  bool add_thread() noexcept {
+    try {
+      std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
     ++num_idle_;
+    return true;
   }
 
   void work() {
@@ -55,7 +67,7 @@ class CallbackThreads {
       --num_idle_;
       ++num_running_;
       ++num_started_;
-      if (!queue_.empty() && num_idle_ == 0) add_thread();
+      if (!queue_.empty() && num_idle_ == 0) (void)add_thread();
       lock.unlock();
       run_item(std::move(item));
       lock.lock();

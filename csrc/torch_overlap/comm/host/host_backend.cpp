@@ -20,6 +20,9 @@
 namespace torch_overlap {
 namespace {
 
+// How long a rank that lost a peer's connection waits for what that one tells.
+constexpr Milliseconds kToldBeforeLeaving{300};
+
 // How long a rank whose operation timed out waits for others to tell what they wait in.
 Milliseconds late_limit(Milliseconds timeout) {
   return std::clamp<Milliseconds>(timeout / 4, Milliseconds(1000), Milliseconds(5000));
@@ -47,6 +50,11 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
+// A timeout that shows what both ranks waited in.
+class ComparedTimeout final : public Error {
+  using Error::Error;
+};
+
 // The same error, saying which operation it is of; a timeout, how old that is and what may help.
 std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) {
   const auto text = [&work](const char* what) {
@@ -56,9 +64,10 @@ std::exception_ptr named(const HostWork& work, const std::exception_ptr& error) 
     std::rethrow_exception(error);
   } catch (const Error& thrown) {
     if (thrown.kind() == ErrorKind::kTimeout) {
+      const bool is_compared = dynamic_cast<const ComparedTimeout*>(&thrown) != nullptr;
       return std::make_exception_ptr(
-          Error(ErrorKind::kTimeout,
-                concat(text(thrown.what()), " (", work.age(), ")", mismatch_hint(work.call()))));
+          Error(ErrorKind::kTimeout, concat(text(thrown.what()), " (", work.age(), ")",
+                                            is_compared ? "" : mismatch_hint(work.call()))));
     }
     return std::make_exception_ptr(Error(thrown.kind(), text(thrown.what())));
   } catch (const c10::Error& thrown) {
@@ -203,7 +212,7 @@ void HostBackend::run_part(HostWork& work, Lane lane, bool& has_begun) {
     }
   } catch (const Error& error) {
     has_begun = primitives.has_begun();
-    if (error.kind() == ErrorKind::kTimeout) explain_timeout(work, primitives.missing());
+    explain(work, error.kind(), primitives.missing());
     throw;
   } catch (...) {
     has_begun = primitives.has_begun();
@@ -211,11 +220,13 @@ void HostBackend::run_part(HostWork& work, Lane lane, bool& has_begun) {
   }
 }
 
-void HostBackend::explain_timeout(const HostWork& work, const std::set<int>& missing) {
+void HostBackend::explain(const HostWork& work, ErrorKind kind, const std::set<int>& missing) {
+  if (kind != ErrorKind::kTimeout && kind != ErrorKind::kRuntime) return;
   if (missing.empty() || context_.store == nullptr || !transport_->hides_mismatches()) return;
   // The store may not answer any more: what it does then is lost with its thread.
   const auto why = std::make_shared<std::string>();
-  const Milliseconds limit = late_limit(work.call().timeout);
+  const Milliseconds limit =
+      kind == ErrorKind::kTimeout ? late_limit(work.call().timeout) : kToldBeforeLeaving;
   const auto ask = [why, store = context_.store,
                     compare = late_comparison(work.call(), context_.rank, context_.size, missing,
                                               limit)] { *why = compare(*store); };
@@ -224,7 +235,7 @@ void HostBackend::explain_timeout(const HostWork& work, const std::set<int>& mis
   } catch (const std::exception&) {  // the store is gone
     return;
   }
-  TORCH_OVERLAP_CHECK(why->empty(), kTimeout, *why);
+  if (!why->empty()) throw ComparedTimeout(ErrorKind::kTimeout, *why);
 }
 
 void HostBackend::run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives) {
@@ -237,7 +248,7 @@ void HostBackend::run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives
   const bool receives = any.type == P2POp::Type::RECV || any.peer == context_.rank;
   if (work.staging() != nullptr && receives) {
     const c10::DeviceGuard guard(context_.device);
-    work.staging()->write_back_from(any.peer);
+    work.staging()->write_back_from(any.peer, any.tag);
   }
 }
 

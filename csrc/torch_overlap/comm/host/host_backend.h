@@ -70,8 +70,9 @@ class HostBackend final : public Backend, public HostWorkOwner {
   // Runs the part of `work` that belongs to `lane` and ends it.
   void run(HostWork& work, Lane lane);
   void run_part(HostWork& work, Lane lane, bool& has_begun);
-  // A kTimeout error that names the ranks it waited for becomes one that says what they wait in.
-  void explain_timeout(const HostWork& work, const std::set<int>& missing);
+  // Throws an error that shows what this rank and a missing one wait in, if that one tells. A rank
+  // whose clock ended first closes its connections, which looks like its death.
+  void explain(const HostWork& work, ErrorKind kind, const std::set<int>& missing);
   void run_p2p_lane(HostWork& work, Lane lane, Primitives& primitives);
   // The first call decides what the communicator failed of.
   void break_down(const std::exception_ptr& error);

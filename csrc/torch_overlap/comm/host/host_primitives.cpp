@@ -83,7 +83,14 @@ void HostPrimitives::post(bool is_send, int peer, Bytes bytes, int tag) {
 void HostPrimitives::wait_all() {
   const auto posted = std::exchange(pending_, {});  // taken back on every way out
   for (const Pending& waited : posted) {
-    if (waited.transfer->wait(deadline_)) {
+    bool has_come = false;
+    try {
+      has_come = waited.transfer->wait(deadline_);
+    } catch (const Error&) {
+      if (waited.peer != kAnySource) missing_.insert(waited.peer);
+      throw;
+    }
+    if (has_come) {
       if (waited.peer == kAnySource) source_ = waited.transfer->peer();
       continue;
     }

@@ -45,7 +45,7 @@ class HostPrimitives final : public Primitives {
 
   // True once a message was posted: until then a failure concerns nobody else.
   bool has_begun() const { return has_begun_; }
-  // The ranks that a wait which timed out names.
+  // The ranks that a wait which failed names.
   const std::set<int>& missing() const { return missing_; }
   // The sender of the last receive from any rank.
   int source() const { return source_; }

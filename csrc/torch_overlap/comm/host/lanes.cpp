@@ -12,6 +12,12 @@
 #include "torch_overlap/comm/shutdown.h"
 
 namespace torch_overlap {
+namespace {
+
+// How long the thread of a lane that is not fixed waits for its next task.
+constexpr auto kLaneKeepAlive = std::chrono::seconds(5);
+
+}  // namespace
 
 struct TaskLanes::State {
   // Who ends the process waits for it first, queued or running.
@@ -145,7 +151,9 @@ void TaskLanes::start(int index) {
   require_open();
   State::Lane& lane = state_->lane(index);
   if (lane.thread.joinable()) return;
-  lane.thread = std::thread([state = state_, index] { work(state, index); });
+  lane.thread = std::thread([state = state_, index, is_fixed = index < static_cast<int>(fixed_)] {
+    work(state, index, is_fixed);
+  });
   ++state_->running;
 }
 
@@ -155,11 +163,17 @@ void TaskLanes::enqueue(int index, Task task) {
   lane.ready.notify_one();
 }
 
-void TaskLanes::work(const std::shared_ptr<State>& state, int index) {
+void TaskLanes::work(const std::shared_ptr<State>& state, int index, bool is_fixed) {
   std::unique_lock lock(state->mutex);
   State::Lane& lane = *state->lanes[index];
   while (true) {
-    lane.ready.wait(lock, [&] { return !lane.busy && (!lane.queue.empty() || state->closed); });
+    const auto has_work = [&] { return !lane.busy && (!lane.queue.empty() || state->closed); };
+    if (!is_fixed && !lane.ready.wait_for(lock, kLaneKeepAlive, has_work)) {
+      if (lane.busy) continue;  // a caller runs the lane's tasks
+      lane.thread.detach();     // the next task starts another
+      break;
+    }
+    lane.ready.wait(lock, has_work);
     if (lane.queue.empty()) break;
     std::optional<State::Item> item(std::move(lane.queue.front()));
     lane.queue.pop_front();

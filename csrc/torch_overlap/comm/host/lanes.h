@@ -50,7 +50,7 @@ class TaskLanes {
 
  private:
   struct State;
-  static void work(const std::shared_ptr<State>& state, int index);
+  static void work(const std::shared_ptr<State>& state, int index, bool is_fixed);
   // The lock is held.
   void require_open() const;
   // The lane of `key`; makes one if need be.

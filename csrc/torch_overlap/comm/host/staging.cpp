@@ -7,12 +7,13 @@
 
 namespace torch_overlap {
 
-at::Tensor Staging::move(const at::Tensor& tensor, bool is_input, bool is_output, int peer) {
+at::Tensor Staging::move(const at::Tensor& tensor, bool is_input, bool is_output, int peer,
+                         int tag) {
   if (!tensor.defined()) return tensor;
   at::Tensor host = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
   if (is_input) host.copy_(tensor);
   if (is_output) {
-    results_.push_back({tensor, host, peer});
+    results_.push_back({tensor, host, peer, tag});
   } else {
     sources_.push_back(tensor);
   }
@@ -47,7 +48,7 @@ std::unique_ptr<Staging> Staging::to_host(Call& call, int rank, c10::Device devi
   staging->move(call.out, /*is_output=*/true);
   for (auto& op : call.p2p) {
     const bool is_send = op.type == P2POp::Type::SEND;
-    op.tensor = staging->move(op.tensor, is_send, !is_send, op.peer);
+    op.tensor = staging->move(op.tensor, is_send, !is_send, op.peer, op.tag);
   }
   if (const auto* factor = std::get_if<at::Tensor>(&call.reduce_op.factor())) {
     call.reduce_op = ReduceOp::premul_sum(factor->cpu());
@@ -59,9 +60,9 @@ void Staging::write_back() const {
   for (const Pair& pair : results_) pair.device.copy_(pair.host);
 }
 
-void Staging::write_back_from(int peer) const {
+void Staging::write_back_from(int peer, int tag) const {
   for (const Pair& pair : results_) {
-    if (pair.peer == peer) pair.device.copy_(pair.host);
+    if (pair.peer == peer && pair.tag == tag) pair.device.copy_(pair.host);
   }
 }
 

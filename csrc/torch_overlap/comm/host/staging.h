@@ -18,17 +18,19 @@ class Staging {
   // Replaces the tensors of `call` by CPU ones. Null if they are on the CPU already.
   static std::unique_ptr<Staging> to_host(Call& call, int rank, c10::Device device);
 
-  // Copies the results back: all, or those received from `peer`.
+  // Copies the results back: all, or those received from `peer` under `tag`.
   void write_back() const;
-  void write_back_from(int peer) const;
+  void write_back_from(int peer, int tag) const;
 
  private:
   struct Pair {
     at::Tensor device;
     at::Tensor host;
     int peer;  // of a receive; -1 for others
+    int tag;
   };
-  at::Tensor move(const at::Tensor& tensor, bool is_input, bool is_output, int peer = -1);
+  at::Tensor move(const at::Tensor& tensor, bool is_input, bool is_output, int peer = -1,
+                  int tag = 0);
   void move(Blocks& blocks, bool is_output);
 
   std::vector<Pair> results_;

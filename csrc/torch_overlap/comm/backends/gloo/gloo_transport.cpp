@@ -1,7 +1,6 @@
 #include "torch_overlap/comm/backends/gloo/gloo_transport.h"
 
 #include <ATen/ops/from_blob.h>
-#include <c10/util/hash.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -11,13 +10,34 @@
 namespace torch_overlap {
 namespace {
 
-// 31 bits: the channel, then a hash of the properties that are equal on both sides. The tag is
-// added to it, so that messages of one size never match under two tags.
+// Every bit of the result depends on every bit of `bits` (the finalizer of SplitMix64).
+uint64_t mixed(uint64_t bits) {
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
+  return bits ^ (bits >> 31);
+}
+
+// The 31 bits that halves of a message must share to meet.
+//
+//   collective            1 | hash of size and primitive, 30 bits
+//   p2p, tag < 2^16      0 0 | tag, 16 bits | hash of the size, 13 bits
+//   p2p, larger tag      0 1 | hash of tag and size, 29 bits
+//
+// The size is among them because gloo ends the process when a message is larger than the buffer it
+// meets. Tags below 2^16 never meet each other, whatever the sizes.
 int tag_of(const Message& message) {
-  const size_t shape = c10::get_hash(message.bytes.size(), static_cast<int>(message.primitive));
-  return static_cast<int>(
-      (static_cast<uint32_t>(message.channel) << 30) |
-      (((shape ^ (shape >> 32)) + static_cast<uint32_t>(message.tag)) & 0x3fffffff));
+  constexpr int kTagBits = 16;
+  const uint64_t bytes = message.bytes.size();
+  const auto low = [](uint64_t bits, int count) { return bits & ((uint64_t{1} << count) - 1); };
+  if (message.channel == Channel::collective) {
+    const uint64_t shape = mixed(mixed(bytes) + static_cast<uint64_t>(message.primitive));
+    return static_cast<int>(uint64_t{1} << 30 | low(shape, 30));
+  }
+  const auto tag = static_cast<uint64_t>(message.tag);
+  if (tag >> kTagBits != 0) {
+    return static_cast<int>(uint64_t{1} << 29 | low(mixed(mixed(bytes) + tag), 29));
+  }
+  return static_cast<int>(tag << 13 | low(mixed(bytes), 13));
 }
 
 std::string peer_name(int peer) {

@@ -200,7 +200,7 @@ WorkPtr NcclBackend::launch(Call call) {
     act_on_failure();
     throw;
   }
-  if (!work->call().async_op) work->release_to(current);
+  if (!work->call().async_op) work->release(current);
   return work;
 }
 

@@ -39,24 +39,21 @@ CudaWork::CudaWork(std::shared_ptr<CommRuntime> runtime, Call call, c10::cuda::C
 
 CudaWork::~CudaWork() { runtime_->events.give(events_); }
 
-void CudaWork::release() {
+void CudaWork::release(std::optional<c10::cuda::CUDAStream> stream) {
   if (released_.exchange(true, std::memory_order_acq_rel)) return;
   // Moved out first: describe() stays valid, and destructors run on a finished object.
-  const at::Tensor tensor = std::move(call_.tensor);
-  const Blocks in = std::move(call_.in);
-  const Blocks out = std::move(call_.out);
-  const auto p2p = std::move(call_.p2p);
-  const auto norm = std::move(call_.norm);
-  const ReduceOp reduce_op = std::exchange(call_.reduce_op, ReduceOp());
-}
-
-void CudaWork::release_to(c10::cuda::CUDAStream stream) {
-  if (released_.load(std::memory_order_acquire)) return;
-  call_.for_each_tensor([stream](const at::Tensor& tensor) {
+  Call dropped;
+  dropped.tensor = std::move(call_.tensor);
+  dropped.in = std::move(call_.in);
+  dropped.out = std::move(call_.out);
+  dropped.p2p = std::move(call_.p2p);
+  dropped.norm = std::move(call_.norm);
+  dropped.reduce_op = std::exchange(call_.reduce_op, ReduceOp());
+  if (!stream) return;
+  dropped.for_each_tensor([&stream](const at::Tensor& tensor) {
     if (!tensor.is_cuda() || !tensor.has_storage()) return;
-    c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), stream);
+    c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), *stream);
   });
-  release();
 }
 
 void CudaWork::release_all() {
@@ -138,7 +135,7 @@ void CudaWork::wait() {
     }
   }
   if (completed_.load(std::memory_order_acquire)) return release();
-  if (current == issued_on_) release_to(current);
+  if (current == issued_on_) release(current);
 }
 
 void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
@@ -151,7 +148,7 @@ void CudaWork::wait_in_capture(c10::cuda::CUDAStream current) {
                       "capture");
   const c10::cuda::CUDAGuard device(runtime_->device);
   stream_waits(current, events_.end);
-  if (current == issued_on_) release_to(current);
+  if (current == issued_on_) release(current);
 }
 
 void CudaWork::wait_blocking(std::optional<std::chrono::milliseconds> timeout) {

@@ -57,9 +57,8 @@ class CudaWork final : public TorchWork {
   void end_is_known();
   // Drops the tensors. Call it with no lock held, and not on the watchdog's thread: the last
   // reference to a tensor may take the GIL.
-  void release();
-  // The same for an operation that `stream` runs, or waits for.
-  void release_to(c10::cuda::CUDAStream stream);
+  // `stream`: runs the operation or waits for it, and keeps the memory from then on.
+  void release(std::optional<c10::cuda::CUDAStream> stream = std::nullopt);
   // Also the memory of a window, which stays mapped until the operation has ended, whatever stream
   // it is on: for who knows that it has, or that the graph which had it is gone.
   void release_all();
