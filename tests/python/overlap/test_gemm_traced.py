@@ -132,7 +132,7 @@ def refused(comm: TorchComm, seed: int) -> None:
         lhs, rhs, *aux = operands(TOKENS, seed)
         y = run(options, lhs.requires_grad_(), rhs.requires_grad_(), *aux)[0]
         assert y.requires_grad
-        with pytest.raises(RuntimeError, match=r"^gemm: expected comm_type NONE .* where a gradient is asked, got AG"):
+        with pytest.raises(RuntimeError, match=r"^gemm: expected comm_type NONE .* where a gradient is asked"):
             y.sum().backward()
 
 

@@ -23,11 +23,6 @@ namespace {
 // How long a rank that lost a peer's connection waits for what that one tells.
 constexpr Milliseconds kToldBeforeLeaving{300};
 
-// How long a rank whose operation timed out waits for others to tell what they wait in.
-Milliseconds late_limit(Milliseconds timeout) {
-  return std::clamp<Milliseconds>(timeout / 4, Milliseconds(1000), Milliseconds(5000));
-}
-
 constexpr int kCollectives = 0;  // the lane; then those of sends, receives, puts and signals
 
 bool is_timeout(const std::exception_ptr& error) {

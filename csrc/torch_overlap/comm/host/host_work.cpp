@@ -13,10 +13,6 @@
 namespace torch_overlap {
 namespace {
 
-// The thread that runs an operation knows best why it is late (which ranks are missing): a waiter
-// speaks up only this much later.
-constexpr std::chrono::milliseconds kGrace{1000};
-
 Deadline after(std::chrono::milliseconds timeout) {
   constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
   return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
@@ -32,12 +28,19 @@ struct Ended {
 
 }  // namespace
 
+std::chrono::milliseconds late_limit(std::chrono::milliseconds timeout) {
+  using std::chrono::milliseconds;
+  return std::clamp<milliseconds>(timeout / 4, milliseconds(1000), milliseconds(5000));
+}
+
 HostWork::HostWork(Call call, std::unique_ptr<Staging> staging, uint64_t index, int parts,
                    std::weak_ptr<HostWorkOwner> owner)
     : call_(std::move(call)),
       staging_(std::move(staging)),
       index_(index),
       deadline_(after(call_.timeout)),
+      // The thread that runs an operation knows best why it is late, and may ask others first.
+      expiry_(deadline_ + late_limit(call_.timeout) * 2),
       owner_(std::move(owner)),
       parts_(parts) {}
 
@@ -95,9 +98,8 @@ void HostWork::wait_until(Deadline until) {
   require_own_process("wait");
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_.load(); };
-  const Deadline expiry = deadline_ + kGrace;
-  if (!wait_interruptibly(changed_, lock, std::min(until, expiry), done)) {
-    if (until < expiry) {
+  if (!wait_interruptibly(changed_, lock, std::min(until, expiry_), done)) {
+    if (until < expiry_) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),
            " to end in the given time, got no end; it goes on and may be waited for again");
     }

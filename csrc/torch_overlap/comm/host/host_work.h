@@ -26,6 +26,9 @@ class HostWorkOwner {
   virtual void expire(const HostWork& work) = 0;
 };
 
+// How long the thread whose operation timed out waits for what other ranks tell that they wait in.
+std::chrono::milliseconds late_limit(std::chrono::milliseconds timeout);
+
 // An operation of a CPU communicator. It owns the call, and so every tensor, until the operation is
 // done; the tensors are released by the thread that ends it, with no lock held (the last reference
 // to a Python tensor takes Python's lock). Callbacks run on threads of their own
@@ -71,6 +74,7 @@ class HostWork final : public TorchWork {
   const Deadline issued_ = HostClock::now();
   std::atomic<Deadline> started_{Deadline::max()};
   const Deadline deadline_;
+  const Deadline expiry_;  // a waiter speaks up then, if nobody has
   const ProcessStamp process_;
   const std::weak_ptr<HostWorkOwner> owner_;
   std::mutex mutex_;
