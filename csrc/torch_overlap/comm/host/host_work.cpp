@@ -13,6 +13,9 @@
 namespace torch_overlap {
 namespace {
 
+// How long after its deadline a waiter leaves an operation that nobody runs to the communicator.
+constexpr std::chrono::milliseconds kGrace{200};
+
 Deadline after(std::chrono::milliseconds timeout) {
   constexpr std::chrono::hours kLongest{24 * 365};  // keeps time points from overflowing
   return HostClock::now() + std::min<std::chrono::milliseconds>(timeout, kLongest);
@@ -98,8 +101,14 @@ void HostWork::wait_until(Deadline until) {
   require_own_process("wait");
   std::unique_lock lock(mutex_);
   const auto done = [this] { return done_.load(); };
-  if (!wait_interruptibly(changed_, lock, std::min(until, expiry_), done)) {
-    if (until < expiry_) {
+  Deadline speaks_up = deadline_ + kGrace;
+  bool is_over = wait_interruptibly(changed_, lock, std::min(until, speaks_up), done);
+  if (!is_over && started_.load() != Deadline::max()) {
+    speaks_up = expiry_;
+    is_over = wait_interruptibly(changed_, lock, std::min(until, speaks_up), done);
+  }
+  if (!is_over) {
+    if (until < speaks_up) {
       fail(ErrorKind::kTimeout, "wait_blocking: expected ", call_.describe(),
            " to end in the given time, got no end; it goes on and may be waited for again");
     }

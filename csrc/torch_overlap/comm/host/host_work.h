@@ -74,7 +74,7 @@ class HostWork final : public TorchWork {
   const Deadline issued_ = HostClock::now();
   std::atomic<Deadline> started_{Deadline::max()};
   const Deadline deadline_;
-  const Deadline expiry_;  // a waiter speaks up then, if nobody has
+  const Deadline expiry_;  // of one that runs: a waiter speaks up then, if nobody has
   const ProcessStamp process_;
   const std::weak_ptr<HostWorkOwner> owner_;
   std::mutex mutex_;
