@@ -172,7 +172,10 @@ def run_pairs(comm: to.TorchComm) -> None:
         meeting.barrier(False)  # rank 1 comes second, and sees it
     else:
         meeting.barrier(False)
-        both = r"got a recv of 2 torch.float64 elements on rank 1 and a send of 4 torch.float32 elements on rank 0; nothing was sent"
+        both = (
+            r"got a recv of 2 torch.float64 elements on rank 1 and a send of 4 torch.float32 elements on rank 0; "
+            r"nothing was sent"
+        )
         with pytest.raises(to.InvalidValueError, match=both):
             comm.recv(torch.zeros(2, dtype=torch.float64), 0, False)
     meeting.barrier(False)
