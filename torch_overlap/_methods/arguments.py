@@ -123,7 +123,7 @@ def _refuse(op: str, name: str, choices: Sequence[Any], value: Any) -> NoReturn:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of an annotation."""
+    """Returns True if a value has the type of an annotation."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in get_args(hint))

@@ -101,7 +101,7 @@ def abort(self: TorchComm) -> None:
 
 
 def is_aborted(self: TorchComm) -> bool:
-    """Whether abort() has ended this end; on NCCL, also whether an operation has failed.
+    """True once abort() has ended this end; on NCCL, also once an operation has failed.
 
     Asks no other rank; any thread.
     """
@@ -109,12 +109,12 @@ def is_aborted(self: TorchComm) -> bool:
 
 
 def is_abort_supported(self: TorchComm) -> bool:
-    """Whether abort() ends what is under way: True for every backend here."""
+    """True if abort() ends operations that are under way, which it does on every backend here."""
     return self._is_abort_supported()
 
 
 def is_finalized(self: TorchComm) -> bool:
-    """Whether finalize() was called here; also while it still waits. Asks no other rank; any thread."""
+    """True once finalize() was called here, also while it still waits. Asks no other rank; any thread."""
     return self._is_finalized()
 
 

@@ -29,7 +29,7 @@ def wait_blocking(self: TorchWork, timeout: timedelta | None = None) -> None:
 
 
 def is_completed(self: TorchWork) -> bool:
-    """Whether the operation is done, well or badly. Asks the device now; never blocks.
+    """True once the operation is done, well or badly. Asks the device now; never blocks.
 
     False for an operation that was captured in a CUDA graph: it runs at each replay.
     """

@@ -24,7 +24,7 @@ ROW = {
     "iqr_us": (int, float), "peers": dict,
 }  # fmt: skip
 GEMM_ROW = {"gemm_us": (int, float), "ratio_gemm": (int, float), "ratio_floor": (int, float)}
-# What a run reports and nothing reads from a file: a file has the figures that tables, pictures, goals and tests use.
+# Figures that a run reports and a file leaves out: no table, picture, goal or test reads them.
 UNREAD = ("ratio_iqr", "ratio_peer_iqr", "best_peer", "gbps", "rounds", "gemm_iqr_us")
 _DIGITS = 6  # significant digits of a figure: samples differ in the third
 # Options that say where files are, or when: nobody needs them to run it again.

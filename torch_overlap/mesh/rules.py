@@ -104,7 +104,7 @@ def _elementwise(name: str, call: Call) -> str | None:
 
 
 def _scaling(call: Call) -> str:
-    """Of a pending sum, infinity times each term, or each term by 0, is nan where terms have other signs."""
+    """Infinity times each term of a pending sum, or each term by 0, is nan if terms have different signs."""
     number = call.argument(1, "other", 1)
     return "linear" if cmath.isfinite(number) and (number != 0 or call.name == "mul") else "nonlinear"
 

@@ -128,7 +128,7 @@ std::vector<BackendWrapper::CommPtr> BackendWrapper::comms() const {
 std::vector<BackendWrapper::CommPtr> BackendWrapper::all_comms() const {
   auto result = comms();
   if (!pairs_) return result;
-  // In an order that all ranks share: two of them never wait for each other.
+  // The order is the same on all ranks, so that two of them never wait for each other.
   for (auto& comm : pairs_->comms()) result.push_back(std::move(comm));
   return result;
 }
@@ -211,8 +211,8 @@ void BackendWrapper::close_pairs(std::string_view why) {
                        "', which was ", why, "; make a new one with torch.distributed.new_group"));
 }
 
-// At once: freeing one communicator may wait for the device, on which the kernels of the others
-// wait for their own abort.
+// Aborts all at once: freeing one communicator may wait for the device, on which the kernels of the
+// others wait for their own abort.
 void BackendWrapper::abort() {
   close_pairs("aborted");
   std::vector<std::thread> threads;

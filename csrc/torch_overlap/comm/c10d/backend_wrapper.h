@@ -171,7 +171,6 @@ class TORCH_OVERLAP_API BackendWrapper final : public c10d::Backend {
   C10dWork wrap(c10d::OpType type, std::vector<WorkPtr> works, Tensors outputs);
   C10dWork wrap(WorkParts parts);
   CommPtr tagged_comm(c10::Device device);
-  bool sends_tags(c10::Device device) const;
   void check_pair(const P2POp& message) const;
   C10dWork point_to_point(const P2POp& message);
   C10dWork issue_message(const P2POp& message);

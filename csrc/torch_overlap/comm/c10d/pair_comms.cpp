@@ -36,10 +36,10 @@ class QueuedWork final : public c10d::Work {
  public:
   using Inner = c10::intrusive_ptr<c10d::Work>;
 
-  QueuedWork(const PairMessage& about, c10::Device device)
-      : c10d::Work(about.rank, about.type),
-        outputs_(about.outputs),
-        source_(about.source),
+  QueuedWork(const WorkParts& parts, c10::Device device)
+      : c10d::Work(parts.rank, parts.type),
+        outputs_(parts.outputs),
+        source_(parts.source),
         device_(device) {}
 
   void issued(Inner work) {
@@ -139,7 +139,7 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
  public:
   Pair(const PairKey& key, c10::Device device) : key_(key), device_(device) {}
 
-  C10dWork issue(const PairMessage& about, Issue issue, const Make& make);
+  C10dWork issue(const WorkParts& parts, Issue issue, const Make& make);
   CommPtr comm() const {
     const std::lock_guard lock(mutex_);
     return comm_;
@@ -167,8 +167,7 @@ class PairComms::Pair : public std::enable_shared_from_this<Pair> {
   std::exception_ptr error_;
 };
 
-PairComms::C10dWork PairComms::Pair::issue(const PairMessage& about, Issue issue,
-                                           const Make& make) {
+PairComms::C10dWork PairComms::Pair::issue(const WorkParts& parts, Issue issue, const Make& make) {
   std::unique_lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
   if (is_direct_) {
@@ -179,7 +178,7 @@ PairComms::C10dWork PairComms::Pair::issue(const PairMessage& about, Issue issue
   TORCH_OVERLAP_CHECK(!is_capturing(device_), kState, "send/recv: expected ", describe(key_),
                       " before the capture too, got the first one inside; send one eagerly first, "
                       "which makes their communicator, or use batch_isend_irecv");
-  Message message{std::move(issue), c10::make_intrusive<QueuedWork>(about, device_), std::nullopt};
+  Message message{std::move(issue), c10::make_intrusive<QueuedWork>(parts, device_), std::nullopt};
   auto work = message.work;
   if (!device_.is_cpu()) {
     const c10::impl::VirtualGuardImpl impl(device_.type());
@@ -271,8 +270,8 @@ PairComms::PairComms(Make make) : shared_(std::make_shared<Shared>()) {
 
 PairComms::~PairComms() { close("the process group is gone"); }
 
-PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device,
-                                     const PairMessage& about, Issue issue) {
+PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device, const WorkParts& parts,
+                                     Issue issue) {
   std::shared_ptr<Pair> pair;
   {
     const std::lock_guard lock(shared_->mutex);
@@ -290,7 +289,7 @@ PairComms::C10dWork PairComms::issue(const PairKey& key, c10::Device device,
     }
     pair = slot;
   }
-  return pair->issue(about, std::move(issue), shared_->make);
+  return pair->issue(parts, std::move(issue), shared_->make);
 }
 
 std::vector<PairComms::CommPtr> PairComms::comms() const {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "torch_overlap/base/export.h"
+#include "torch_overlap/comm/c10d/work_wrapper.h"
 #include "torch_overlap/comm/torch_comm.h"
 
 namespace torch_overlap {
@@ -26,14 +27,6 @@ struct PairKey {
   bool operator<(const PairKey& other) const {
     return std::tie(src, dst, tag) < std::tie(other.src, other.dst, other.tag);
   }
-};
-
-// The properties of a message that its work has before it is issued.
-struct PairMessage {
-  int rank = -1;
-  c10d::OpType type = c10d::OpType::UNKNOWN;
-  std::vector<at::Tensor> outputs{};
-  int source = -1;
 };
 
 // Communicators for single sends and receives on devices whose library matches messages by order
@@ -60,8 +53,9 @@ class TORCH_OVERLAP_API PairComms {
   PairComms(const PairComms&) = delete;
   PairComms& operator=(const PairComms&) = delete;
 
-  // Throws if the pair's communicator could not be made, and after close().
-  C10dWork issue(const PairKey& key, c10::Device device, const PairMessage& about, Issue issue);
+  // `parts`: the properties that the message's work has before it is issued. Throws if the pair's
+  // communicator could not be made, and after close().
+  C10dWork issue(const PairKey& key, c10::Device device, const WorkParts& parts, Issue issue);
   // Those that exist, in an order that is the same on all ranks.
   std::vector<CommPtr> comms() const;
   // No message is issued any more; those that are queued fail with `reason`.

@@ -47,12 +47,10 @@ C10dWork BackendWrapper::issue_message(const P2POp& message) {
   check_pair(message);
   parts.rank = getRank();
   parts.sequence = ++sequence_;
-  const PairMessage about{
-      .rank = getRank(), .type = parts.type, .outputs = parts.outputs, .source = parts.source};
   const PairKey key{.src = is_send ? getRank() : message.peer,
                     .dst = is_send ? message.peer : getRank(),
                     .tag = message.tag};
-  return pairs_->issue(key, message.tensor.device(), about,
+  return pairs_->issue(key, message.tensor.device(), parts,
                        [issue, parts, peer = is_send ? 1 : 0](TorchComm& comm) -> C10dWork {
                          WorkParts issued = parts;
                          issued.works.push_back(issue(comm, peer, /*tag=*/0));
@@ -81,7 +79,8 @@ C10dWork BackendWrapper::point_to_point(const P2POp& message) {
 // Messages whose tags the group's communicator cannot send go one by one, matched by their tags.
 C10dWork BackendWrapper::issue_batch(std::vector<P2POp> ops, WorkParts parts) {
   std::vector<C10dWork> works;
-  if (!ops.empty() && !sends_tags(ops.front().tensor.device())) {
+  const auto shared = ops.empty() ? nullptr : tagged_comm(ops.front().tensor.device());
+  if (!shared || !shared->has_tags()) {
     const auto tagged = std::stable_partition(
         ops.begin(), ops.end(), [](const P2POp& message) { return message.tag == 0; });
     for (auto message = tagged; message != ops.end(); ++message) {
@@ -102,15 +101,7 @@ C10dWork BackendWrapper::issue_batch(std::vector<P2POp> ops, WorkParts parts) {
   return join_works(std::move(works));
 }
 
-// True if the communicator of the group for `device`, which may not be made here, sends tags.
-bool BackendWrapper::sends_tags(c10::Device device) const {
-  if (fixed_) return fixed_->has_tags();
-  const std::lock_guard lock(mutex_);
-  const auto slot = slots_.find(device.type());
-  return slot != slots_.end() && slot->second.comm->has_tags();
-}
-
-// In place of each tensor, memory to send from or to receive into.
+// Replaces each tensor by memory to send from or to receive into.
 void BackendWrapper::stage_batch(std::vector<P2POp>& ops, std::vector<CopyBack>& copies) {
   Tensors sent;
   Tensors received;

@@ -70,7 +70,7 @@ class TORCH_OVERLAP_API WorkWrapper final : public c10d::Work {
 
   WorkParts parts_;
   std::once_flag copied_;
-  std::optional<c10::Event> copies_event_;    // CUDA: the epilogue ran on the stream of the works
+  std::optional<c10::Event> copies_event_;    // CUDA: the copies ran on the stream of the works
   c10::intrusive_ptr<Future> future_;         // guarded by mutex_
   c10::intrusive_ptr<Future> future_result_;  // guarded by mutex_
 };

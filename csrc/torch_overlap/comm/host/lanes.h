@@ -16,7 +16,8 @@ namespace torch_overlap {
 //
 // A lane is named by a key. Keys 0 .. count-1 have a lane each, for good. Any other key gets one
 // that is idle, or a new one, when a task comes, and keeps it until that lane is idle: there are as
-// many lanes as there are keys with tasks at a time.
+// many lanes as there are keys with tasks at a time. The thread of such a lane ends some seconds
+// after its last task.
 //
 // Threads: any may call. Tasks must not throw. The destructor lets the threads run what is queued;
 // it waits for them for a second and then leaves them to end by themselves, so that it may run on a
