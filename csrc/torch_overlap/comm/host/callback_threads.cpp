@@ -83,7 +83,7 @@ class CallbackThreads {
     if (permit) {
       item->callback();
     } else {
-      (void)item.release();
+      [[maybe_unused]] const Item* const kept = item.release();
     }
   }
 
